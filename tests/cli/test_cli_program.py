@@ -1,0 +1,102 @@
+"""The `tokenmill` program as a shell sees it: speed of --help, exit codes, pipes."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "transformers", "rich.progress", "huggingface_hub", "numpy", "fastapi")
+
+
+def tokenmill(*args, **kwargs):
+    return subprocess.run([sys.executable, "-m", "tokenmill", *args], capture_output=True, text=True, **kwargs)
+
+
+def test_help_names_the_commands_and_is_quick():
+    best = 60.0
+    for _ in range(3):  # the quickest of three: other work may share the cores
+        started = time.perf_counter()
+        result = tokenmill("--help")
+        best = min(best, time.perf_counter() - started)
+    for command in ("run", "chat", "pull", "models"):
+        assert command in result.stdout
+    assert best < 0.5 * _slowness()
+
+
+def _slowness() -> float:
+    """How many times longer than usual an empty interpreter takes to start just now; at least 1."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    return max(1.0, (time.perf_counter() - started) / 0.05)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["models"], ["run", "hi", "--temperature", "-1"]])
+def test_nothing_heavy_is_imported_before_a_model_is_needed(args, tmp_path):
+    program = f"""
+import sys
+from tokenmill.cli import main
+sys.argv = ["tokenmill", *{args!r}]
+try:
+    main()
+finally:
+    print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "HEAVY []" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["run", "--no-such-option"], ["dance"], ["run", "hi", "--seed", "x"]])
+def test_wrong_use_exits_2_without_a_traceback(args):
+    result = tokenmill(*args)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+def test_missing_model_is_one_line_and_exit_1():
+    result = tokenmill("run", "hi", "-m", "/no/such/model.gguf", stdin=subprocess.DEVNULL)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def stubbed(request, answer: str, after: str = "pass") -> list[str]:
+    """A `tokenmill run hi` in a process of its own, whose model gives this answer."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(request.path.parent)!r})
+from cli_stub import StubLLM
+from tokenmill.cli import main
+from tokenmill.cli import options
+stub = StubLLM({answer})
+options.open_llm = stub.open
+sys.argv = ["tokenmill", "run", "hi"]
+try:
+    main()
+finally:
+    {after}
+"""
+    return [sys.executable, "-c", program]
+
+
+def test_reader_that_goes_away_ends_the_program_quietly(request):
+    command = stubbed(request, "'word ' * 200_000")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        stderr = process.stderr.read()
+        assert process.wait(timeout=30) == 141
+    assert stderr == b""
+
+
+def test_piped_text_is_added_to_the_prompt(request):
+    command = stubbed(request, "'ok'", after="print(stub.asked[0][0])")
+    result = subprocess.run(command, input="a letter", capture_output=True, text=True)
+    assert "'hi\\n\\na letter'" in result.stdout
+
+
+def test_bytes_that_are_no_text_do_not_break_the_prompt(request):
+    command = stubbed(request, "'ok'", after="print(ascii(stub.asked[0][0]))")
+    result = subprocess.run(command, input=b"caf\xe9", capture_output=True)
+    assert b"caf\\ufffd" in result.stdout

@@ -1,0 +1,119 @@
+"""What is printed where: at a terminal (a pseudo-terminal here) and in a log."""
+
+import io
+import os
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tokenmill.cli import terminal
+
+pty = pytest.importorskip("pty")
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_model_text_cannot_control_the_terminal(monkeypatch):
+    screen = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    terminal.write("a\x1b]0;owned\x07b\x9b2Jc\n\td é 🙂")
+    assert screen.getvalue() == "a]0;ownedb2Jc\n\td é 🙂"
+
+
+def test_piped_model_text_is_left_as_it_is(monkeypatch):
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    terminal.write("a\x1b[0m")
+    assert pipe.getvalue() == "a\x1b[0m"
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (98_362_432, "98.4 MB"), (3e13, "30.0 TB")])
+def test_sizes_read_well(count, text):
+    assert terminal.size(count) == text
+
+
+def test_log_gets_a_line_only_for_what_takes_long(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with terminal.progress() as report:
+        report(1, 10, "loading")
+        monkeypatch.setattr(terminal, "LINE_EVERY", 0.0)
+        report(5, 10, "loading")
+        report(7, 0, "downloading")
+    assert log.getvalue() == "loading: 50%\ndownloading ...\n"
+
+
+def test_terminal_gets_a_bar_that_shows_the_name_as_it_is(monkeypatch):
+    screen = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(terminal, "QUICK", 0.0)
+    with terminal.progress() as report:
+        report(5, 10, "get [red]x[/] ok")
+    assert "get [red]x[/] ok" in screen.getvalue()
+    assert "50%" in screen.getvalue()
+
+
+CHAT = """
+import sys
+sys.path.insert(0, {tests!r})
+from cli_stub import StubLLM
+from tokenmill.cli import main
+from tokenmill.cli import options
+options.open_llm = StubLLM("the answer").open
+sys.argv = ["tokenmill", "chat"]
+main()
+"""
+
+
+class Typist:
+    """Types into a program at a pseudo-terminal and reads its screen."""
+
+    def __init__(self, program: str, home: str) -> None:
+        self.keyboard, inside = pty.openpty()
+        streams = {"stdin": inside, "stdout": inside, "stderr": inside}
+        environment = {**os.environ, "HOME": home, "TERM": "dumb"}
+        command = [sys.executable, "-c", _OWN_TERMINAL + program]
+        self.process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
+        os.close(inside)
+
+    def type(self, keys: str) -> None:
+        os.write(self.keyboard, keys.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Read until the text shows up; fail with what was there instead."""
+        screen, deadline = "", time.monotonic() + 20
+        while text not in screen:
+            ready, _, _ = select.select([self.keyboard], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"{text!r} did not come: {screen!r}"
+            screen += os.read(self.keyboard, 4096).decode()
+
+
+# Ctrl-C reaches only the foreground group of a controlling terminal, so the program first takes the terminal as its own.
+_OWN_TERMINAL = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+
+
+def test_at_a_terminal_ctrl_c_stays_and_ctrl_d_leaves_and_history_is_kept(request, tmp_path):
+    typist = Typist(CHAT.format(tests=str(request.path.parent)), str(tmp_path))
+    try:
+        typist.wait_for("> ")
+        typist.type("hello\n")
+        typist.wait_for("the answer")
+        typist.wait_for("> ")
+        typist.type("\x03")
+        typist.wait_for("/quit leaves")
+        typist.wait_for("> ")
+        typist.type("\x04")
+        assert typist.process.wait(timeout=20) == 0
+    finally:
+        typist.process.kill()
+        typist.process.wait()
+        os.close(typist.keyboard)
+    history = tmp_path / ".cache" / "tokenmill" / "chat_history"
+    assert "hello" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0

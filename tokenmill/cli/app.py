@@ -1,0 +1,75 @@
+"""The command table: which commands there are, what they share, and how errors leave the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tokenmill.cli import chat, models, pull, run
+from tokenmill.cli.terminal import note
+from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
+
+INTERRUPTED = 130  # what a shell reports for a program that ended by Ctrl-C
+BROKEN_PIPE = 141  # ... and for one whose reader went away
+WRONG_USE = 2
+FAILED = 1
+
+
+class QuietGroup(TyperGroup):
+    """Turns what a user can cause into one line and an exit code; a bug keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TokenmillError as error:
+            if ctx.params.get("debug"):
+                raise
+            note(f"error: {error}")
+            raise typer.Exit(WRONG_USE if isinstance(error, InvalidRequest | ConfigError) else FAILED) from None
+        except KeyboardInterrupt:
+            note("")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # The interpreter flushes stdout on its way out and would complain about the closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"tokenmill {version('tokenmill')}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=QuietGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def tokenmill(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback behind an error.")] = False,
+) -> None:
+    """Run language models on this machine.
+
+    A MODEL is "default" (SmolLM2-135M-Instruct), a directory with a config.json, a .gguf file, or a hub name.
+    """
+
+
+app.command(name="run")(run.run)
+app.command(name="chat")(chat.chat)
+app.command(name="pull")(pull.pull)
+app.command(name="models")(models.models)

@@ -1,0 +1,59 @@
+"""The options that several commands share, and what they turn into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli.terminal import progress
+
+if TYPE_CHECKING:
+    from tokenmill import LLM
+
+MODEL_HELP = '"default", a directory, a .gguf file, or a hub name (org/name, org/name:file.gguf).'
+
+Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+System = Annotated[str | None, typer.Option(help="A system message that precedes the conversation.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell what was planned and why, and how fast it ran.")]
+
+_HOW = "How tokens are chosen"
+MaxTokens = Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=_HOW)]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.", rich_help_panel=_HOW)]
+TopP = Annotated[
+    float, typer.Option(help="Choose among the likeliest tokens of this total probability.", rich_help_panel=_HOW)
+]
+TopK = Annotated[int, typer.Option(help="Choose among this many likeliest tokens; 0: all.", rich_help_panel=_HOW)]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", rich_help_panel=_HOW)]
+
+_WHERE = "Where it runs"
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:1; unset: a GPU if there is one.", rich_help_panel=_WHERE)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; unset: what suits model and device.", rich_help_panel=_WHERE),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(help="Longest prompt plus answer, in tokens; unset: the model's own.", rich_help_panel=_WHERE),
+]
+
+DEFAULT_MODEL = "default"
+DEFAULT_MAX_TOKENS = 512
+DEFAULT_TEMPERATURE = 0.2
+DEFAULT_TOP_P = 0.9
+
+
+def open_llm(model: str, *, device: str | None, dtype: str | None, max_model_len: int | None) -> LLM:
+    """Load the model for one conversation; what is None is left to the engine to solve."""
+    chosen: dict[str, Any] = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
+    with progress() as report:
+        from tokenmill import LLM  # torch comes with it, so it waits until options are known to be good
+
+        return LLM(
+            model=model,
+            max_num_seqs=1,  # one conversation is one request at a time
+            progress=report,
+            **{name: value for name, value in chosen.items() if value is not None},
+        )

@@ -1,0 +1,109 @@
+"""What the commands print: text to stdout; notes and progress to stderr, as bars only where someone is watching."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Report = Callable[[int, int, str], None]  # (done, total, what): bytes of a download, tensors of a load
+
+QUICK = 0.3  # seconds: whatever is over by then needs no progress bar
+LINE_EVERY = 5.0  # seconds between plain progress lines
+
+# Models can be made to write escape sequences that reprogram a terminal; tabs and newlines are all a text needs.
+_CONTROL = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
+
+
+def forgive_encodings() -> None:
+    """Show a question mark for what the terminal cannot show or what is no text, instead of failing."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def write(text: str) -> None:
+    """Stream a piece of model text to stdout at once."""
+    if sys.stdout.isatty():
+        text = text.translate(_CONTROL)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """One line to stderr, so that stdout holds nothing but the answer."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def size(num_bytes: float) -> str:
+    """98362432 -> "98.4 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """A progress callback for downloads and loading, silent for whatever is quick."""
+    reporter = _Bars() if sys.stderr.isatty() else _Lines()
+    try:
+        yield reporter.report
+    finally:
+        reporter.close()
+
+
+class _Bars:
+    """One bar per thing that is under way; the bars vanish when all is done."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def report(self, done: int, total: int, what: str) -> None:
+        if self._progress is None:
+            if time.monotonic() - self._started < QUICK:
+                return
+            self._progress = _rich_progress()
+            self._progress.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total or None)
+        self._progress.update(self._tasks[what], completed=done, total=total or None)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _rich_progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    # The description is shown as it is: a model name may contain what rich takes for markup.
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+class _Lines:
+    """Now and then a plain line, for logs."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def report(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if now - self._last >= LINE_EVERY:
+            self._last = now
+            note(f"{what}: {100 * done // total}%" if total else f"{what} ...")
+
+    def close(self) -> None:
+        pass

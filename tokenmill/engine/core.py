@@ -1,0 +1,111 @@
+"""Engine: the one loop. Schedule, launch, and commit the step before, so that the device never waits for the host."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.scheduler import Delta, Scheduler
+from tokenmill.engine.step import Pending, Runner, Step
+from tokenmill.errors import TokenmillError
+
+INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
+
+
+class Engine:
+    """Joins a scheduler and a runner. Not thread-safe: one thread calls it.
+
+    With `overlap` a step is launched before the one before it is committed; without, the plain loop remains.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self._depth = 1 if overlap else 0
+        self._in_flight: deque[tuple[Step, Pending]] = deque()
+        self._last_check = clock()
+        self._stuck = 0
+
+    def add(self, request: Request) -> None:
+        """Accept a request; from here on it ends with tokens or with an error that names the cause."""
+        self.scheduler.add(request)
+
+    def cancel(self, id: str, why: Finish = Finish.CANCELLED) -> None:
+        """End a request now. Unknown and finished ids are ignored: cancelling races with finishing."""
+        self.scheduler.cancel(id, self.clock(), why)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> list[Delta]:
+        """Launch the next step and commit the oldest launched one that should be. Returns what changed."""
+        step = self.scheduler.schedule(self.clock())
+        deltas: list[Delta] = []
+        if step is not None:
+            deltas += self._launch(step)
+        if self._in_flight and (step is None or len(self._in_flight) > self._depth):
+            deltas += self._commit_oldest()
+        deltas += self.scheduler.drain_events()
+        self._watch(progressed=step is not None or bool(deltas))
+        return deltas
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.kv.reset_prefix_cache()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self.runner.close()
+
+    def _launch(self, step: Step) -> list[Delta]:
+        try:
+            self._in_flight.append((step, self.runner.launch(step)))
+            return []
+        except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
+            deltas: list[Delta] = []
+            while self._in_flight:
+                deltas += self._commit_oldest()
+            self.runner.reset()
+            return deltas + self.scheduler.fail([step], _cause(error), self.clock())
+
+    def _commit_oldest(self) -> list[Delta]:
+        step, pending = self._in_flight.popleft()
+        try:
+            result = pending.wait()
+        except Exception as error:
+            void = [step, *(later for later, _ in self._in_flight)]
+            self._in_flight.clear()
+            self.runner.reset()
+            return self.scheduler.fail(void, _cause(error), self.clock())
+        return self.scheduler.commit(step, result, self.clock())
+
+    def _watch(self, progressed: bool) -> None:
+        """Notice a scheduler that cannot go on, and prove the books when idle."""
+        if progressed or not self.scheduler.has_work or self._in_flight:
+            self._stuck = 0
+        else:
+            self._stuck += 1
+            if self._stuck > 3:
+                raise TokenmillError(
+                    f"the scheduler has {len(self.scheduler.requests)} requests but nothing it can run: "
+                    f"{list(self.scheduler.requests.values())[:4]}"
+                )
+        now = self.clock()
+        if not self.has_work and now - self._last_check > INTEGRITY_INTERVAL:
+            self._last_check = now
+            self.scheduler.check_integrity()
+
+
+def _cause(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

@@ -1,0 +1,191 @@
+"""Request: one sequence of tokens on its way through the engine, its state, and what it waits for."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tokenmill.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.engine.beams import Beams
+    from tokenmill.engine.step import TokenLogprobs
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # in the queue, holds neither row nor blocks
+    RUNNING = "running"  # holds a row and blocks
+    FINISHED = "finished"
+
+
+class Finish(enum.StrEnum):
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens or the model's length
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+REALTIME, API, BATCH = 0, 1, 2  # priority classes, first served first
+
+
+@dataclass
+class Metrics:
+    """When things happened to a request, in the engine's clock (seconds), and what it was spared."""
+
+    arrival: float = 0.0
+    first_scheduled: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    finished: float | None = None
+    cached_tokens: int = 0  # prompt tokens that the prefix cache supplied at first admission
+    preemptions: int = 0
+
+    @property
+    def queue_seconds(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first."""
+        gaps = len(self.token_times) - 1
+        return (self.token_times[-1] - self.token_times[0]) / gaps if gaps > 0 else None
+
+
+class Request:
+    """One sequence. `num_computed` chases `num_tokens`; there are no phases.
+
+    Positions [0, num_computed) have keys and values in `blocks`, or will have once the launched steps ran.
+    Tokens that a launched step will sample count in `num_tokens` before their values are known.
+    """
+
+    __slots__ = (
+        "alone",
+        "arrival",
+        "beams",
+        "blocks",
+        "cumulative_logprob",
+        "deadline",
+        "drafts",
+        "error",
+        "failed_at",
+        "failures",
+        "finish",
+        "followers",
+        "fork_from",
+        "fork_tokens",
+        "held",
+        "id",
+        "identities",
+        "in_flight",
+        "lane",
+        "last_start",
+        "last_step",
+        "logprobs",
+        "max_tokens",
+        "metrics",
+        "num_computed",
+        "num_published",
+        "params",
+        "pending",
+        "priority",
+        "prompt_len",
+        "prompt_logprobs",
+        "promoted",
+        "row",
+        "salt",
+        "seed",
+        "state",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        stop_ids: frozenset[int] = frozenset(),
+        priority: int = API,
+        arrival: float = 0.0,
+        deadline: float | None = None,
+        salt: str = "",
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.seed = seed
+        self.priority = priority
+        self.arrival = arrival
+        self.deadline = deadline
+        self.salt = salt
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids  # tokens that end the request when sampled
+        self.tokens = list(prompt)  # known tokens: prompt, then output
+        self.prompt_len = len(prompt)
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
+        self.state = State.WAITING
+        self.finish: Finish | None = None
+        self.error: str | None = None
+        self.metrics = Metrics(arrival=arrival)
+        # Where it stands on the device
+        self.row = -1
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        self.pending = 0  # tokens that launched steps will sample
+        self.in_flight = 0  # launched steps that hold this request
+        self.last_step = 0  # number of the newest step that held it
+        self.last_start = 0  # first position it computed there
+        self.held = False  # not scheduled again before its launched step is committed (drafts, beams)
+        self.drafts: list[int] = []  # proposed continuation, verified by the next step
+        # The prefix cache's view
+        self.identities: list[bytes] = []
+        self.num_published = 0  # leading blocks of this request that are in the prefix index
+        # Scheduling
+        self.lane = priority  # effective class, fixed when it is admitted
+        self.promoted = False  # admitted above its class because it had waited long
+        self.failures = 0
+        self.failed_at = 0  # how far it had come when a step with it failed
+        self.alone = False  # suspected of breaking steps: runs without company until past failed_at
+        # Siblings that start from this request's prompt (n > 1), and where a fork starts
+        self.followers: list[Request] = []
+        self.fork_from: Request | None = None
+        self.fork_tokens = 0  # leading tokens whose keys and values are shared with fork_from
+        self.beams: Beams | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    def work(self) -> int:
+        """Tokens that a step could compute now, drafts included."""
+        if self.held or self.num_tokens - self.prompt_len >= self.max_tokens and self.pending:
+            return 0  # the token that reaches max_tokens is sampled already and never becomes an input
+        return self.num_tokens - self.num_computed + len(self.drafts)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id}, {self.state.value}, {self.num_computed}/{self.num_tokens} tokens, "
+            f"row {self.row}, {len(self.blocks)} blocks)"
+        )

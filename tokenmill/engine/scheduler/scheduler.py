@@ -1,0 +1,547 @@
+"""Scheduler: turns waiting and running requests into steps, and results into tokens. Pure in (state, now)."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tokenmill.engine.beams import Beams
+from tokenmill.engine.request import Finish, Request, State
+from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
+from tokenmill.engine.step import Admission, Step, StepResult, TokenLogprobs
+from tokenmill.errors import QueueFull
+from tokenmill.kv.manager import KVManager
+
+MAX_FAILURES = 2  # after this many failed steps a request is tried alone
+MAX_FAILURES_ALONE = 2  # and after this many failures alone it is given up
+
+
+Share = tuple[Request, int, int]  # request, first position, how many tokens
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one step and the queue may hold."""
+
+    max_rows: int
+    max_step_tokens: int  # at least max_rows, so that every running request can decode in every step
+    max_queued_requests: int = 100_000
+    max_queued_tokens: int = 50_000_000
+    watermark: float = 0.01  # share of blocks kept free at admission, so that running requests can grow
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one commit added to one request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.request.finished
+
+
+@dataclass
+class SchedulerStats:
+    steps: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    failed_steps: int = 0
+    rejected: int = 0
+
+
+class Scheduler:
+    """Two gates: *capacity* (do the blocks fit, after prefix hits and a watermark) and *step* (tokens and rows).
+
+    Every step first makes room for a more important head of the queue, then gives each running request that
+    decodes its token, then deals what is left of the token budget to prefills and newcomers, lane by lane.
+    """
+
+    def __init__(self, limits: Limits, kv: KVManager, policy: Policy | None = None) -> None:
+        if limits.max_step_tokens < limits.max_rows:
+            raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
+        self.limits = limits
+        self.kv = kv
+        self.waiting = WaitingQueue(policy or PriorityClasses())
+        self.running: list[Request] = []  # most important first
+        self.requests: dict[str, Request] = {}  # everything not finished
+        self.stats = SchedulerStats()
+        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self._suspects: deque[Request] = deque()
+        # Alive but not queued: followers that wait for their leader's prompt, preempted beams that wait for their round
+        self._dormant: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, str]] = []  # a heap
+        self._num_promoted = 0
+        self._events: list[Delta] = []  # finished outside of a commit
+        self._number = 0
+
+    # -- what the engine calls ------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request, and with it the followers that will fork from its prompt."""
+        if len(self.waiting) >= self.limits.max_queued_requests:
+            self.stats.rejected += 1
+            raise QueueFull(
+                f"{len(self.waiting)} requests are waiting, the limit is {self.limits.max_queued_requests}; "
+                "try again later or raise max_queued_requests"
+            )
+        if self.waiting.num_tokens + len(request.tokens) > self.limits.max_queued_tokens and len(self.waiting):
+            self.stats.rejected += 1
+            raise QueueFull(
+                f"{self.waiting.num_tokens} tokens are waiting, the limit is {self.limits.max_queued_tokens}; "
+                "try again later or raise max_queued_tokens"
+            )
+        for one in [request, *request.followers]:
+            self._register(one)
+        for follower in request.followers:
+            self._dormant[follower.id] = follower
+        self.waiting.push(request)
+
+    def cancel(self, id: str, now: float, why: Finish = Finish.CANCELLED) -> None:
+        """End a request at any moment. Tokens of launched steps are dropped."""
+        request = self.requests.get(id)
+        if request is not None:
+            self._finish(request, why, now)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def schedule(self, now: float) -> Step | None:
+        """The next step, or None when nothing can run before a launched step is committed."""
+        self._expire(now)
+        step = Step(number=self._number + 1)
+        shares: list[Share] = []
+        if self._suspects:
+            self._schedule_alone(step, shares)
+        else:
+            self._make_room(now)
+            prefilling, budget = self._deal_decodes(step, shares)
+            self._deal_prefills(step, shares, prefilling, budget, now)
+        if not shares:
+            return None
+        self._number = step.number
+        self._compose(step, shares)
+        return step
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
+        """Take in what a step produced. Steps are committed in the order they were launched."""
+        deltas, self._events = self._events, []
+        rounds = {}
+        for index, request in enumerate(step.requests):
+            request.in_flight -= 1
+            sampled = step.samples[index] > 0
+            request.pending -= sampled
+            if request.finished:
+                continue
+            if request.failures and step.starts[index] + step.counts[index] >= request.failed_at:
+                self._acquit(request)
+            if index in result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs[index]
+            if not sampled:
+                continue
+            logprobs = result.logprobs.get(index, [])
+            if request.beams is not None:
+                rounds[request.beams.leader.id] = request.beams
+                request.beams.collect(request, result.tokens[index], logprobs)
+                continue
+            if step.samples[index] > 1:  # drafts: keep what held, forget the rest
+                request.held = False
+                if request.state is State.RUNNING:
+                    request.num_computed = len(request.tokens) + len(result.tokens[index]) - 1
+            deltas.append(self._append(request, result.tokens[index], logprobs, now))
+            if not request.finished:
+                self.kv.publish(request)
+        for beams in rounds.values():
+            self._advance_beams(beams, now, deltas)
+        self.kv.pool.settle(step.number)
+        return deltas
+
+    def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
+        """These launched steps are void: their requests start over from the tokens they have."""
+        first_start: dict[str, int] = {}
+        involved: dict[str, Request] = {}
+        newest = 0
+        for step in steps:
+            newest = max(newest, step.number)
+            for request, start, sampled in zip(step.requests, step.starts, step.samples, strict=True):
+                request.in_flight -= 1
+                request.pending -= sampled > 0
+                request.held = False
+                first_start.setdefault(request.id, start)
+                involved[request.id] = request
+        self.stats.failed_steps += 1
+        for request in involved.values():
+            if request.finished:
+                continue
+            request.failed_at = max(request.failed_at, len(request.tokens))
+            if request.state is State.RUNNING:
+                self.kv.withdraw(request, first_start[request.id])
+                self._preempt(request)
+            elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
+                self.waiting.push(request)
+            request.failures += 1
+            self._judge(request, cause, now)
+        self.kv.pool.settle(newest)
+        deltas, self._events = self._events, []
+        return deltas
+
+    def drain_events(self) -> list[Delta]:
+        """Requests that ended outside of a commit (cancelled, expired)."""
+        events, self._events = self._events, []
+        return events
+
+    def check_integrity(self) -> None:
+        """Prove that rows and blocks are all accounted for; cheap enough to run whenever the engine is idle."""
+        self.kv.check_integrity(self.running)
+        rows = sorted([*self._free_rows, *(request.row for request in self.running)])
+        if rows != list(range(self.limits.max_rows)):
+            raise AssertionError(f"rows lost or doubly owned: {len(self._free_rows)} free, {len(self.running)} running")
+        homes = len(self.waiting) + len(self.running) + len(self._dormant)
+        if homes != len(self.requests):
+            raise AssertionError(f"{len(self.requests)} requests are alive but {homes} have a place")
+
+    # -- one step -------------------------------------------------------------------------------------------
+
+    def _make_room(self, now: float) -> None:
+        """Preempt less important requests when the head of the queue lacks a row or blocks."""
+        head = self.waiting.head(now, self._may_promote())
+        if head is None or head[1].in_flight:
+            return
+        lane, request = head
+        # Beams that hold memory while a sibling waits for it would wait for each other forever.
+        victims = [r for r in self.running if r.lane > lane or (r.held and not r.in_flight)]
+        if not victims:
+            return
+        _, need = self._admission_need(request)
+        missing = need - self.kv.pool.num_free - self.kv.pool.num_parked
+        if (missing <= 0 and self._free_rows) or missing > self._freed_by(victims):
+            return
+        for victim in reversed(victims):
+            missing -= self._freed_by([victim])
+            self._preempt(victim)
+            if missing <= 0:
+                return
+
+    def _freed_by(self, victims: list[Request]) -> int:
+        """Blocks that come free when all of these leave."""
+        held = Counter(block for victim in victims for block in victim.blocks)
+        return sum(1 for block, times in held.items() if self.kv.pool.references[block] == times)
+
+    def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
+        """One token (and drafts) to every running request that is through its prompt; the others are returned."""
+        budget = self.limits.max_step_tokens
+        prefilling: list[Request] = []
+        for request in list(self.running):
+            work = request.work()
+            if work == 0 or request.state is not State.RUNNING:
+                continue
+            if work > 1 + len(request.drafts):
+                prefilling.append(request)
+                continue
+            if work > budget:
+                request.drafts = []
+                work = 1
+            if budget > 0 and self._deal(step, shares, request, work):
+                budget -= work
+        return prefilling, budget
+
+    def _deal_prefills(
+        self,
+        step: Step,
+        shares: list[Share],
+        prefilling: list[Request],
+        budget: int,
+        now: float,
+    ) -> None:
+        queue = deque(request for request in prefilling if request.state is State.RUNNING)
+        while budget > 0:
+            head = self.waiting.head(now, self._may_promote())
+            if queue and (head is None or queue[0].lane <= head[0]):
+                request = queue.popleft()
+            elif head is not None and self._admit(step, head[1], head[0], now):
+                request = head[1]
+            elif queue:  # the head does not fit: nobody overtakes it, but those inside go on
+                request = queue.popleft()
+            else:
+                return
+            count = min(request.work(), budget)
+            if count and self._deal(step, shares, request, count):
+                budget -= count
+
+    def _deal(self, step: Step, shares: list[Share], request: Request, count: int) -> bool:
+        """Give the request `count` tokens of this step, if their blocks can be had."""
+        start = request.num_computed
+        if not self._grow(step, request, start + count):
+            return False
+        shares.append((request, start, count))
+        request.last_step, request.last_start = step.number, start
+        request.num_computed += count
+        self.kv.publish(request)  # so that the next newcomer of this very step can share it
+        return True
+
+    def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
+        """A request that keeps breaking steps runs without company, so that only it can be blamed."""
+        suspect = self._suspects[0]
+        if any(request.in_flight for request in self.requests.values()):
+            return
+        if suspect.state is State.WAITING:
+            hits, need = self._admission_need(suspect)
+            while (need > self.kv.pool.num_free or not self._free_rows) and self.running:
+                self._preempt(self.running[-1])
+                hits, need = self._admission_need(suspect)
+            self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
+        count = min(suspect.work(), self.limits.max_step_tokens)
+        if count:
+            self._deal(step, shares, suspect, count)
+
+    def _grow(self, step: Step, request: Request, tokens: int) -> bool:
+        """Give the request blocks for `tokens`, preempting the least important if there are none."""
+        held = len(request.blocks)
+        fresh = self.kv.grow(request, tokens)
+        if fresh is None:
+            missing = self.kv.blocks_for(tokens) - held - self.kv.pool.num_free - self.kv.pool.num_parked
+            while missing > 0 and self.running:
+                victim = self.running[-1]
+                missing -= self._freed_by([victim])
+                self._preempt(victim)
+                if victim is request:
+                    return False
+            fresh = self.kv.grow(request, tokens)  # blocks of a launched step come back only after its commit
+            if fresh is None:
+                return False
+        if fresh:
+            step.blocks.append((request.row, held, fresh))
+        return True
+
+    def _admission_need(self, request: Request) -> tuple[list[int], int]:
+        """Cached blocks to start from, and free blocks needed for all tokens known so far."""
+        if self._can_fork(request):
+            whole = request.fork_tokens // self.kv.block_size
+            return [], self.kv.blocks_for(len(request.tokens)) - whole
+        hits = [] if request.params.prompt_logprobs is not None else self.kv.match(request)
+        return hits, self.kv.needed(request, hits, len(request.tokens))
+
+    def _can_fork(self, request: Request) -> bool:
+        parent = request.fork_from
+        if parent is None or parent.state is not State.RUNNING:
+            return False
+        # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
+        dealt_now = parent.last_step == self._number + 1
+        return (parent.last_start if dealt_now else parent.num_computed) >= request.fork_tokens
+
+    def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
+        """The capacity gate."""
+        if not self._free_rows or request.in_flight:
+            return False
+        hits, need = self._admission_need(request)
+        spare = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
+        if need + spare > self.kv.pool.num_free:
+            return False
+        self._place(step, request, hits, lane)
+        if request.metrics.first_scheduled is None:
+            request.metrics.first_scheduled = now
+            request.metrics.cached_tokens = min(request.num_computed, request.prompt_len)
+        return True
+
+    def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
+        """Give the request a row, its cached or forked prefix, and blocks for every token known so far."""
+        self.waiting.remove(request)
+        request.state = State.RUNNING
+        request.row = self._free_rows.pop()
+        request.lane = lane
+        request.promoted = 0 <= lane < request.priority
+        self._num_promoted += request.promoted
+        if self._can_fork(request):
+            assert request.fork_from is not None
+            step.copies += self.kv.fork(request.fork_from, request, request.fork_tokens)
+        else:
+            self.kv.admit(request, hits)
+        request.fork_from = None
+        if self.kv.grow(request, len(request.tokens)) is None:
+            raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
+        insort(self.running, request, key=_importance)
+        step.blocks.append((request.row, 0, list(request.blocks)))
+        step.admissions.append(
+            Admission(
+                row=request.row,
+                tokens=list(request.tokens),
+                prompt_len=request.prompt_len,
+                params=request.params,
+                seed=request.seed,
+                stop_ids=sorted(request.stop_ids),
+            )
+        )
+
+    def _compose(self, step: Step, shares: list[Share]) -> None:
+        """Write the shares into the step, single tokens first."""
+        shares = [share for share in shares if share[2] == 1] + [share for share in shares if share[2] != 1]
+        for request, start, count in shares:
+            drafts = request.drafts
+            reached_end = request.num_computed == request.num_tokens + len(drafts)
+            step.requests.append(request)
+            step.rows.append(request.row)
+            step.starts.append(start)
+            step.counts.append(count)
+            step.samples.append(1 + len(drafts) if reached_end else 0)
+            step.num_singles += count == 1
+            if drafts:
+                step.drafts[request.row] = drafts
+                request.drafts = []
+            if request.beams is not None and count == 1:
+                step.chosen.append((request.row, start, request.tokens[start]))
+            if request.params.prompt_logprobs is not None and start < request.prompt_len:
+                step.prompt_logprobs[request.row] = request.params.prompt_logprobs
+            request.in_flight += 1
+            if reached_end:
+                request.pending += 1
+                request.held = bool(drafts) or request.beams is not None
+                if request.followers:
+                    self._release_followers(request)
+        self.stats.steps += 1
+        self.stats.tokens += step.num_tokens
+
+    # -- changes of state -----------------------------------------------------------------------------------
+
+    def _release_followers(self, leader: Request) -> None:
+        """The leader's prompt is computed (or will never be): siblings may enter, forking it if they can."""
+        for follower in leader.followers:
+            if self._dormant.pop(follower.id, None) is not None:
+                follower.fork_from = leader
+                follower.fork_tokens = leader.prompt_len - 1  # each computes the last prompt token for its own logits
+                self.waiting.push(follower)
+        leader.followers = []
+
+    def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
+        """Add sampled tokens until one ends the request."""
+        delta = Delta(request)
+        for position, token in enumerate(tokens):
+            if token < 0:
+                request.error = "the model's logits were not finite; try dtype float32, or check the weights"
+                self._finish(request, Finish.ERROR, now, report=False)
+                break
+            request.tokens.append(token)
+            request.metrics.token_times.append(now)
+            delta.tokens.append(token)
+            if logprobs:
+                delta.logprobs.append(logprobs[position])
+                request.cumulative_logprob += logprobs[position].logprob
+            if token in request.stop_ids and request.num_output > request.params.min_tokens:
+                self._finish(request, Finish.STOP, now, report=False)
+            elif request.num_output >= request.max_tokens:
+                self._finish(request, Finish.LENGTH, now, report=False)
+            if request.finished:
+                break
+        request.logprobs += delta.logprobs
+        return delta
+
+    def _preempt(self, request: Request) -> None:
+        """Give up row and blocks; the tokens stay, and are computed again when there is room."""
+        request.metrics.preemptions += 1
+        self.stats.preemptions += 1
+        self._leave(request)
+        request.state = State.WAITING
+        if request.beams is not None and request.held:
+            self._dormant[request.id] = request
+        else:
+            self.waiting.push(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take row and blocks from a running request; launched steps may still read the blocks."""
+        self.running.remove(request)
+        self._free_rows.append(request.row)
+        request.row = -1
+        self._num_promoted -= request.promoted
+        request.promoted = False
+        self.kv.release(request, fence=request.last_step if request.in_flight else 0)
+
+    def _finish(self, request: Request, why: Finish, now: float, report: bool = True) -> None:
+        if request.finished:
+            return
+        if request.state is State.RUNNING:
+            self._leave(request)
+        self.waiting.remove(request)
+        self._dormant.pop(request.id, None)
+        if request.alone:
+            self._suspects.remove(request)
+            request.alone = False
+        request.state = State.FINISHED
+        request.finish = why
+        request.metrics.finished = now
+        del self.requests[request.id]
+        self._release_followers(request)
+        request.fork_from = None
+        if request.beams is not None:
+            self._finish_beams(request, request.beams, why, now, report)
+        elif report:
+            self._events.append(Delta(request))
+
+    def _finish_beams(self, request: Request, beams: Beams, why: Finish, now: float, report: bool) -> None:
+        """No beam outlives another; the user hears of it once, through the leader."""
+        beams.leader.error = beams.leader.error or request.error
+        for other in beams.live:
+            self._finish(other, why, now, report=False)
+        if report:
+            self._events.append(Delta(beams.leader))
+
+    def _judge(self, request: Request, cause: str, now: float) -> None:
+        """After a failed step: try again in company, then alone, then give up."""
+        if request.alone:
+            if request.failures >= MAX_FAILURES + MAX_FAILURES_ALONE:
+                request.error = f"this request failed {request.failures} times, the last ones alone: {cause}"
+                self._finish(request, Finish.ERROR, now)
+        elif request.failures >= MAX_FAILURES:
+            request.alone = True
+            self._suspects.append(request)
+
+    def _acquit(self, request: Request) -> None:
+        """It got past the point where it failed."""
+        request.failures = 0
+        if request.alone:
+            request.alone = False
+            self._suspects.remove(request)
+
+    def _advance_beams(self, beams: Beams, now: float, deltas: list[Delta]) -> None:
+        """When every beam of a round is in: survivors go on, dropped ones start over as forks of survivors."""
+        turn = beams.advance(now)
+        if turn is None:
+            return
+        if turn.finish is not None:
+            self._finish(beams.leader, turn.finish, now, report=False)
+            deltas.append(Delta(beams.leader))
+            return
+        for request in turn.forks:
+            if request.state is State.RUNNING:
+                self._leave(request)
+                request.state = State.WAITING
+            elif request.id not in self.requests:
+                self._register(request)
+        for request in beams.live:
+            self._dormant.pop(request.id, None)
+            if request.state is State.WAITING and request not in self.waiting:
+                self.waiting.push(request)
+
+    def _register(self, request: Request) -> None:
+        self.requests[request.id] = request
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] < now:
+            request = self.requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                request.error = f"its deadline passed {now - request.arrival:.3f} s after it arrived"
+                self._finish(request, Finish.DEADLINE, now)
+
+    def _may_promote(self) -> bool:
+        """At most an eighth of the rows may be held by requests that rose above their class."""
+        return self._num_promoted < max(1, self.limits.max_rows // 8)
+
+
+def _importance(request: Request) -> tuple[int, float]:
+    return request.lane, request.arrival

@@ -1,0 +1,91 @@
+"""Step: what runs next, as plain data. StepResult: what came back. Runner: whoever executes steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tokenmill.engine.request import Request
+    from tokenmill.params import SamplingParams
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request takes a row: everything the runner keeps for the row's life."""
+
+    row: int
+    tokens: list[int]  # every token known so far (prompt, and output if it was preempted or forked)
+    prompt_len: int
+    params: SamplingParams
+    seed: int  # noise is a function of (seed, position), so it survives preemption and batching
+    stop_ids: list[int]  # forbidden while fewer than params.min_tokens tokens are out
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass over some tokens of some rows. Parallel lists, one entry per scheduled row.
+
+    Rows with count == 1 come first (`num_singles` of them), so kernels can split decodes from chunks.
+    Within a step every layer writes all keys and values before any attention reads them, so a row may
+    share blocks that another row of the same step fills.
+    """
+
+    number: int
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # position of the first token computed
+    counts: list[int] = field(default_factory=list)  # tokens computed, draft tokens included
+    samples: list[int] = field(default_factory=list)  # trailing positions sampled: 0, 1, or 1 + drafts
+    num_singles: int = 0
+    admissions: list[Admission] = field(default_factory=list)
+    blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, first index, block ids)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block), done first
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # row -> proposed tokens, verified in this step
+    chosen: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the host chose (beams)
+    prompt_logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many best ones per position
+    requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token itself, its rank, and the best ones."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]  # (token, logprob), best first
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, in the step's row order."""
+
+    tokens: list[list[int]]  # the tokens that held; [] where nothing was sampled; [-1] where logits were not finite
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index in step -> one per token
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index -> one per position
+
+
+class Pending(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Raises StepFailed; then every later launched step is void as well."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes steps in the order launched. One rank or a group of ranks behind the same two verbs."""
+
+    def launch(self, step: Step) -> Pending:
+        """Start the step without waiting for the device. May raise StepFailed."""
+        ...
+
+    def reset(self) -> None:
+        """Drop whatever is in flight after a failure. Rows of the void steps are admitted anew; the others stay."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,25 @@
+"""The errors a user can meet; each message says what happened, with which value, and what to do."""
+
+
+class TokenmillError(Exception):
+    """Base of every error that tokenmill raises on purpose."""
+
+
+class InvalidRequest(TokenmillError, ValueError):
+    """One request is wrong; the engine goes on serving the others."""
+
+
+class QueueFull(TokenmillError):
+    """The waiting queue is at its limit; try again later or raise `max_queued_tokens`."""
+
+
+class ConfigError(TokenmillError, ValueError):
+    """A setting cannot be respected; the message says what to change."""
+
+
+class ModelError(TokenmillError):
+    """A checkpoint, tokenizer or architecture cannot be used; the message says why."""
+
+
+class StepFailed(TokenmillError):
+    """A launched step did not finish; its requests will be tried again, then alone."""

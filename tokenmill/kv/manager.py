@@ -1,0 +1,167 @@
+"""KVManager: gives blocks to requests, finds cached prefixes, forks with copy-on-write, and takes blocks back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill.kv.pool import BlockPool
+from tokenmill.kv.prefix import PrefixIndex, block_identity, root_identity
+
+
+class Holder(Protocol):
+    """What the manager needs to know of a request (and may change)."""
+
+    tokens: list[int]  # known tokens
+    blocks: list[int]
+    num_computed: int
+    num_published: int  # leading blocks that are in the prefix index
+    identities: list[bytes]  # of its full blocks, computed lazily
+    salt: str
+
+
+@dataclass
+class CacheStats:
+    """Prefix-cache counters, in tokens."""
+
+    queried: int = 0
+    hit: int = 0
+    evicted_blocks: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit / self.queried if self.queried else 0.0
+
+
+class KVManager:
+    """The only code that moves blocks between requests, the prefix index and the pool.
+
+    A request's blocks:   | shared with others or the index | its own, full | its own, partly filled | not yet taken |
+                          0                                   num_published                           blocks          max
+    Only the last region is ever written by a step, except the tail block, which is never shared.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.index = PrefixIndex()
+        self.pool = BlockPool(num_blocks, on_evict=self._evicted)
+        self.stats = CacheStats()
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.pool.num_blocks * self.block_size
+
+    def match(self, request: Holder) -> list[int]:
+        """Cached blocks that hold the request's first tokens; at least one token is left to compute."""
+        if not self.prefix_caching:
+            return []
+        hits: list[int] = []
+        for identity in self._identities(request, (len(request.tokens) - 1) // self.block_size):
+            block = self.index.find(identity)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def needed(self, request: Holder, hits: list[int], tokens: int) -> int:
+        """Free blocks that admitting the request with these hits takes out of the pool."""
+        revived = sum(1 for block in hits if self.pool.references[block] == 0)
+        return self.blocks_for(tokens) - len(hits) + revived
+
+    def admit(self, request: Holder, hits: list[int]) -> None:
+        """Start the request on its cached prefix."""
+        for block in hits:
+            self.pool.share(block)
+        request.blocks = list(hits)
+        request.num_computed = len(hits) * self.block_size
+        request.num_published = len(hits)
+        if self.prefix_caching:
+            self.stats.queried += len(request.tokens)
+            self.stats.hit += request.num_computed
+
+    def grow(self, request: Holder, tokens: int) -> list[int] | None:
+        """Take blocks until the request holds room for `tokens`; None (and nothing taken) if they do not fit."""
+        missing = self.blocks_for(tokens) - len(request.blocks)
+        if missing > self.pool.num_free:
+            return None
+        fresh = [self.pool.take() for _ in range(missing)]
+        request.blocks += fresh
+        return fresh
+
+    def fork(self, parent: Holder, child: Holder, tokens: int) -> list[tuple[int, int]]:
+        """Start `child` on the first `tokens` of `parent`: full blocks are shared, a partial one is copied.
+
+        Returns the (from, to) block copies that the next step makes first. The caller checked `num_free`.
+        """
+        whole, rest = divmod(tokens, self.block_size)
+        for block in parent.blocks[:whole]:
+            self.pool.references[block] += 1  # the parent holds one, so it is not in the free list
+        child.blocks = parent.blocks[:whole]
+        child.num_computed = tokens
+        child.num_published = min(parent.num_published, whole)
+        child.identities = parent.identities[: child.num_published]
+        if not rest:
+            return []
+        copy = self.pool.take()
+        child.blocks.append(copy)
+        return [(parent.blocks[whole], copy)]
+
+    def publish(self, request: Holder) -> None:
+        """Offer the request's full blocks whose tokens are known to later requests."""
+        if not self.prefix_caching:
+            return
+        full = min(request.num_computed, len(request.tokens)) // self.block_size
+        if full <= request.num_published:
+            return
+        identities = self._identities(request, full)
+        for number in range(request.num_published, full):
+            block = request.blocks[number]
+            if self.index.publish(identities[number], block):
+                self.pool.mark_content(block, True)
+        request.num_published = full
+
+    def withdraw(self, request: Holder, from_token: int) -> None:
+        """A step that was to fill blocks from this token on failed: nobody may find them."""
+        first = from_token // self.block_size
+        for block in request.blocks[first:]:
+            if self.index.forget(block):
+                self.pool.mark_content(block, False)
+        request.num_published = min(request.num_published, first)
+
+    def release(self, request: Holder, fence: int) -> None:
+        """Take back everything the request holds, once step `fence` is settled."""
+        self.pool.release(request.blocks, fence)
+        request.blocks = []
+        request.num_computed = 0
+        request.num_published = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content; blocks in use stay in use."""
+        for block in self.index.blocks():
+            self.index.forget(block)
+            self.pool.mark_content(block, False)
+
+    def check_integrity(self, requests: Iterable[Holder]) -> None:
+        """Prove that no block is lost, leaked or doubly owned, and that the index and the pool agree."""
+        self.pool.check_integrity([request.blocks for request in requests])
+        known = set(self.index.blocks())
+        marked = {block for block, has in enumerate(self.pool.has_content) if has}
+        if known != marked:
+            raise AssertionError(f"index and pool disagree about the content of blocks {sorted(known ^ marked)[:8]}")
+
+    def _identities(self, request: Holder, full_blocks: int) -> list[bytes]:
+        chain = request.identities
+        while len(chain) < full_blocks:
+            first = len(chain) * self.block_size
+            parent = chain[-1] if chain else root_identity(request.salt)
+            chain.append(block_identity(parent, request.tokens[first : first + self.block_size]))
+        return chain[:full_blocks]
+
+    def _evicted(self, block: int) -> None:
+        self.index.forget(block)
+        self.stats.evicted_blocks += 1

@@ -1,0 +1,150 @@
+"""The one decoder: runs the tokens of a step through every layer of any architecture that a DecoderSpec describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tokenmill.model.layers import (
+    AttentionWeights,
+    LatentAttentionWeights,
+    MLPWeights,
+    MoEWeights,
+    WeightStore,
+)
+from tokenmill.model.moe import route
+from tokenmill.model.rope import rope_table
+from tokenmill.model.spec import DecoderSpec, MLASpec
+from tokenmill.ops.registry import Ops
+from tokenmill.ops.types import AttentionBatch, Mask
+
+
+@dataclass
+class LayerKV:
+    """The paged cache of one layer. With MLA, v is the view k[..., rope_dim:]."""
+
+    k: torch.Tensor  # [blocks, block_size, kv_heads, k_dim]
+    v: torch.Tensor  # [blocks, block_size, kv_heads, v_dim]
+
+
+@dataclass
+class TokenBatch:
+    """The tokens of one step, rows one after the other."""
+
+    ids: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [tokens]: where each token's key and value go; negative: nowhere
+    attention: AttentionBatch
+
+
+class Decoder:
+    """Computes hidden states and logits. Holds only weights and constants, so passes do not affect each other."""
+
+    def __init__(self, spec: DecoderSpec, weights: WeightStore, ops: Ops, max_len: int | None = None) -> None:
+        """max_len bounds the positions that will be asked for (default: all that the model knows)."""
+        self.spec = spec
+        self.weights = weights
+        self.ops = ops
+        length = max_len or spec.max_positions
+        tables = {rope: rope_table(rope, length, weights.device) for rope in set(spec.ropes)}
+        self._tables = [tables[rope] for rope in spec.ropes]  # one per layer, shared where equal
+        self._masks = [Mask(window=window, softcap=spec.attn_softcap) for window in spec.windows]
+        # Checkpoints were trained with the scale rounded to the embedding's dtype.
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=weights.dtype).item()
+
+    def forward(self, tokens: TokenBatch, kv: list[LayerKV]) -> torch.Tensor:  # [tokens, hidden], normed
+        residual = self._embed(tokens.ids)
+        update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
+        for index in range(self.spec.num_layers):
+            layer = self.weights.layer(index)
+            x, residual = self._add_norm(update, residual, layer.before_attention)
+            update = self._norm(self._attend(index, x, layer.attention, tokens, kv[index]), layer.after_attention)
+            x, residual = self._add_norm(update, residual, layer.before_mlp)
+            update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
+        return self._add_norm(update, residual, self.weights.final_norm)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, vocab] float32, or float64
+        logits = self.weights.lm_head(hidden)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if self.spec.logit_softcap is not None:
+            logits = torch.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
+        return logits
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(ids, self.weights.embed)
+        return x if self._embed_scale == 1.0 else x * self._embed_scale
+
+    def _add_norm(
+        self, update: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next block's input, and the residual with the update added."""
+        if weight is None:
+            residual = residual if update is None else residual + update
+            return residual, residual
+        if update is None:
+            return self.ops.rms_norm(residual, weight, self.spec.norm_eps), residual
+        return self.ops.add_rms_norm(update, residual, weight, self.spec.norm_eps)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else self.ops.rms_norm(x, weight, self.spec.norm_eps)
+
+    def _attend(
+        self,
+        index: int,
+        x: torch.Tensor,  # [tokens, hidden]
+        weights: AttentionWeights | LatentAttentionWeights,
+        tokens: TokenBatch,
+        kv: LayerKV,
+    ) -> torch.Tensor:  # [tokens, hidden]
+        if isinstance(weights, LatentAttentionWeights):
+            assert self.spec.mla is not None
+            return self._attend_latent(index, x, weights, self.spec.mla, tokens, kv)
+        spec = self.spec
+        q, k, v = torch.split(weights.qkv(x), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        if spec.qk_norm == "full":
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        q = q.view(-1, spec.heads, spec.head_dim)
+        k = k.view(-1, spec.kv_heads, spec.head_dim)
+        v = v.view(-1, spec.kv_heads, spec.head_dim)
+        if spec.qk_norm == "head":
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        self.ops.rope_kv_write(q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots)
+        out = self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
+        return weights.o(out.flatten(1))
+
+    def _attend_latent(
+        self,
+        index: int,
+        x: torch.Tensor,  # [tokens, hidden]
+        weights: LatentAttentionWeights,
+        mla: MLASpec,
+        tokens: TokenBatch,
+        kv: LayerKV,
+    ) -> torch.Tensor:  # [tokens, hidden]
+        """Attention over the latent itself: k_up is applied to the queries, v_up to the result."""
+        spec = self.spec
+        q, k_rope, latent = torch.split(weights.qkv(x), [spec.q_size, mla.rope_dim, mla.kv_rank], dim=-1)
+        if weights.q_up is not None:
+            assert weights.q_norm is not None
+            q = weights.q_up(self.ops.rms_norm(q, weights.q_norm, mla.norm_eps))
+        q = q.view(-1, spec.heads, mla.rope_dim + mla.nope_dim)
+        q_rope, q_nope = q[..., : mla.rope_dim], q[..., mla.rope_dim :]
+        q_latent = torch.bmm(q_nope.transpose(0, 1), weights.k_up).transpose(0, 1)  # [tokens, heads, kv_rank]
+        q = torch.cat([q_rope, q_latent], dim=-1)
+        k = torch.cat([k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps)], dim=-1)[:, None]
+        self.ops.rope_kv_write(q, k, None, self._tables[index], tokens.positions, kv.k, None, tokens.slots)
+        mixed = self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
+        out = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)  # [tokens, heads, v_dim]
+        return weights.o(out.flatten(1))
+
+    def _mlp(self, x: torch.Tensor, weights: MLPWeights | MoEWeights) -> torch.Tensor:
+        if isinstance(weights, MLPWeights):
+            return weights.down(self.ops.act_mul(weights.gate_up(x), self.spec.activation))
+        assert self.spec.moe is not None
+        scores = F.linear(x.to(weights.router.dtype), weights.router)
+        share, experts = route(scores, self.spec.moe)
+        out = self.ops.moe(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
+        return out if weights.shared is None else out + self._mlp(x, weights.shared)

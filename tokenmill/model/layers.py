@@ -1,0 +1,158 @@
+"""The weights of a decoder as it uses them, and the store it asks for them layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
+from tokenmill.quant.scheme import Dense, Linear, QuantScheme
+
+Weight = torch.Tensor | Linear
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    qkv: Linear  # rows: queries, keys, values
+    o: Linear
+    q_norm: torch.Tensor | None = None  # [head_dim] or [heads * head_dim]
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttentionWeights:
+    qkv: Linear  # rows: queries (or their latent), rotated key, key-value latent
+    o: Linear
+    kv_norm: torch.Tensor  # [kv_rank]
+    k_up: torch.Tensor  # [heads, nope_dim, kv_rank]
+    v_up: torch.Tensor  # [heads, v_dim, kv_rank]
+    q_norm: torch.Tensor | None = None  # [q_rank]
+    q_up: Linear | None = None  # from the queries' latent
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    gate_up: Linear  # rows: gate, up
+    down: Linear
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    router: torch.Tensor  # [experts, hidden], float32 or wider
+    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]
+    down: torch.Tensor  # [experts, hidden, intermediate]
+    shared: MLPWeights | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    attention: AttentionWeights | LatentAttentionWeights
+    mlp: MLPWeights | MoEWeights
+    before_attention: torch.Tensor | None = None  # norms, [hidden]; None where the architecture has none
+    after_attention: torch.Tensor | None = None
+    before_mlp: torch.Tensor | None = None
+    after_mlp: torch.Tensor | None = None
+
+
+class WeightStore(Protocol):
+    """Where weights come from during a forward pass.
+
+    `layer` is called in order, once per layer and pass, on the thread and stream that computes; what it returns
+    must be usable until the next call. A store may use the call to start bringing in the layers that follow.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    embed: torch.Tensor  # [vocab, hidden]
+    final_norm: torch.Tensor  # [hidden]
+    lm_head: Linear
+
+    def layer(self, index: int) -> LayerWeights: ...
+
+
+class ResidentWeights:
+    """Every weight on the device for the whole life of the engine."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Weight]) -> None:
+        self.embed = _tensor(weights, "embed")
+        self.final_norm = _tensor(weights, "final_norm")
+        tied = Linear(Dense(), {"weight": self.embed})
+        self.lm_head = tied if spec.tie_embeddings else _linear(weights, "lm_head")
+        self.dtype, self.device = self.embed.dtype, self.embed.device
+        self._layers = [layer_weights(spec, weights, index) for index in range(spec.num_layers)]
+
+    def layer(self, index: int) -> LayerWeights:
+        return self._layers[index]
+
+
+def allocate(
+    spec: DecoderSpec, param: ParamSpec, dtype: torch.dtype, device: torch.device, scheme: QuantScheme
+) -> Weight:
+    """Uninitialized room for one parameter of `spec.parameters()`, biases included (as tensors of their own)."""
+    if param.kind == "linear":
+        rows, columns = param.shape
+        return Linear(scheme, scheme.allocate(rows, columns, dtype, device))
+    if spec.stored_wide(param.kind) and dtype != torch.float64:
+        dtype = torch.float32
+    return torch.empty(param.shape, dtype=dtype, device=device)
+
+
+def layer_weights(spec: DecoderSpec, weights: Mapping[str, Weight], index: int) -> LayerWeights:
+    """Put the parameters of one layer, found by canonical name, in the form the decoder reads."""
+    at = f"layers.{index}."
+    norms = {name: _tensor(weights, at + name) for name in NORM_NAMES[spec.norms]}
+    attention = _latent_attention(weights, at) if spec.mla else _attention(weights, at)
+    return LayerWeights(attention, _moe(weights, at) if spec.is_moe(index) else _mlp(weights, at), **norms)
+
+
+def _attention(weights: Mapping[str, Weight], at: str) -> AttentionWeights:
+    return AttentionWeights(
+        qkv=_linear(weights, at + "qkv"),
+        o=_linear(weights, at + "o"),
+        q_norm=_maybe(weights, at + "q_norm"),
+        k_norm=_maybe(weights, at + "k_norm"),
+    )
+
+
+def _latent_attention(weights: Mapping[str, Weight], at: str) -> LatentAttentionWeights:
+    return LatentAttentionWeights(
+        qkv=_linear(weights, at + "qkv"),
+        o=_linear(weights, at + "o"),
+        kv_norm=_tensor(weights, at + "kv_norm"),
+        k_up=_tensor(weights, at + "k_up"),
+        v_up=_tensor(weights, at + "v_up"),
+        q_norm=_maybe(weights, at + "q_norm"),
+        q_up=_linear(weights, at + "q_up") if at + "q_up" in weights else None,
+    )
+
+
+def _mlp(weights: Mapping[str, Weight], at: str) -> MLPWeights:
+    return MLPWeights(_linear(weights, at + "gate_up"), _linear(weights, at + "down"))
+
+
+def _moe(weights: Mapping[str, Weight], at: str) -> MoEWeights:
+    return MoEWeights(
+        router=_tensor(weights, at + "router"),
+        gate_up=_tensor(weights, at + "experts_gate_up"),
+        down=_tensor(weights, at + "experts_down"),
+        shared=_mlp(weights, at + "shared_") if at + "shared_down" in weights else None,
+    )
+
+
+def _linear(weights: Mapping[str, Weight], name: str) -> Linear:
+    found = weights[name]
+    assert isinstance(found, Linear)
+    return Linear(found.scheme, found.storage, _maybe(weights, name + ".bias"))
+
+
+def _tensor(weights: Mapping[str, Weight], name: str) -> torch.Tensor:
+    found = weights[name]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _maybe(weights: Mapping[str, Weight], name: str) -> torch.Tensor | None:
+    return _tensor(weights, name) if name in weights else None

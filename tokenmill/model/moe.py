@@ -1,0 +1,28 @@
+"""Which experts a token goes to, and how much of each: softmax routing, with or without expert groups."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.model.spec import MoESpec
+
+
+def route(
+    scores: torch.Tensor,  # [tokens, experts]: router logits, float32 or wider
+    moe: MoESpec,
+) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k], experts [tokens, top_k] int64
+    probs = scores.softmax(-1)
+    if moe.groups > 1:
+        probs = _best_groups_only(probs, moe)
+    weights, experts = probs.topk(moe.top_k, dim=-1)
+    if moe.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * moe.scale, experts
+
+
+def _best_groups_only(probs: torch.Tensor, moe: MoESpec) -> torch.Tensor:
+    """Zero the experts outside each token's best groups; a group is as good as its best expert."""
+    grouped = probs.view(probs.shape[0], moe.groups, -1)  # [tokens, groups, experts per group]
+    best = grouped.amax(-1).topk(moe.top_groups, dim=-1).indices
+    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[..., None], 0.0).flatten(-2)

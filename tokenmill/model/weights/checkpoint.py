@@ -1,0 +1,44 @@
+"""Checkpoint: a source of named tensors with a config, whatever file format they are stored in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tokenmill.errors import ModelError
+
+
+class Checkpoint(Protocol):
+    """Tensors under their Hugging Face names, and a Hugging Face config.
+
+    `tensor` returns a CPU tensor that the caller only reads, and keeps no longer than it needs: it may be a view
+    of a mapped file, or may have been decoded for this call.
+    """
+
+    config: dict[str, Any]
+
+    def names(self) -> list[str]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a model directory."""
+    return read_json(directory / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"there is no {path.name} in {path.parent}; it belongs beside the weights") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # broken JSON, or bytes that are not text
+        raise ModelError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
+    return content

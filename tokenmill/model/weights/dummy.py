@@ -1,0 +1,46 @@
+"""Random weights of a given architecture, made on the device itself: a model of any size from its config alone."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
+from tokenmill.model.spec import DecoderSpec, ParamSpec
+from tokenmill.quant.scheme import Dense, Linear, QuantScheme
+
+_CHUNK = 1 << 25  # elements made at once, so that nothing but the weights themselves needs room
+
+
+def dummy_weights(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    scheme: QuantScheme | None = None,
+) -> WeightStore:
+    """The same seed gives the same weights on the same kind of device, each independent of the others."""
+    place, scheme = torch.device(device), scheme or Dense()
+    generator = torch.Generator(place)
+    weights: dict[str, Weight] = {}
+    for name, param in spec.parameters().items():
+        generator.manual_seed((seed << 32) % (1 << 63) + zlib.crc32(name.encode()))
+        weights[name] = weight = allocate(spec, param, dtype, place, scheme)
+        _fill(weight, param, dtype, generator)
+    return ResidentWeights(spec, weights)
+
+
+def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, generator: torch.Generator) -> None:
+    # Outputs of the size of the inputs: activations neither vanish nor overflow, however deep the model.
+    deviation = param.shape[-1] ** -0.5
+    if isinstance(weight, Linear):
+        rows, columns = param.shape
+        step = max(1, _CHUNK // columns)
+        for first in range(0, rows, step):
+            part = torch.empty(min(step, rows - first), columns, dtype=dtype, device=generator.device)
+            weight.scheme.write(weight.storage, first, part.normal_(0, deviation, generator=generator))
+    elif param.kind == "norm":
+        weight.fill_(1)
+    else:
+        weight.normal_(0, deviation, generator=generator)

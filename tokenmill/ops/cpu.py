@@ -1,0 +1,299 @@
+"""Batched torch versions of the ops for CPUs, where the reference would loop over rows or sort whole vocabularies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tokenmill.ops.noise import key, mix
+from tokenmill.ops.reference import act_mul, visible
+from tokenmill.ops.registry import Implementation
+from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
+
+# Gathered keys and values of a group of rows should stay in the processor's cache between the gather and the use.
+_GATHER_BYTES = 4 << 20
+_SCORE_BYTES = 16 << 20
+_QUERY_SLICE = 256  # queries of a chunk that are attended together; keys after the last of them are not touched
+_NOISE_CEILING = 23.0  # above any Gumbel noise that comes from 32 bits
+
+
+def attention(
+    q: torch.Tensor,  # [tokens, heads, dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, v_dim]; may be a strided view of k_cache
+    batch: AttentionBatch,
+    mask: Mask,
+    scale: float,
+) -> torch.Tensor:  # [tokens, heads, v_dim]
+    """Rows with one query are padded to a common length and computed together; each chunk is computed alone."""
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    num_singles = batch.num_singles if batch.tree is None and not mask.sinks else 0
+    block_size = k_cache.shape[1]
+    plan_name = f"cpu attention, window {mask.window}, block size {block_size}"  # equal in many layers
+    if plan_name not in batch.cache:
+        key_bytes = (k_cache[0, 0].numel() + v_cache[0, 0].numel()) * k_cache.element_size()
+        reaches = [_reach(context, 1, mask) for context in batch.host_context[:num_singles]]
+        groups = _groups_of_like_length(reaches, _GATHER_BYTES // key_bytes)
+        batch.cache[plan_name] = [_padded(batch, group, mask, block_size) for group in groups]
+    for padded in batch.cache[plan_name]:
+        _attend_padded(out, q, k_cache, v_cache, padded, mask, scale)
+    first = num_singles
+    for i in range(num_singles, len(batch.host_rows)):
+        _attend_row(out, q, k_cache, v_cache, batch, i, first, mask, scale)
+        first += batch.host_counts[i]
+    return out
+
+
+def _reach(context: int, count: int, mask: Mask) -> int:
+    """How many of the last keys of a row its last `count` queries can see."""
+    if mask.window is None or mask.sinks:
+        return context
+    return min(context, mask.window + count - 1)
+
+
+def _groups_of_like_length(lengths: list[int], max_keys: int) -> Iterator[list[int]]:
+    """Indices of rows that are worth padding to the longest of them, within a budget of gathered keys."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    group: list[int] = []
+    for i in order:
+        if group:
+            longest = lengths[group[0]]
+            if lengths[i] + 64 < 0.75 * longest or (len(group) + 1) * longest > max_keys:
+                yield group
+                group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """Some rows with one query each, whose keys are padded to one length."""
+
+    which: torch.Tensor  # [r]: index of the rows' queries
+    blocks: torch.Tensor  # [r * columns]: the blocks to gather; any block where a row has no more
+    seen: torch.Tensor  # [r, 1, length] bool: which of the gathered keys each query sees
+    unseen: torch.Tensor  # the others, as indices into the gathered keys
+
+
+def _padded(batch: AttentionBatch, group: list[int], mask: Mask, block_size: int) -> _Padded:
+    context = torch.tensor([batch.host_context[i] for i in group])
+    first_key = (context - mask.window).clamp_min(0) if mask.window is not None else torch.zeros_like(context)
+    first_block = first_key // block_size
+    last_block = (context - 1) // block_size
+    columns = int((last_block - first_block).max()) + 1
+    column = first_block[:, None] + torch.arange(columns)  # [r, columns]
+    table = batch.block_tables.index_select(0, torch.tensor([batch.host_rows[i] for i in group]))
+    blocks = table.gather(1, column.minimum(last_block[:, None])).flatten()
+    position = (first_block * block_size)[:, None] + torch.arange(columns * block_size)  # [r, length]
+    seen = (position < context[:, None]) & (position >= first_key[:, None])
+    return _Padded(torch.tensor(group), blocks, seen[:, None], (~seen).flatten().nonzero()[:, 0])
+
+
+def _attend_padded(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    padded: _Padded,
+    mask: Mask,
+    scale: float,
+) -> None:
+    rows, kv_heads = padded.which.shape[0], k_cache.shape[2]
+    keys = _gather(k_cache, padded, q.dtype).view(rows, -1, kv_heads, k_cache.shape[3]).transpose(1, 2)
+    values = _gather(v_cache, padded, q.dtype).view(rows, -1, kv_heads, v_cache.shape[3]).transpose(1, 2)
+    queries = q.index_select(0, padded.which).view(rows, kv_heads, 1, -1, q.shape[2])
+    attended = _attend(queries, keys, values, padded.seen, mask, scale)
+    out.index_copy_(0, padded.which, attended.reshape(rows, *out.shape[1:]))
+
+
+def _gather(cache: torch.Tensor, padded: _Padded, dtype: torch.dtype) -> torch.Tensor:  # [keys, kv_heads, dim]
+    """Unseen keys become zero: they may hold anything, and a NaN survives any mask."""
+    return cache.index_select(0, padded.blocks).flatten(0, 1).index_fill_(0, padded.unseen, 0).to(dtype)
+
+
+def _attend_row(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    i: int,
+    first: int,  # where the row's queries begin
+    mask: Mask,
+    scale: float,
+) -> None:
+    block_size, kv_heads = k_cache.shape[1:3]
+    row, count, context = batch.host_rows[i], batch.host_counts[i], batch.host_context[i]
+    first_block = (context - _reach(context, count, mask)) // block_size
+    blocks = batch.block_tables[row, first_block : -(-context // block_size)]
+    base = first_block * block_size  # the position of the first gathered key
+    keys, values = (
+        cache.index_select(0, blocks).flatten(0, 1)[: context - base].to(q.dtype).transpose(0, 1)[None]
+        for cache in (k_cache, v_cache)
+    )
+    tree = batch.tree[first : first + count, :count] if batch.tree is not None else None
+    size = _QUERY_SLICE
+    if not _fits_flash(keys, values, mask):
+        size = max(1, min(size, _SCORE_BYTES // (8 * q.shape[1] * context)))
+    for a in range(0, count, size):
+        b = min(count, a + size)
+        end = context - count + b if tree is None else context  # keys up to the last query of the slice
+        low = max(base, end - _reach(end, b - a, mask)) if tree is None else base
+        seen = None
+        if tree is not None:
+            seen = visible(count, context, mask, q.device, tree)[None, a:b, base:]
+        elif b - a > 1 or mask.window is not None:
+            seen = visible(b - a, end, mask, q.device)[None, :, low:]
+        queries = q[first + a : first + b].reshape(b - a, kv_heads, -1, q.shape[2]).transpose(0, 1)[None]
+        span = slice(low - base, end - base)
+        attended = _attend(queries, keys[:, :, span], values[:, :, span], seen, mask, scale)
+        out[first + a : first + b] = attended[0].transpose(0, 1).flatten(1, 2)
+
+
+def _fits_flash(keys: torch.Tensor, values: torch.Tensor, mask: Mask) -> bool:
+    """Whether torch has a tiled kernel for this; otherwise scores are materialised, in slices."""
+    return mask.softcap is None and keys.shape[-1] == values.shape[-1]
+
+
+def _attend(
+    q: torch.Tensor,  # [b, kv_heads, m, group, dim]; b or m is 1
+    keys: torch.Tensor,  # [b, kv_heads, length, dim]
+    values: torch.Tensor,  # [b, kv_heads, length, v_dim]
+    seen: torch.Tensor | None,  # [b, m, length] bool; None: everything
+    mask: Mask,
+    scale: float,
+) -> torch.Tensor:  # [b, kv_heads, m, group, v_dim]
+    """Attention in which the query heads of a group share their keys without a copy."""
+    if not _fits_flash(keys, values, mask):
+        return _attend_plain(q, keys, values, seen, mask, scale)
+    if q.shape[2] == 1:  # the group takes the place of the queries
+        some = seen[:, None] if seen is not None else None
+        return F.scaled_dot_product_attention(q[:, :, 0], keys, values, attn_mask=some, scale=scale)[:, :, None]
+    # The kv heads take the place of the batch, and keys are expanded over the group with stride 0.
+    heads = q[0].transpose(1, 2)  # [kv_heads, group, m, dim]
+    keys, values = (x[0, :, None].expand(-1, q.shape[3], -1, -1) for x in (keys, values))
+    return F.scaled_dot_product_attention(heads, keys, values, attn_mask=seen, scale=scale).transpose(1, 2)[None]
+
+
+def _attend_plain(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
+    mask: Mask,
+    scale: float,
+) -> torch.Tensor:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    b, kv_heads, m, group, dim = q.shape
+    scores = (q.to(wide).reshape(b, kv_heads, m * group, dim) @ keys.to(wide).transpose(2, 3)) * scale
+    if mask.softcap is not None:
+        scores = mask.softcap * torch.tanh(scores / mask.softcap)
+    if seen is not None:
+        by_query = scores.view(b, kv_heads, m, group, -1)
+        by_query.masked_fill_(~seen[:, None, :, None], float("-inf"))
+    return (scores.softmax(-1) @ values.to(wide)).to(q.dtype).view(b, kv_heads, m, group, -1)
+
+
+def moe(
+    x: torch.Tensor,  # [tokens, hidden]
+    weights: torch.Tensor,  # [tokens, k]
+    experts: torch.Tensor,  # [tokens, k] int64
+    gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]
+    down: torch.Tensor,  # [experts, hidden, inner]
+    kind: str,
+) -> torch.Tensor:  # [tokens, hidden]
+    """Tokens sorted by expert once, so that each expert works on one slice."""
+    tokens, k = experts.shape
+    order = experts.flatten().argsort(stable=True)
+    gathered = x.index_select(0, order // k)
+    done = torch.empty_like(gathered)
+    at = 0
+    for expert, count in enumerate(experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()):
+        if count:
+            inner = act_mul(F.linear(gathered[at : at + count], gate_up[expert]), kind)
+            torch.mm(inner, down[expert].t(), out=done[at : at + count])
+            at += count
+    by_token = torch.empty_like(done).index_copy_(0, order, done).view(tokens, k, -1)
+    return torch.bmm(weights.to(x.dtype)[:, None], by_token)[:, 0]
+
+
+def sample(
+    logits: torch.Tensor,  # [n, vocab]
+    batch: SampleBatch,
+) -> torch.Tensor:  # [n] int64; -1 where the row's logits hold a NaN or no finite value
+    """The reference's choice, with noise and sorting only for the tokens that can still win."""
+    top, best = logits.max(-1)
+    finite = torch.isfinite(top)
+    if not batch.all_greedy:
+        hashed = mix(torch.arange(logits.shape[1]) + 0x9E3779B9)
+        keys = key(batch.seed, batch.position)
+        warm = finite & (batch.temperature >= 1e-5)
+        for i in warm.nonzero()[:, 0].tolist():
+            scaled = logits[i] / batch.temperature[i]
+            floor = _floor(scaled, batch.top_k[i], batch.top_p[i], batch.min_p[i]) if batch.any_filter else None
+            best[i] = _draw(scaled, int(best[i]), floor, keys[i], hashed)
+    return torch.where(finite, best, -1)
+
+
+def _draw(
+    scaled: torch.Tensor,  # [vocab]
+    best: int,  # where the largest value is
+    floor: torch.Tensor | None,  # the smallest value that may be drawn
+    row_key: torch.Tensor,
+    hashed: torch.Tensor,  # [vocab]: the tokens' part of the noise
+) -> torch.Tensor:
+    # No token can win that the largest noise does not lift above the best token with its own noise.
+    reachable = scaled[best] + _gumbel(row_key ^ hashed[best]) - _NOISE_CEILING
+    floor = reachable if floor is None else torch.maximum(floor, reachable)
+    candidates = (scaled >= floor).nonzero()[:, 0]
+    noisy = scaled[candidates] + _gumbel(row_key ^ hashed[candidates]).to(scaled.dtype)
+    return candidates[noisy.argmax()]
+
+
+def _gumbel(words: torch.Tensor) -> torch.Tensor:
+    uniform = (mix(words).to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform.clamp(2.0**-33, 1.0 - 2.0**-24)))
+
+
+def _floor(
+    scaled: torch.Tensor,  # [vocab]
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """The smallest value that top_k, then top_p over what is left, then min_p keep."""
+    floor = scaled.new_tensor(-math.inf)
+    if 0 < top_k < scaled.shape[0]:
+        floor = scaled.topk(int(top_k)).values[-1]
+    if top_p < 1:
+        floor = torch.maximum(floor, _nucleus_floor(scaled[scaled >= floor], top_p))
+    if min_p > 0:
+        floor = torch.maximum(floor, scaled.max() + torch.log(min_p))
+    return floor
+
+
+def _nucleus_floor(
+    values: torch.Tensor,  # [kept]
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    total = values.logsumexp(0)
+    # The nucleus nearly always ends among the likely tokens; the long tail is sorted only where it does not.
+    for likely in (values[values >= values.max() - 10], values):
+        ranked = likely.sort(descending=True).values
+        probs = torch.exp(ranked - total)
+        mass = probs.cumsum(0)
+        if mass[-1] >= top_p:
+            break
+    inside = (mass - probs < top_p).sum()
+    return ranked[inside - 1]
+
+
+IMPLEMENTATIONS = tuple(
+    Implementation(op=fn.__name__, name="cpu", fn=fn, devices=("cpu",), batch_invariant=fn is sample, rank=5)
+    for fn in (attention, moe, sample)
+)

@@ -1,0 +1,182 @@
+"""Every op in plain torch: the definition that the other implementations are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tokenmill.ops.noise import gumbel_noise
+from tokenmill.ops.registry import Implementation
+from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., dim]
+    weight: torch.Tensor,  # [dim], any float dtype
+    eps: float,
+) -> torch.Tensor:
+    wide = x.to(_wide(x.dtype))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * weight.to(wide.dtype)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [tokens, dim]
+    residual: torch.Tensor,  # [tokens, dim]
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new residual x + residual (rounded to the dtype), and its norm. Inputs may be overwritten."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope_kv_write(
+    q: torch.Tensor,  # [tokens, heads, dim], rotated in place
+    k: torch.Tensor,  # [tokens, kv_heads, dim]
+    v: torch.Tensor | None,  # [tokens, kv_heads, v_dim]; None where values are a view of the keys (MLA)
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32: cosines, then sines, of each rotation
+    positions: torch.Tensor,  # [tokens]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor | None,  # [blocks, block_size, kv_heads, v_dim]
+    slots: torch.Tensor,  # [tokens]: block * block_size + offset; negative: do not write
+) -> None:
+    """Rotate the first rot_dim dims of q and k (half-split pairs), and store k and v at their slots."""
+    half = cos_sin.shape[1] // 2
+    angles = cos_sin[positions.long()].to(_wide(q.dtype))
+    cos, sin = angles[:, None, :half], angles[:, None, half:]
+    q.copy_(_rotate(q, cos, sin, half))
+    kept = slots >= 0
+    where = slots[kept].long()
+    k_cache.view(-1, *k_cache.shape[2:])[where] = _rotate(k, cos, sin, half)[kept].to(k_cache.dtype)
+    if v is not None:
+        assert v_cache is not None
+        v_cache.view(-1, *v_cache.shape[2:])[where] = v[kept].to(v_cache.dtype)
+
+
+def attention(
+    q: torch.Tensor,  # [tokens, heads, dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, v_dim]; may be a strided view of k_cache
+    batch: AttentionBatch,
+    mask: Mask,
+    scale: float,
+) -> torch.Tensor:  # [tokens, heads, v_dim]
+    block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = q.shape[1] // kv_heads
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    first = 0
+    for row, count, context in zip(batch.host_rows, batch.host_counts, batch.host_context, strict=True):
+        blocks = batch.block_tables[row, : -(-context // block_size)].long()
+        keys = k_cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, 1)
+        values = v_cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, 1)
+        queries = q[first : first + count]
+        wide = _wide(q.dtype)
+        scores = torch.einsum("qhd,khd->hqk", queries.to(wide), keys.to(wide)) * scale
+        if mask.softcap is not None:
+            scores = mask.softcap * torch.tanh(scores / mask.softcap)
+        tree = batch.tree[first : first + count, :count] if batch.tree is not None else None
+        scores.masked_fill_(~visible(count, context, mask, q.device, tree), float("-inf"))
+        weights = scores.softmax(-1)
+        out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values.to(wide)).to(out.dtype)
+        first += count
+    return out
+
+
+def visible(
+    count: int, context: int, mask: Mask, device: torch.device, tree: torch.Tensor | None = None
+) -> torch.Tensor:  # [count, context] bool
+    """Which keys each of the last `count` positions of a row may see."""
+    query = torch.arange(context - count, context, device=device)[:, None]
+    key = torch.arange(context, device=device)[None, :]
+    seen = key <= query
+    if tree is not None:
+        seen = torch.cat([seen[:, : context - count], tree], dim=1)
+    if mask.window is not None:
+        seen = seen & ((key > query - mask.window) | (key < mask.sinks))
+    return seen
+
+
+def act_mul(
+    x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
+    kind: str,  # "silu" or "gelu_tanh"
+) -> torch.Tensor:  # [tokens, inner]
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate, kind) * up
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    raise ValueError(f"activation {kind!r} is not one of silu, gelu_tanh")
+
+
+def moe(
+    x: torch.Tensor,  # [tokens, hidden]
+    weights: torch.Tensor,  # [tokens, k]: how much of each chosen expert
+    experts: torch.Tensor,  # [tokens, k] int64: which experts
+    gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]
+    down: torch.Tensor,  # [experts, hidden, inner]
+    kind: str,
+) -> torch.Tensor:  # [tokens, hidden]
+    out = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        inner = act_mul(F.linear(x[token], gate_up[expert]), kind)
+        out.index_add_(0, token, F.linear(inner, down[expert]) * weights[token, choice, None].to(x.dtype))
+    return out
+
+
+def sample(
+    logits: torch.Tensor,  # [n, vocab] float32
+    batch: SampleBatch,
+) -> torch.Tensor:  # [n] int64; -1 where the row's logits hold a NaN or no finite value
+    """Choose one token per row: argmax of the filtered logits plus Gumbel noise keyed by (seed, position)."""
+    best = logits.argmax(-1)
+    if not batch.all_greedy:
+        heat = batch.temperature[:, None]
+        scaled = logits / heat.clamp_min(1e-5)
+        if batch.any_filter:
+            scaled = scaled.masked_fill(~kept_tokens(scaled, batch.top_k, batch.top_p, batch.min_p), float("-inf"))
+        noisy = scaled + gumbel_noise(batch.seed, batch.position, logits.shape[1]).to(scaled.dtype)
+        best = torch.where(batch.temperature < 1e-5, best, noisy.argmax(-1))
+    top = logits.amax(-1)
+    return torch.where(torch.isfinite(top), best, -1)
+
+
+def kept_tokens(
+    logits: torch.Tensor,  # [n, vocab], already divided by the temperature
+    top_k: torch.Tensor,  # [n]
+    top_p: torch.Tensor,  # [n]
+    min_p: torch.Tensor,  # [n]
+) -> torch.Tensor:  # [n, vocab] bool
+    """top_k, then top_p over what is left, then min_p; ties with the last kept token are kept."""
+    ranked = logits.sort(-1, descending=True).values
+    last = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1]).long() - 1
+    floor = ranked.gather(1, last[:, None])
+    probs = ranked.masked_fill(ranked < floor, float("-inf")).softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    inside = (mass_before < top_p[:, None]) & (ranked >= floor)
+    nucleus = ranked.gather(1, (inside.sum(-1, keepdim=True) - 1).clamp_min(0))
+    floor = torch.where(top_p[:, None] < 1, torch.maximum(floor, nucleus), floor)
+    likely = ranked[:, :1] + torch.log(min_p)[:, None]
+    return logits >= torch.maximum(floor, likely)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int) -> torch.Tensor:
+    left, right = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, x[..., 2 * half :]], dim=-1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of intermediate results."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+IMPLEMENTATIONS = tuple(
+    Implementation(op=fn.__name__, name="reference", fn=fn, batch_invariant=fn is not moe)
+    for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, moe, sample)
+)

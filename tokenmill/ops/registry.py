@@ -1,0 +1,117 @@
+"""One registry of ops: which implementations exist, what each can do, and which one is used and why."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenmill.errors import ConfigError
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op, with what it declares it can do."""
+
+    op: str
+    name: str
+    fn: Callable[..., Any]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    head_dims: tuple[int, int] = (1, 1 << 20)  # smallest and largest head size
+    block_sizes: tuple[int, ...] | None = None  # None: any
+    capture_safe: bool = False  # may be recorded in a CUDA graph
+    batch_invariant: bool = False  # a row's result does not depend on the other rows
+    rank: int = 0  # the highest rank that fits is chosen
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model asks of its ops."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int = 64
+    block_size: int = 16
+
+
+class Ops:
+    """The chosen implementation of every op, callable by name: `ops.rms_norm(...)`."""
+
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rope_kv_write: Callable[..., None]
+    attention: Callable[..., torch.Tensor]
+    act_mul: Callable[..., torch.Tensor]
+    moe: Callable[..., torch.Tensor]
+    sample: Callable[..., torch.Tensor]
+
+    def __init__(self, chosen: dict[str, Implementation], reasons: dict[str, str]) -> None:
+        self.chosen = chosen
+        self.reasons = reasons
+        for op, implementation in chosen.items():
+            setattr(self, op, implementation.fn)
+
+    def report(self) -> list[str]:
+        return [f"{op}: {implementation.name} ({self.reasons[op]})" for op, implementation in self.chosen.items()]
+
+
+def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
+    """Choose an implementation for every op. `prefer` names one for all ops (where it exists) or per op."""
+    by_op: dict[str, list[Implementation]] = {}
+    for implementation in implementations(need.device):
+        by_op.setdefault(implementation.op, []).append(implementation)
+    chosen, reasons = {}, {}
+    for op, candidates in by_op.items():
+        wanted = prefer.get(op) if isinstance(prefer, dict) else prefer
+        chosen[op], reasons[op] = _choose(op, candidates, need, wanted, strict=isinstance(prefer, dict))
+    return Ops(chosen, reasons)
+
+
+def implementations(device: str) -> Iterable[Implementation]:
+    """Every implementation that can be imported for this device; modules load only when they may be used."""
+    modules = ["tokenmill.ops.reference", "tokenmill.ops.cpu"]
+    if device == "cuda":
+        modules.append("tokenmill.ops.triton")
+    for module in modules:
+        yield from importlib.import_module(module).IMPLEMENTATIONS
+
+
+def _choose(
+    op: str, candidates: list[Implementation], need: Need, wanted: str | None, strict: bool
+) -> tuple[Implementation, str]:
+    fitting, refused = [], {}
+    for candidate in candidates:
+        why_not = _misfit(candidate, need)
+        if why_not:
+            refused[candidate.name] = why_not
+        else:
+            fitting.append(candidate)
+    for candidate in fitting:
+        if candidate.name == wanted:
+            return candidate, "asked for"
+    if wanted and strict:
+        reason = refused.get(wanted, f"there are only {', '.join(c.name for c in candidates)}")
+        raise ConfigError(f"op {op!r} cannot use {wanted!r}: {reason}")
+    best = max(fitting, key=lambda candidate: candidate.rank)
+    others = "; ".join(f"not {name}: {why}" for name, why in refused.items())
+    return best, "the fastest that fits" + (f"; {others}" if others else "")
+
+
+def _misfit(candidate: Implementation, need: Need) -> str:
+    if need.device not in candidate.devices:
+        return f"runs on {'/'.join(candidate.devices)}, not {need.device}"
+    if need.dtype not in candidate.dtypes:
+        return f"no {str(need.dtype).removeprefix('torch.')}"
+    if candidate.op in ("attention", "rope_kv_write"):
+        low, high = candidate.head_dims
+        if not low <= need.head_dim <= high:
+            return f"head size {need.head_dim} is outside {low}-{high}"
+        if candidate.block_sizes and need.block_size not in candidate.block_sizes:
+            return f"block size {need.block_size} is not one of {candidate.block_sizes}"
+    return ""

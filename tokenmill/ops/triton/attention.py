@@ -1,0 +1,39 @@
+"""Paged attention: rows with one query go to the split decode kernel, the others to the chunked prefill kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.ops.registry import Implementation
+from tokenmill.ops.triton.attention_decode import decode_attention
+from tokenmill.ops.triton.attention_prefill import prefill_attention
+from tokenmill.ops.triton.config import DTYPES, MAX_HEAD_DIM
+from tokenmill.ops.types import AttentionBatch, Mask
+
+
+def attention(
+    q: torch.Tensor,  # [tokens, heads, dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, v_dim]; may be a strided view of k_cache
+    batch: AttentionBatch,
+    mask: Mask,
+    scale: float,
+) -> torch.Tensor:  # [tokens, heads, v_dim]
+    if batch.tree is not None:
+        raise NotImplementedError("the Triton attention has no tree mask; choose the reference attention for trees")
+    assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1
+    out = torch.empty(q.shape[0], q.shape[1], v_cache.shape[3], dtype=q.dtype, device=q.device)
+    if batch.num_singles:
+        decode_attention(q, k_cache, v_cache, out, batch, mask, scale)
+    if batch.num_singles < len(batch.host_counts):
+        prefill_attention(q, k_cache, v_cache, out, batch, mask, scale)
+    return out
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="attention", name="triton", fn=attention, devices=("cuda",), dtypes=DTYPES, head_dims=(1, MAX_HEAD_DIM),
+        capture_safe=True,  # for steps of singles; chunks copy a list of tiles from the host
+        rank=10,
+    ),  # fmt: skip
+)

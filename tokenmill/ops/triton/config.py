@@ -1,0 +1,100 @@
+"""Launch shapes: the block sizes, warps and stages of every kernel, picked by rule so that nothing is tuned at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 576
+
+# Partial results of a split decode never take more than this, so the memory plan can count on it.
+DECODE_WORKSPACE_BYTES = 32 << 20
+
+# Programs per multiprocessor that a decode aims at: enough to fill the memory pipes and to even out the tail.
+_DECODE_WAVES = 8
+_MAX_SPLITS = 128
+_SPLIT_AT_LEAST = 2048  # tokens: a row far longer than the others is cut at least this fine
+
+_SHARED_MEMORY = 200 << 10  # bytes of shared memory a program may plan on
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of one attention program: queries x keys, and how the hardware runs it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """A head size as a power of two plus a padded rest, because blocks are powers of two (96 = 64 + 32)."""
+
+    first: int
+    rest: int
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def split_head(dim: int) -> HeadSplit:
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = max(dim - first, 0)
+    return HeadSplit(first, max(16, power_of_two(rest)) if rest else 0)
+
+
+def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+    """One kv head's group of queries against a run of keys."""
+    block_m = min(max(16, power_of_two(group)), 64)
+    row_bytes = (key_dim + value_dim) * dtype.itemsize
+    block_n = 64 if row_bytes <= 512 else 32
+    if dtype == torch.float32:
+        return Tile(min(block_m, 16), 32 if row_bytes <= 2048 else 16, 4, 2)
+    if row_bytes > 1024:
+        return Tile(block_m, block_n, 8 if block_m >= 64 else 4, 2)
+    return Tile(block_m, block_n, 4, 3)
+
+
+def prefill_tile(queries: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+    """`queries`: the most query rows (tokens x group) that any row of the batch brings."""
+    if dtype == torch.float32:
+        return Tile(32 if queries > 16 else 16, 32 if key_dim <= 256 else 16, 4, 1)
+    widest = max(key_dim, value_dim)
+    if queries <= 16:
+        return Tile(16, 64 if widest <= 128 else 32, 4, 2)
+    if queries <= 64 or widest > 256:
+        return Tile(64, 64 if widest <= 256 else 32, 4 if widest <= 256 else 8, 2)
+    if widest > 128:
+        return Tile(128, 64, 8, 2)
+    return Tile(128, 64, 8, 3)
+
+
+def decode_splits(
+    rows: int, kv_programs: int, heads: int, value_dim: int, max_keys: int, total_keys: int, tile: Tile, device: torch.device
+) -> tuple[int, int]:
+    """Into how many parts the keys of a row are cut at most, and the fewest tiles a part may have.
+
+    Host numbers only: the same batch shape always asks for the same workspace.
+    """
+    programs = max(rows * kv_programs, 1)
+    target = _DECODE_WAVES * multiprocessors(device)
+    keys_each = max(total_keys * kv_programs // target, tile.block_n)
+    splits = max(-(-max_keys // keys_each), -(-max_keys // _SPLIT_AT_LEAST))
+    room = DECODE_WORKSPACE_BYTES // (4 * (value_dim + 2) * max(rows * heads, 1))
+    splits = max(1, min(splits, _MAX_SPLITS, room))
+    least_keys = 256 if programs >= multiprocessors(device) else 64
+    return splits, max(1, least_keys // tile.block_n)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 2  # the interpreter: few, so that small tests reach both sides of the rules

@@ -1,0 +1,78 @@
+"""The inner step of attention over a paged cache: find keys through a block table, score them, fold in their values."""
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.numeric import tanh
+
+# Kernels keep scores in units of log2(e), because the hardware has exp2.
+LOG2_E = 1.4426950408889634
+
+
+def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What raw scores are multiplied with before the soft cap, and after it (or instead of it)."""
+    if softcap is None:
+        return 1.0, scale * LOG2_E
+    return scale / softcap, softcap * LOG2_E
+
+
+@triton.jit
+def cache_offsets(
+    table,  # the row's block table
+    position,  # [BLOCK_N]
+    seen,  # [BLOCK_N] bool: elsewhere the table is not read
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Where the tokens at these positions begin in the cache; 64 bits, because pools pass 2**31 elements."""
+    block = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
+    return block.to(tl.int64) * stride_block + (position % BLOCK_SIZE).to(tl.int64) * stride_token
+
+
+@triton.jit
+def load_rows(base, offsets, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # [rows, BLOCK]
+    """WIDTH elements from each offset, zero-padded to BLOCK; zeros where not seen, so that stale memory cannot leak."""
+    dim = tl.arange(0, BLOCK)
+    pointers = base + offsets[:, None] + dim[None, :]
+    if WIDTH == BLOCK:
+        return tl.load(pointers, mask=seen[:, None], other=0.0)
+    return tl.load(pointers, mask=seen[:, None] & (dim < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def score(
+    q_first,  # [BLOCK_M, FIRST]
+    q_rest,  # [BLOCK_M, REST]; anything where REST is 0
+    k_cache,
+    offsets,  # [BLOCK_N]
+    seen,  # [BLOCK_N] bool
+    cap_scale,
+    KEY_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # [BLOCK_M, BLOCK_N] float32
+    k = load_rows(k_cache, offsets, seen, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST).to(q_first.dtype)
+    scores = tl.dot(q_first, tl.trans(k), input_precision="ieee")
+    if REST > 0:
+        k = load_rows(k_cache + FIRST, offsets, seen, KEY_DIM - FIRST, REST).to(q_first.dtype)
+        scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
+    if SOFTCAP:
+        scores = tanh(scores * cap_scale)
+    return scores
+
+
+@triton.jit
+def fold(acc, top, total, scores, values, scale):
+    """One step of the online softmax: acc and total are relative to top, the largest score so far."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    # A query may have seen no key yet; subtracting -inf from -inf would poison it.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total * shrink + tl.sum(weights, 1)

@@ -1,0 +1,133 @@
+"""Rotary embedding and the KV write in one kernel: rotate q in place, rotate k into the cache, copy v into it."""
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.registry import Implementation
+from tokenmill.ops.triton.config import DTYPES, MAX_HEAD_DIM, power_of_two
+
+
+def rope_kv_write(
+    q: torch.Tensor,  # [tokens, heads, dim], rotated in place
+    k: torch.Tensor,  # [tokens, kv_heads, dim]
+    v: torch.Tensor | None,  # [tokens, kv_heads, v_dim]; None where values are a view of the keys (MLA)
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32: cosines, then sines, of each rotation
+    positions: torch.Tensor,  # [tokens]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor | None,  # [blocks, block_size, kv_heads, v_dim]
+    slots: torch.Tensor,  # [tokens]: block * block_size + offset; negative: do not write
+) -> None:
+    tokens, heads, dim = q.shape
+    kv_heads, rotated = k.shape[1], cos_sin.shape[1]
+    values, value_cache = (v, v_cache) if v is not None and v_cache is not None else (k, k_cache)
+    value_dim = v.shape[2] if v is not None else 0
+    # About 2k elements per program, whatever the head size.
+    heads_each = max(1, min(power_of_two(max(heads, kv_heads)), 2048 // power_of_two(max(dim, value_dim))))
+    q_programs = triton.cdiv(heads, heads_each)
+    _rope_kernel[(tokens, q_programs + triton.cdiv(kv_heads, heads_each))](
+        q, k, values, cos_sin, positions, k_cache, value_cache, slots,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), values.stride(0), values.stride(1), cos_sin.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
+        heads, kv_heads, q_programs,
+        HALF=rotated // 2, HALF_BLOCK=power_of_two(rotated // 2), DIM=dim, TAIL_BLOCK=power_of_two(dim - rotated),
+        VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), BLOCK_SIZE=k_cache.shape[1], HEADS=heads_each,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rope_kernel(
+    q,  # [tokens, heads, DIM]
+    k,  # [tokens, kv_heads, DIM]
+    v,  # [tokens, kv_heads, VALUE_DIM]
+    cos_sin,  # [max_positions, 2 * HALF]
+    positions,  # [tokens]
+    k_cache,  # [blocks, BLOCK_SIZE, kv_heads, DIM]
+    v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    slots,  # [tokens]
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_angle,
+    stride_kc_block,
+    stride_kc_token,
+    stride_kc_head,
+    stride_vc_block,
+    stride_vc_token,
+    stride_vc_head,
+    heads,
+    kv_heads,
+    q_programs,  # programs of a token with a smaller number rotate queries, the others write keys and values
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    position = tl.load(positions + token).to(tl.int64)
+    if part < q_programs:
+        head = part * HEADS + tl.arange(0, HEADS)
+        rows = q + token * stride_q_token + head[:, None] * stride_q_head
+        _rotate(rows, rows, cos_sin + position * stride_angle, head < heads, HALF, HALF_BLOCK)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            head = (part - q_programs) * HEADS + tl.arange(0, HEADS)
+            live = head < kv_heads
+            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+            source = k + token * stride_k_token + head[:, None] * stride_k_head
+            target = k_cache + block * stride_kc_block + offset * stride_kc_token + head[:, None] * stride_kc_head
+            _rotate(source, target, cos_sin + position * stride_angle, live, HALF, HALF_BLOCK)
+            if DIM > 2 * HALF:
+                _copy(source + 2 * HALF, target + 2 * HALF, live, DIM - 2 * HALF, TAIL_BLOCK)
+            if VALUE_DIM > 0:
+                source = v + token * stride_v_token + head[:, None] * stride_v_head
+                target = v_cache + block * stride_vc_block + offset * stride_vc_token + head[:, None] * stride_vc_head
+                _copy(source, target, live, VALUE_DIM, VALUE_BLOCK)
+
+
+@triton.jit
+def _rotate(source, target, angles, live, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
+    """Turn the pairs (i, HALF + i) of each row; source and target are [HEADS, 1] pointers, perhaps the same."""
+    if HALF > 0:
+        dim = tl.arange(0, HALF_BLOCK)
+        cos = tl.load(angles + dim, mask=dim < HALF, other=0.0)[None, :]
+        sin = tl.load(angles + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+        inside = live[:, None] & (dim < HALF)[None, :]
+        raw = tl.load(source + dim[None, :], mask=inside, other=0.0)
+        left = raw.to(tl.float32)
+        right = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+        # Rounded to the dtype of the source first: the cache may be of another one.
+        turned_left = (left * cos - right * sin).to(raw.dtype)
+        turned_right = (right * cos + left * sin).to(raw.dtype)
+        tl.store(target + dim[None, :], turned_left.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + HALF + dim[None, :], turned_right.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _copy(source, target, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    dim = tl.arange(0, BLOCK)
+    inside = live[:, None] & (dim < WIDTH)[None, :]
+    value = tl.load(source + dim[None, :], mask=inside, other=0.0)
+    tl.store(target + dim[None, :], value.to(target.dtype.element_ty), mask=inside)
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="rope_kv_write", name="triton", fn=rope_kv_write, devices=("cuda",), dtypes=DTYPES,
+        head_dims=(1, MAX_HEAD_DIM), capture_safe=True, batch_invariant=True, rank=10,
+    ),  # fmt: skip
+)

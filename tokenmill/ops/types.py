@@ -1,0 +1,52 @@
+"""Arguments shared by the ops: the batch an attention op sees, the mask it applies, sampling inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query may see, beyond causality, and what is done to its scores."""
+
+    window: int | None = None  # a query at position p sees keys with p - window < position <= p
+    sinks: int = 0  # with a window: the first `sinks` positions stay visible
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+
+
+CAUSAL = Mask()
+
+
+@dataclass
+class AttentionBatch:
+    """The rows of one step, as attention sees them. Device tensors; the host copies avoid any sync."""
+
+    rows: torch.Tensor  # [n] int32: index into block_tables
+    q_start: torch.Tensor  # [n + 1] int32: where each row's queries begin in the token dimension
+    context: torch.Tensor  # [n] int32: keys of the row once this step's are written (start + count)
+    block_tables: torch.Tensor  # [max_rows, max_blocks] int32
+    num_singles: int  # the first num_singles rows have exactly one query each
+    max_query: int  # largest count
+    max_context: int  # largest context
+    host_rows: list[int]  # the same numbers as the tensors, on the host
+    host_counts: list[int]
+    host_context: list[int]
+    tree: torch.Tensor | None = None  # [tokens, max_query] bool: which of its row's new tokens a query sees; None: causal
+    cache: dict[str, Any] = field(default_factory=dict)  # what an implementation derives once for all layers
+
+
+@dataclass
+class SampleBatch:
+    """Sampling settings of the rows that are sampled in a step. All tensors are [n] on the logits' device."""
+
+    temperature: torch.Tensor  # float32; 0 is greedy
+    top_k: torch.Tensor  # int32; 0 is off
+    top_p: torch.Tensor  # float32; 1 is off
+    min_p: torch.Tensor  # float32; 0 is off
+    seed: torch.Tensor  # int64
+    position: torch.Tensor  # int64: index of the token being chosen, the other half of the noise's key
+    all_greedy: bool  # known on the host, so the common case costs one argmax
+    any_filter: bool  # whether any row uses top_k, top_p or min_p
