@@ -10,6 +10,7 @@ from tokenmill.errors import InvalidRequest
 
 MAX_LOGPROBS = 1024
 MAX_STOP_STRINGS = 64
+MAX_LENGTH = 2**31 - 1
 
 
 @dataclass
@@ -50,8 +51,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop = list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = _listed("stop", self.stop, "strings")
+        self.stop_token_ids = _listed("stop_token_ids", self.stop_token_ids, "token ids")
+        self.bad_words = _listed("bad_words", self.bad_words, "strings")
+        self.bad_words_ids = _listed("bad_words_ids", self.bad_words_ids, "lists of token ids")
         if self.top_k == -1:
             self.top_k = 0
         self._check()
@@ -94,18 +97,22 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("length_penalty", self.length_penalty, low=-100.0, high=100.0)
+        _number("length_penalty", self.length_penalty, low=-20.0, high=20.0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "early_stopping", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.seed is not None:
             _whole("seed", self.seed, low=-(2**63), high=2**64 - 1)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, low=1, hint="None means up to the model's length")
-        _whole("min_tokens", self.min_tokens, low=0, high=self.max_tokens, hint="it cannot exceed max_tokens")
+        most = min(self.max_tokens or MAX_LENGTH, MAX_LENGTH)
+        _whole("min_tokens", self.min_tokens, low=0, high=most, hint="it cannot exceed max_tokens")
         _whole("n", self.n, low=1, high=128)
         if self.best_of is not None:
             _whole("best_of", self.best_of, low=self.n, high=128, hint="it must be at least n")
         if self.beam_width is not None:
             _whole("beam_width", self.beam_width, low=self.n, high=64, hint="it must be at least n")
-            if self.shapes_logits or self.best_of:
+            if self.shapes_logits or self.bad_words or self.best_of:
                 raise InvalidRequest(
                     "beam search cannot be combined with penalties, logit_bias, bad_words, min_tokens or best_of; "
                     "leave them unset or leave beam_width unset"
@@ -126,19 +133,41 @@ class SamplingParams:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids to stop on ids")
         for token in self.stop_ids:
             _whole("stop_token_ids entry", token, low=0)
-        for token, bias in (self.logit_bias or {}).items():
-            _whole("logit_bias key", int(token), low=0)
-            _number("logit_bias value", bias, low=-100.0, high=100.0)
-        if self.logit_bias:
-            self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+        if self.logit_bias is not None:
+            self.logit_bias = _checked_bias(self.logit_bias)
         for word in self.bad_words or []:
             if not isinstance(word, str) or not word:
                 raise InvalidRequest(f"bad_words contains {word!r}; each must be a non-empty string")
+        for ids in self.bad_words_ids:
+            if not isinstance(ids, list) or not ids:
+                raise InvalidRequest(f"bad_words_ids contains {ids!r}; each must be a non-empty list of token ids")
+            for token in ids:
+                _whole("bad_words_ids entry", token, low=0)
 
 
-def _number(
-    name: str, value: Any, *, low: float, high: float, open_low: bool = False
-) -> None:
+def _listed(name: str, value: Any, content: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{name} is {value!r}; it must be a list of {content}")
+    return list(value)
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    """Keys may be numerals: that is how they arrive in JSON."""
+    if not isinstance(bias, dict):
+        raise InvalidRequest(f"logit_bias is {bias!r}; it must map token ids to numbers")
+    checked = {}
+    for token, value in bias.items():
+        if isinstance(token, str) and token.isdecimal():
+            token = int(token)
+        _whole("logit_bias key", token, low=0)
+        _number("logit_bias value", value, low=-100.0, high=100.0)
+        checked[token] = float(value)
+    return checked
+
+
+def _number(name: str, value: Any, *, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise InvalidRequest(f"{name} is {value!r}; it must be a number from {low} to {high}")
     if value < low or value > high or (open_low and value == low):

@@ -17,6 +17,7 @@ class StubLLM:
         self.opened_with: dict[str, Any] = {}
         self.cancelled = 0
         self.shut_down = 0
+        self.error: str | None = None  # what goes wrong at the end of each answer
 
     def open(self, model: str, **settings: Any) -> StubLLM:
         self.opened_with = {"model": model, **settings}
@@ -37,7 +38,8 @@ class StubLLM:
                     token_ids=list(range(count)),
                     finish_reason=self.reason(count, params) if finished else None,
                 )
-                yield SimpleNamespace(outputs=[completion], prompt_token_ids=[1, 2, 3], finished=finished)
+                error = self.error if finished else None
+                yield SimpleNamespace(outputs=[completion], prompt_token_ids=[1, 2, 3], finished=finished, error=error)
                 if self.between:
                     self.between()
         finally:

@@ -81,6 +81,15 @@ def test_error_is_one_line_and_the_engine_is_shut_down(invoke):
     assert stub.shut_down == 1
 
 
+def test_request_that_fails_on_the_way_is_an_error_after_what_came(invoke):
+    stub = StubLLM("half an answer")
+    stub.error = "the logits were not finite; try float32"
+    result = invoke(stub, "run", "Hi")
+    assert result.exit_code == 1
+    assert result.stdout == "half an answer\n"
+    assert result.stderr == "error: the logits were not finite; try float32\n"
+
+
 def test_debug_lets_the_error_through_with_its_traceback(invoke):
     result = invoke(StubLLM(InvalidRequest("no")), "--debug", "run", "Hi")
     assert isinstance(result.exception, InvalidRequest)

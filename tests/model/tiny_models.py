@@ -123,6 +123,9 @@ def make(case: str, seed: int = 0) -> transformers.PreTrainedModel:
                 parameter.normal_(offset, 0.2)
             elif parameter.ndim == 1:
                 parameter.normal_(0, 0.3)
+            elif "embed" in name and architecture.startswith("Gemma"):
+                # Scaled up and tied: larger ones would make it repeat its input.
+                parameter.normal_(0, 0.3 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
     model.generation_config.eos_token_id = None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenmill.cli.terminal import write
+from tokenmill.errors import TokenmillError
 
 if TYPE_CHECKING:
-    from tokenmill import LLM, SamplingParams
+    from tokenmill import LLM, RequestOutput, SamplingParams
 
 Prompt = str | list[dict[str, Any]]  # text as it is, or messages for the chat template
 
@@ -29,6 +30,7 @@ class Answer:
     total_s: float = 0.0
     finish_reason: str | None = None
     interrupted: bool = False
+    error: str | None = None
 
     @property
     def cut_short(self) -> bool:
@@ -47,7 +49,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
     answer = Answer()
     started = time.monotonic()
     with _interrupt_flag() as interrupted:
-        stream = llm.stream(prompt, params)
+        stream = cast("Generator[RequestOutput, None, None]", llm.stream(prompt, params))
         try:
             for output in stream:
                 now = time.monotonic() - started
@@ -62,6 +64,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
                     total_s=now,
                     finish_reason=completion.finish_reason,
                     interrupted=interrupted(),
+                    error=output.error,
                 )
                 if answer.interrupted:
                     break
@@ -69,6 +72,8 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
             stream.close()  # cancels the request if it is not finished
     if not answer.text.endswith("\n"):
         write("\n")
+    if answer.error is not None:
+        raise TokenmillError(answer.error)
     return answer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +55,7 @@ def open_llm(model: str, *, device: str | None, dtype: str | None, max_model_len
         return LLM(
             model=model,
             max_num_seqs=1,  # one conversation is one request at a time
+            seed=random.getrandbits(32),  # without --seed another answer each time
             progress=report,
             **{name: value for name, value in chosen.items() if value is not None},
         )

@@ -37,9 +37,9 @@ class CacheStats:
 class KVManager:
     """The only code that moves blocks between requests, the prefix index and the pool.
 
-    A request's blocks:   | shared with others or the index | its own, full | its own, partly filled | not yet taken |
-                          0                                   num_published                           blocks          max
-    Only the last region is ever written by a step, except the tail block, which is never shared.
+    A request's blocks:  [ in the prefix index, perhaps shared | full, its own | tail, its own ]
+                         0                                     num_published                   len(blocks)
+    Steps write only what lies after num_published, so shared blocks never change; a fork copies the tail.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:

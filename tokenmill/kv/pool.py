@@ -86,7 +86,8 @@ class BlockPool:
             for block in blocks:
                 counted[block] += 1
         if counted != self.references:
-            wrong = [(b, self.references[b], counted[b]) for b in range(self.num_blocks) if counted[b] != self.references[b]]
+            pairs = zip(self.references, counted, strict=True)
+            wrong = [(block, had, held) for block, (had, held) in enumerate(pairs) if had != held]
             raise AssertionError(f"blocks with (id, references, holders) that disagree: {wrong[:8]}")
         seen, block = 0, self._next[self.num_blocks]
         while block != self.num_blocks:
@@ -97,7 +98,7 @@ class BlockPool:
                 raise AssertionError("the free list has a cycle")
         used = sum(1 for count in self.references if count)
         if seen != self.num_free or seen + used != self.num_blocks:
-            raise AssertionError(f"{seen} free in the list, {self.num_free} counted, {used} used, {self.num_blocks} in all")
+            raise AssertionError(f"{seen} blocks in the free list, {self.num_free} counted free, {used} used")
 
     def _drop(self, blocks: list[int]) -> None:
         # Last block first, so that the end of a sequence is evicted before the beginning that others may share.

@@ -1,0 +1,1 @@
+"""What is computed: architectures as data, and the one decoder that runs them."""

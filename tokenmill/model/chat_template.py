@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -137,7 +137,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class _GenerationBlocks(jinja2.ext.Extension):
     """Accepts {% generation %} ... {% endgeneration %}, which marks answers for training, and keeps its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

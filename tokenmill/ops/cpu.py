@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +20,7 @@ from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 _GATHER_BYTES = 4 << 20
 _SCORE_BYTES = 16 << 20
 _QUERY_SLICE = 256  # queries of a chunk that are attended together; keys after the last of them are not touched
-_NOISE_CEILING = 23.0  # above any Gumbel noise that comes from 32 bits
+_mix: Any = mix  # it works on arrays of 32-bit words as well, at a third of the time
 
 
 def attention(
@@ -176,8 +178,9 @@ def _attend(
         return F.scaled_dot_product_attention(q[:, :, 0], keys, values, attn_mask=some, scale=scale)[:, :, None]
     # The kv heads take the place of the batch, and keys are expanded over the group with stride 0.
     heads = q[0].transpose(1, 2)  # [kv_heads, group, m, dim]
+    some = seen[0] if seen is not None else None
     keys, values = (x[0, :, None].expand(-1, q.shape[3], -1, -1) for x in (keys, values))
-    return F.scaled_dot_product_attention(heads, keys, values, attn_mask=seen, scale=scale).transpose(1, 2)[None]
+    return F.scaled_dot_product_attention(heads, keys, values, attn_mask=some, scale=scale).transpose(1, 2)[None]
 
 
 def _attend_plain(
@@ -216,7 +219,7 @@ def moe(
     for expert, count in enumerate(experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()):
         if count:
             inner = act_mul(F.linear(gathered[at : at + count], gate_up[expert]), kind)
-            torch.mm(inner, down[expert].t(), out=done[at : at + count])
+            done[at : at + count] = F.linear(inner, down[expert])
             at += count
     by_token = torch.empty_like(done).index_copy_(0, order, done).view(tokens, k, -1)
     return torch.bmm(weights.to(x.dtype)[:, None], by_token)[:, 0]
@@ -230,33 +233,22 @@ def sample(
     top, best = logits.max(-1)
     finite = torch.isfinite(top)
     if not batch.all_greedy:
-        hashed = mix(torch.arange(logits.shape[1]) + 0x9E3779B9)
-        keys = key(batch.seed, batch.position)
+        tokens = _mix(np.arange(logits.shape[1], dtype=np.uint32) + np.uint32(0x9E3779B9))
+        keys = key(batch.seed, batch.position).numpy().astype(np.uint32)
         warm = finite & (batch.temperature >= 1e-5)
         for i in warm.nonzero()[:, 0].tolist():
             scaled = logits[i] / batch.temperature[i]
             floor = _floor(scaled, batch.top_k[i], batch.top_p[i], batch.min_p[i]) if batch.any_filter else None
-            best[i] = _draw(scaled, int(best[i]), floor, keys[i], hashed)
+            if floor is None:
+                best[i] = (scaled + _gumbel(keys[i] ^ tokens)).argmax()
+            else:
+                kept = (scaled >= floor).nonzero()[:, 0]
+                best[i] = kept[(scaled[kept] + _gumbel(keys[i] ^ tokens[kept.numpy()])).argmax()]
     return torch.where(finite, best, -1)
 
 
-def _draw(
-    scaled: torch.Tensor,  # [vocab]
-    best: int,  # where the largest value is
-    floor: torch.Tensor | None,  # the smallest value that may be drawn
-    row_key: torch.Tensor,
-    hashed: torch.Tensor,  # [vocab]: the tokens' part of the noise
-) -> torch.Tensor:
-    # No token can win that the largest noise does not lift above the best token with its own noise.
-    reachable = scaled[best] + _gumbel(row_key ^ hashed[best]) - _NOISE_CEILING
-    floor = reachable if floor is None else torch.maximum(floor, reachable)
-    candidates = (scaled >= floor).nonzero()[:, 0]
-    noisy = scaled[candidates] + _gumbel(row_key ^ hashed[candidates]).to(scaled.dtype)
-    return candidates[noisy.argmax()]
-
-
-def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    uniform = (mix(words).to(torch.float32) + 0.5) * 2.0**-32
+def _gumbel(words: npt.NDArray[np.uint32]) -> torch.Tensor:  # [words] float32
+    uniform = (torch.from_numpy(_mix(words)).to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform.clamp(2.0**-33, 1.0 - 2.0**-24)))
 
 
@@ -265,15 +257,16 @@ def _floor(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-) -> torch.Tensor:
-    """The smallest value that top_k, then top_p over what is left, then min_p keep."""
-    floor = scaled.new_tensor(-math.inf)
+) -> torch.Tensor | None:
+    """The smallest value that top_k, then top_p over what is left, then min_p keep; None where they are off."""
+    floor = None
     if 0 < top_k < scaled.shape[0]:
         floor = scaled.topk(int(top_k)).values[-1]
     if top_p < 1:
-        floor = torch.maximum(floor, _nucleus_floor(scaled[scaled >= floor], top_p))
+        floor = _nucleus_floor(scaled if floor is None else scaled[scaled >= floor], top_p)
     if min_p > 0:
-        floor = torch.maximum(floor, scaled.max() + torch.log(min_p))
+        likely = scaled.max() + torch.log(min_p)
+        floor = likely if floor is None else torch.maximum(floor, likely)
     return floor
 
 
@@ -284,7 +277,7 @@ def _nucleus_floor(
     total = values.logsumexp(0)
     # The nucleus nearly always ends among the likely tokens; the long tail is sorted only where it does not.
     for likely in (values[values >= values.max() - 10], values):
-        ranked = likely.sort(descending=True).values
+        ranked = torch.from_numpy(np.sort(likely.numpy())).flip(0)  # numpy sorts with vector instructions
         probs = torch.exp(ranked - total)
         mass = probs.cumsum(0)
         if mass[-1] >= top_p:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenmill.engine.step import Pending, Step, StepResult, TokenLogprobs
+from tokenmill.engine.step import Admission, Pending, Step, StepResult, TokenLogprobs
 from tokenmill.errors import StepFailed
 
+ROOT = 0x5EED  # what the first position of every sequence is hashed with
 _MASK = (1 << 64) - 1
 
 
@@ -27,18 +29,30 @@ class SimulatedClock:
 
 @dataclass
 class Faults:
-    """What may go wrong, as probabilities per step, and requests that always break their step."""
+    """What may go wrong, as probabilities per step, and tokens that always break their step."""
 
     fail_at_launch: float = 0.0
     fail_at_wait: float = 0.0
     slow: float = 0.0
     slow_factor: float = 50.0
+    min_gap: int = 0  # steps between random failures: a device that fails at every step is dead, not faulty
     poisoned_tokens: frozenset[int] = frozenset()  # a row that computes one of these breaks the step
     seed: int = 0
     random: random.Random = field(init=False)
+    _calm: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+
+    def strike(self, probability: float) -> bool:
+        """Whether a random failure happens now."""
+        if self._calm or self.random.random() >= probability:
+            return False
+        self._calm = self.min_gap
+        return True
+
+    def pass_step(self) -> None:
+        self._calm = max(0, self._calm - 1)
 
 
 def linear_cost(base: float = 0.002, per_token: float = 2e-5, per_row: float = 1e-6) -> Callable[[Step], float]:
@@ -46,9 +60,24 @@ def linear_cost(base: float = 0.002, per_token: float = 2e-5, per_row: float = 1
     return lambda step: base + per_token * step.num_tokens + per_row * len(step.rows)
 
 
+@dataclass(slots=True)
+class _Row:
+    """What the device keeps for a row."""
+
+    tokens: list[int]
+    table: list[int]  # block ids
+    seed: int
+    forbidden: list[int]  # stop ids, not to be sampled before position `forbidden_until`
+    forbidden_until: int
+    width: int  # best candidates wanted (beams)
+
+
 class SimulatedRunner:
     """A stand-in device. The next token is a hash of all tokens before it, read back through the block table:
     a block that is freed too early, shared wrongly or not copied changes the tokens or is caught at once.
+
+    A failed step leaves garbage where it was to write, and so does every step launched behind it.
+    What the scheduler did wrong is kept in `violations`, because the engine survives any exception of a runner.
     """
 
     def __init__(
@@ -67,140 +96,214 @@ class SimulatedRunner:
         self.cost = cost or linear_cost()
         self.faults = faults or Faults()
         self.launched = 0
+        self.violations: list[str] = []
         self._memory = [0] * (num_blocks * block_size)  # per slot: hash of the tokens up to and with it
-        self._tokens: dict[int, list[int]] = {}  # row -> tokens
-        self._tables: dict[int, list[int]] = {}  # row -> blocks
-        self._seeds: dict[int, int] = {}
-        self._stops: dict[int, tuple[list[int], int]] = {}  # row -> stop ids and the length before which they are forbidden
-        self._widths: dict[int, int] = {}  # row -> best candidates wanted (beams)
+        self._rows: dict[int, _Row] = {}
+        self._in_flight: deque[_SimulatedPending] = deque()
+        self._broken = False  # a launched step failed and nobody has reset the device since
         self._free_at = 0.0
 
     def launch(self, step: Step) -> Pending:
         self.launched += 1
-        if self.faults.random.random() < self.faults.fail_at_launch:
+        faults = self.faults
+        faults.pass_step()
+        self._apply_changes(step)
+        self._check_fences(step)
+        if faults.strike(faults.fail_at_launch):
+            self._scribble(step)
             raise StepFailed(f"injected failure at the launch of step {step.number}")
         seconds = self.cost(step)
-        if self.faults.random.random() < self.faults.slow:
-            seconds *= self.faults.slow_factor
+        if faults.slow and faults.random.random() < faults.slow:
+            seconds *= faults.slow_factor
         self._free_at = max(self._free_at, self.clock.now) + seconds
-        error = None
-        if self.faults.random.random() < self.faults.fail_at_wait:
-            error = f"injected failure of step {step.number}"
-        try:
+        result, error = StepResult(tokens=[]), self._why_it_fails(step)
+        if error is None:
             result = self._run(step)
-        except StepFailed as failure:
-            result, error = StepResult(tokens=[]), str(failure)
-        return _SimulatedPending(self.clock, self._free_at, result, error)
+        else:
+            self._broken = True
+            self._scribble(step)
+        pending = _SimulatedPending(self, self._free_at, result, error, self._blocks_read(step))
+        self._in_flight.append(pending)
+        return pending
 
     def reset(self) -> None:
-        """Nothing to drop: a step's work is done when it is launched."""
+        self._in_flight.clear()
+        self._broken = False
 
     def close(self) -> None: ...
 
+    def landed(self, pending: _SimulatedPending) -> None:
+        """A launched step was waited for; it reads no block any more."""
+        self.clock.wait_until(pending.done_at)
+        if pending.error is not None:
+            raise StepFailed(pending.error)
+        if not self._in_flight or self._in_flight.popleft() is not pending:
+            self._violation("steps are waited for in another order than they were launched")
+
+    def _why_it_fails(self, step: Step) -> str | None:
+        if self._broken:
+            return f"step {step.number} was launched behind a failed step"
+        poison = self.faults.poisoned_tokens
+        if poison:
+            for row, start, count in zip(step.rows, step.starts, step.counts):
+                if not poison.isdisjoint(self._rows[row].tokens[start : start + count]):
+                    return f"row {row} holds a poisoned token"
+        if self.faults.strike(self.faults.fail_at_wait):
+            return f"injected failure of step {step.number}"
+        return None
+
     def _run(self, step: Step) -> StepResult:
-        self._apply_changes(step)
         result = StepResult(tokens=[])
         hashes: list[list[int]] = [[] for _ in step.rows]
-        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-            if self.faults.poisoned_tokens.intersection(self._tokens[row][start : start + count]):
-                raise StepFailed(f"row {row} holds a poisoned token")
-        order = sorted(range(len(step.rows)), key=lambda i: step.starts[i])  # a prefix is written before its sharer
+        order = sorted(range(len(step.rows)), key=step.starts.__getitem__)  # a prefix is written before its sharer
         for index in order:
-            row, start = step.rows[index], step.starts[index]
-            drafts = step.drafts.get(row, [])
-            known = self._tokens[row]
+            row = self._rows[step.rows[index]]
+            start, count = step.starts[index], step.counts[index]
+            drafts = step.drafts.get(step.rows[index])
             if drafts:
-                known[start + step.counts[index] - len(drafts) :] = drafts
-            for position in range(start, start + step.counts[index]):
-                past = self._memory[self._slot(row, position - 1)] if position else self._root(row)
-                value = _mix(past, known[position])
-                self._memory[self._slot(row, position)] = value
-                hashes[index].append(value)
-        for index, row in enumerate(step.rows):
+                row.tokens[start + count - len(drafts) :] = drafts
+            hashes[index] = self._compute(row, start, count)
+        for index, number in enumerate(step.rows):
+            row = self._rows[number]
             self._check_history(row, step.starts[index] + step.counts[index])
             result.tokens.append(self._sample(step, index, row, hashes[index], result))
         return result
 
+    def _compute(self, row: _Row, start: int, count: int) -> list[int]:
+        """Write the hash of every position, each from the one before it as the block table finds it."""
+        memory, size, table, tokens = self._memory, self.block_size, row.table, row.tokens
+        past = ROOT
+        if start:
+            past = memory[table[(start - 1) // size] * size + (start - 1) % size]
+        hashes = []
+        for position in range(start, start + count):
+            past = mix(past, tokens[position])
+            memory[table[position // size] * size + position % size] = past
+            hashes.append(past)
+        return hashes
+
     def _apply_changes(self, step: Step) -> None:
         for admission in step.admissions:
-            self._tokens[admission.row] = list(admission.tokens)
-            self._tables[admission.row] = []
-            self._seeds[admission.row] = 0 if admission.params.greedy else admission.seed
-            until = admission.prompt_len + admission.params.min_tokens
-            self._stops[admission.row] = (admission.stop_ids, until)
-            width = admission.params.beam_width
-            self._widths[admission.row] = 2 * width + len(admission.stop_ids) if width else 0
-        for row, first, blocks in step.blocks:
-            table = self._tables[row]
-            table[first:] = blocks
-        for row, position, token in step.chosen:
-            self._tokens[row][position] = token
+            self._rows[admission.row] = _row(admission)
+        for number, first, blocks in step.blocks:
+            self._rows[number].table[first:] = blocks
+        for number, position, token in step.chosen:
+            self._rows[number].tokens[position] = token
         size = self.block_size
         for source, target in step.copies:
             self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
 
-    def _sample(self, step: Step, index: int, row: int, hashes: list[int], result: StepResult) -> list[int]:
+    def _scribble(self, step: Step) -> None:
+        """Nobody may read what a failed step was to write."""
+        size = self.block_size
+        for number, start, count in zip(step.rows, step.starts, step.counts):
+            table = self._rows[number].table
+            for position in range(start, start + count):
+                self._memory[table[position // size] * size + position % size] = -step.number
+        for _, target in step.copies:
+            self._memory[target * size : (target + 1) * size] = [-step.number] * size
+
+    def _sample(self, step: Step, index: int, row: _Row, hashes: list[int], result: StepResult) -> list[int]:
         """Choose at the last `samples` positions; drafts hold as long as they equal what would have been chosen."""
         samples = step.samples[index]
         if not samples:
             return []
-        tokens = self._tokens[row]
         end = step.starts[index] + step.counts[index]
-        drafts = step.drafts.get(row, [])
+        drafts = step.drafts.get(step.rows[index], [])
         held: list[int] = []
         for number in range(samples):
-            candidates = self._ranked(row, hashes[len(hashes) - samples + number], end - samples + 1 + number)
-            held.append(candidates[0])
-            if number < len(drafts) and drafts[number] != candidates[0]:
+            value, position = hashes[len(hashes) - samples + number], end - samples + 1 + number
+            forbidden = row.forbidden if position < row.forbidden_until else []
+            held.append(ranked_tokens(value, row.seed, 1, self.vocab, forbidden)[0])
+            if number < len(drafts) and drafts[number] != held[-1]:
                 break
-        if self._widths[row]:
-            ranked = self._ranked(row, hashes[-1], end)[: self._widths[row]]
-            top = [(token, -0.1 * (place + 1)) for place, token in enumerate(ranked)]
-            result.logprobs[index] = [TokenLogprobs(held[0], -0.1, 1, top)]
-        del tokens[end - len(drafts) :]
-        tokens += held
+        if row.width:
+            top = beam_candidates(hashes[-1], row.width, self.vocab)
+            result.logprobs[index] = [TokenLogprobs(held[0], top[0][1], 1, top)]
+        del row.tokens[end - len(drafts) :]
+        row.tokens += held
         return held
 
-    def _ranked(self, row: int, value: int, position: int) -> list[int]:
-        value = _mix(value, self._seeds[row])
-        forbidden, until = self._stops[row]
-        ranked: list[int] = []
-        while len(ranked) < max(1, self._widths[row]):
-            value = _mix(value, 1)
-            token = value % self.vocab
-            if token not in ranked and not (token in forbidden and position < until):
-                ranked.append(token)
-        return ranked
-
-    def _check_history(self, row: int, context: int) -> None:
+    def _check_history(self, row: _Row, context: int) -> None:
         """One earlier position at random must still hold what this row's tokens say."""
-        position = self.faults.random.randrange(context)
-        past = self._memory[self._slot(row, position - 1)] if position else self._root(row)
-        if self._memory[self._slot(row, position)] != _mix(past, self._tokens[row][position]):
-            raise AssertionError(f"row {row} reads foreign memory at position {position} of {context}")
+        position = int(self.faults.random.random() * context)
+        past = self._memory[self._slot(row, position - 1)] if position else ROOT
+        if self._memory[self._slot(row, position)] != mix(past, row.tokens[position]):
+            self._violation(f"a row reads foreign memory at position {position} of {context}")
 
-    def _slot(self, row: int, position: int) -> int:
-        return self._tables[row][position // self.block_size] * self.block_size + position % self.block_size
+    def _check_fences(self, step: Step) -> None:
+        """A block that starts a new life must not be one that a step in flight still reads."""
+        if not self._in_flight:
+            return
+        size = self.block_size
+        fresh = {target for _, target in step.copies}
+        for number, start, count in zip(step.rows, step.starts, step.counts):
+            first, last = -(-start // size), (start + count - 1) // size  # blocks whose first slot is written
+            if first <= last:
+                fresh.update(self._rows[number].table[first : last + 1])
+        for pending in self._in_flight:
+            if not fresh.isdisjoint(pending.reads):
+                self._violation(f"step {step.number} writes blocks {fresh & pending.reads} that a launched step reads")
 
-    def _root(self, row: int) -> int:
-        return 0x5EED
+    def _blocks_read(self, step: Step) -> set[int]:
+        blocks = {source for source, _ in step.copies}
+        for number, start, count in zip(step.rows, step.starts, step.counts):
+            blocks.update(self._rows[number].table[: (start + count - 1) // self.block_size + 1])
+        return blocks
+
+    def _slot(self, row: _Row, position: int) -> int:
+        return row.table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _violation(self, what: str) -> None:
+        self.violations.append(what)
+        raise AssertionError(what)
 
 
-@dataclass
+@dataclass(slots=True)
 class _SimulatedPending:
-    clock: SimulatedClock
+    runner: SimulatedRunner
     done_at: float
     result: StepResult
     error: str | None
+    reads: set[int]  # blocks
 
     def wait(self) -> StepResult:
-        self.clock.wait_until(self.done_at)
-        if self.error is not None:
-            raise StepFailed(self.error)
+        self.runner.landed(self)
         return self.result
 
 
-def _mix(a: int, b: int) -> int:
+def _row(admission: Admission) -> _Row:
+    params = admission.params
+    return _Row(
+        tokens=list(admission.tokens),
+        table=[],
+        seed=0 if params.greedy else admission.seed,
+        forbidden=admission.stop_ids,
+        forbidden_until=admission.prompt_len + params.min_tokens,
+        width=2 * params.beam_width + len(admission.stop_ids) if params.beam_width else 0,
+    )
+
+
+def ranked_tokens(value: int, seed: int, width: int, vocab: int, forbidden: list[int]) -> list[int]:
+    """The `width` best tokens to follow a sequence whose last hash is `value`."""
+    value = mix(value, seed)
+    ranked: list[int] = []
+    while len(ranked) < width:
+        value = mix(value, 1)
+        token = value % vocab
+        if token not in ranked and token not in forbidden:
+            ranked.append(token)
+    return ranked
+
+
+def beam_candidates(value: int, width: int, vocab: int) -> list[tuple[int, float]]:
+    """The best (token, logprob) to follow; logprobs differ from sequence to sequence, so beams overtake each other."""
+    tokens = ranked_tokens(value, 0, width, vocab, [])
+    slope = 0.05 + (value % 64) / 256
+    return [(token, -slope * (place + 1)) for place, token in enumerate(tokens)]
+
+
+def mix(a: int, b: int) -> int:
     """A 64-bit hash of two numbers."""
     x = (a * 0x9E3779B97F4A7C15 + b + 1) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

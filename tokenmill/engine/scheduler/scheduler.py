@@ -396,7 +396,7 @@ class Scheduler:
             if request.beams is not None and count == 1:
                 step.chosen.append((request.row, start, request.tokens[start]))
             if request.params.prompt_logprobs is not None and start < request.prompt_len:
-                step.prompt_logprobs[request.row] = request.params.prompt_logprobs
+                step.prompt_logprobs[request.row] = (request.params.prompt_logprobs, request.prompt_len)
             request.in_flight += 1
             if reached_end:
                 request.pending += 1

@@ -1,0 +1,1 @@
+"""Where weights come from: checkpoints of several formats, or random numbers."""

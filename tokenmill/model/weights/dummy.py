@@ -25,7 +25,8 @@ def dummy_weights(
     generator = torch.Generator(place)
     weights: dict[str, Weight] = {}
     for name, param in spec.parameters().items():
-        generator.manual_seed((seed << 32) % (1 << 63) + zlib.crc32(name.encode()))
+        # 32 bits, since torch's CPU generator ignores the rest.
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weights[name] = weight = allocate(spec, param, dtype, place, scheme)
         _fill(weight, param, dtype, generator)
     return ResidentWeights(spec, weights)

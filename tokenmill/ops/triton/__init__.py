@@ -1,5 +1,12 @@
 """Triton kernels; importing this package needs triton, so the registry does it only where they may be used."""
 
 from tokenmill.ops.registry import Implementation
+from tokenmill.ops.triton import activation, attention, norm, rope, sample
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ()
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *norm.IMPLEMENTATIONS,
+    *rope.IMPLEMENTATIONS,
+    *attention.IMPLEMENTATIONS,
+    *activation.IMPLEMENTATIONS,
+    *sample.IMPLEMENTATIONS,
+)

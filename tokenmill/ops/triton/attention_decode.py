@@ -39,8 +39,8 @@ def decode_attention(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
         batch.block_tables.stride(0), heads, splits, least_tiles, window, sinks, cap_scale, score_scale,
-        GROUP=group, HEAD_TILES=head_tiles, BLOCK_SIZE=block_size, KEY_DIM=key_dim, FIRST=head.first, REST=head.rest,
-        VALUE_DIM=value_dim, VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        GROUP=group, HEAD_TILES=head_tiles, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
+        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim, VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SPLIT=splits > 1,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -114,6 +114,7 @@ def _decode_kernel(
     score_scale,
     GROUP: tl.constexpr,
     HEAD_TILES: tl.constexpr,
+    SAME_LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
     FIRST: tl.constexpr,
@@ -156,8 +157,9 @@ def _decode_kernel(
         seen = position < context
         if WINDOWED:
             seen = seen & ((position >= context - window) | (position < sinks))
-        k_offsets = cache_offsets(table, position, seen, stride_k_block, stride_k_token, BLOCK_SIZE)
-        v_offsets = cache_offsets(table, position, seen, stride_v_block, stride_v_token, BLOCK_SIZE)
+        k_offsets, v_offsets = cache_offsets(
+            table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SAME_LAYOUT, BLOCK_SIZE
+        )
         scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         values = load_rows(v_head, v_offsets, seen, VALUE_DIM, VALUE_BLOCK).to(q_first.dtype)

@@ -34,8 +34,8 @@ def prefill_attention(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
         batch.block_tables.stride(0), kv_heads, mask.window or 0, mask.sinks, cap_scale, score_scale,
-        GROUP=group, BLOCK_SIZE=block_size, KEY_DIM=key_dim, FIRST=head.first, REST=head.rest,
-        VALUE_DIM=value_dim, VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        GROUP=group, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
+        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim, VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SINKS=mask.window is not None and mask.sinks > 0,
         SOFTCAP=mask.softcap is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -90,6 +90,7 @@ def _prefill_kernel(
     cap_scale,
     score_scale,
     GROUP: tl.constexpr,
+    SAME_LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
     FIRST: tl.constexpr,
@@ -144,27 +145,27 @@ def _prefill_kernel(
         acc, top, total = _scan(
             acc, top, total, 0, tl.minimum(tl.cdiv(sinks, BLOCK_N) * BLOCK_N, low), q_first, q_rest, k_head, v_head,
             table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
-            stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, BLOCK_SIZE, KEY_DIM, FIRST, REST,
-            VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+            stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
+            REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
         )  # fmt: skip
     if WINDOWED:
         acc, top, total = _scan(
             acc, top, total, low, full_low, q_first, q_rest, k_head, v_head,
             table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
-            stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, BLOCK_SIZE, KEY_DIM, FIRST, REST,
-            VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+            stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
+            REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
         )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, full_low, full_high, q_first, q_rest, k_head, v_head,
         table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
-        stride_v_token, cap_scale, score_scale, False, WINDOWED, SOFTCAP, BLOCK_SIZE, KEY_DIM, FIRST, REST,
-        VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+        stride_v_token, cap_scale, score_scale, False, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
+        REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
     )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, full_high, high, q_first, q_rest, k_head, v_head,
         table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
-        stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, BLOCK_SIZE, KEY_DIM, FIRST, REST,
-        VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+        stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
+        REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
     )  # fmt: skip
 
     dim = tl.arange(0, VALUE_BLOCK)
@@ -184,6 +185,7 @@ def _scan(
     MASKED: tl.constexpr,  # whether some query may not see some key of [low, high)
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SAME_LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
     FIRST: tl.constexpr,
@@ -200,8 +202,9 @@ def _scan(
             seen = key < end
             if WINDOWED:
                 seen = seen & ((key > earliest - window) | (key < sinks))
-        k_offsets = cache_offsets(table, key, seen, stride_k_block, stride_k_token, BLOCK_SIZE)
-        v_offsets = cache_offsets(table, key, seen, stride_v_block, stride_v_token, BLOCK_SIZE)
+        k_offsets, v_offsets = cache_offsets(
+            table, key, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SAME_LAYOUT, BLOCK_SIZE
+        )
         scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
         if MASKED:
             visible = key[None, :] <= position[:, None]

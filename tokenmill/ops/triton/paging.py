@@ -24,13 +24,20 @@ def cache_offsets(
     table,  # the row's block table
     position,  # [BLOCK_N]
     seen,  # [BLOCK_N] bool: elsewhere the table is not read
-    stride_block,
-    stride_token,
+    stride_k_block,
+    stride_k_token,
+    stride_v_block,
+    stride_v_token,
+    SAME_LAYOUT: tl.constexpr,  # the strides of keys and values are equal
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Where the tokens at these positions begin in the cache; 64 bits, because pools pass 2**31 elements."""
-    block = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
-    return block.to(tl.int64) * stride_block + (position % BLOCK_SIZE).to(tl.int64) * stride_token
+    """Where the keys and values of these positions begin; 64 bits, because pools pass 2**31 elements."""
+    block = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+    slot = (position % BLOCK_SIZE).to(tl.int64)
+    k_offsets = block * stride_k_block + slot * stride_k_token
+    if SAME_LAYOUT:
+        return k_offsets, k_offsets
+    return k_offsets, block * stride_v_block + slot * stride_v_token
 
 
 @triton.jit

@@ -1,0 +1,166 @@
+"""The Triton attention kernels compute what the reference computes, and never look where there is no key."""
+
+import pytest
+import torch
+from cases import attention_case, tolerance
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenmill.ops import reference
+from tokenmill.ops.types import Mask
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")
+
+MASKS = [
+    Mask(),
+    Mask(window=5),
+    Mask(window=40, sinks=3),
+    Mask(window=7, sinks=70),
+    Mask(window=1000, sinks=2),
+    Mask(softcap=2.0),
+    Mask(window=33, softcap=20.0),
+]
+
+
+def check(case, dtype=torch.float32) -> None:
+    from tokenmill.ops.triton.attention import attention
+
+    got = case.call(attention)
+    assert not got.isnan().any()
+    torch.testing.assert_close(got, case.call(reference.attention), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_singles_equal_reference(mask, triton_device):
+    check(attention_case([1] * 4, [1, 37, 64, 150], mask=mask, device=triton_device))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_chunks_equal_reference(mask, triton_device):
+    check(attention_case([2, 33, 20], [2, 130, 97], mask=mask, device=triton_device))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 24])
+def test_mixed_rows_with_shared_blocks_equal_reference(block_size, triton_device):
+    counts, contexts = [1, 1, 9, 17], [70, 65, 73, 68]
+    check(attention_case(counts, contexts, block_size=block_size, shared=2, device=triton_device))
+
+
+HEADS = [
+    {"heads": 3, "kv_heads": 3, "key_dim": 64},
+    {"heads": 7, "kv_heads": 1, "key_dim": 80},
+    {"heads": 4, "kv_heads": 2, "key_dim": 96},
+    {"heads": 2, "kv_heads": 1, "key_dim": 128},
+    {"heads": 2, "kv_heads": 1, "key_dim": 256},
+    {"heads": 2, "kv_heads": 2, "key_dim": 8},
+    {"heads": 3, "kv_heads": 1, "key_dim": 24, "value_dim": 12},
+    {"heads": 2, "kv_heads": 1, "key_dim": 192, "value_dim": 128},
+    {"heads": 5, "kv_heads": 1, "key_dim": 576, "value_dim": 512, "values_in_keys": True},
+    {"heads": 70, "kv_heads": 1, "key_dim": 16, "value_dim": 8, "values_in_keys": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_every_head_shape_equals_reference(heads, dtype, triton_device):
+    check(attention_case([1, 1, 3], [35, 20, 38], dtype=dtype, device=triton_device, **heads), dtype)
+
+
+def test_float16_equals_reference(triton_device):
+    check(attention_case([1, 10], [40, 50], dtype=torch.float16, device=triton_device), torch.float16)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_keys_outside_the_window_are_not_read(count, triton_device):
+    from tokenmill.ops.triton.attention import attention
+
+    window, sinks, contexts = 20, 3, [90, 45]
+    case = attention_case([count] * 2, contexts, mask=Mask(window=window, sinks=sinks), device=triton_device)
+    first_query = [context - count for context in contexts]
+    poisoned = case.forget(lambda row, position: sinks <= position <= first_query[row] - window)
+    torch.testing.assert_close(poisoned.call(attention), case.call(reference.attention), **tolerance(torch.float32))
+
+
+def test_many_splits_equal_one(triton_device, monkeypatch):
+    from tokenmill.ops.triton import attention_decode
+    from tokenmill.ops.triton.attention import attention
+
+    case = attention_case([1] * 3, [1, 90, 333], device=triton_device)
+    for splits, least in [(1, 1), (2, 1), (5, 1), (11, 1), (64, 1), (7, 3)]:
+        monkeypatch.setattr(attention_decode, "decode_splits", lambda *_, s=splits, t=least: (s, t))
+        torch.testing.assert_close(case.call(attention), case.call(reference.attention), **tolerance(torch.float32))
+
+
+def test_padding_rows_without_keys_get_zeros(triton_device):
+    from tokenmill.ops.triton.attention import attention
+
+    for contexts in ([20, 1], [300, 1]):
+        case = attention_case([1, 1], contexts, device=triton_device)
+        expected = case.call(reference.attention)
+        case.batch.context[1] = 0
+        got = case.call(attention)
+        torch.testing.assert_close(got[0], expected[0], **tolerance(torch.float32))
+        assert not got[1].any()
+
+
+def test_tile_list_is_built_once_for_all_layers(triton_device):
+    from tokenmill.ops.triton.attention import attention
+
+    case = attention_case([3, 40], [3, 50], device=triton_device)
+    case.call(attention)
+    first = dict(case.batch.cache)
+    case.call(attention)
+    assert len(first) == 1
+    assert all(case.batch.cache[name] is tiles for name, tiles in first.items())
+
+
+def test_tile_list_covers_every_query_once_and_starts_with_the_longest():
+    from tokenmill.ops.triton.attention_prefill import _host_tile_list
+
+    batch = attention_case([1, 1, 5, 64, 130], [9, 1, 200, 64, 131]).batch
+    tiles = _host_tile_list(batch, group=3, block_m=16).tolist()
+    expected = [[row, tile] for row, count in ((2, 5), (3, 64), (4, 130)) for tile in range(-(-count * 3 // 16))]
+    assert sorted(tiles) == expected
+    assert tiles[0] == [2, 0]
+
+
+def test_tree_masks_are_refused(triton_device):
+    from tokenmill.ops.triton.attention import attention
+
+    case = attention_case([3], [9], device=triton_device)
+    case.batch.tree = torch.ones(3, 3, dtype=torch.bool, device=triton_device)
+    with pytest.raises(NotImplementedError, match="tree"):
+        case.call(attention)
+
+
+def test_decode_workspace_stays_within_its_promise():
+    from tokenmill.ops.triton.config import DECODE_WORKSPACE_BYTES, decode_splits, decode_tile
+
+    for rows in (1, 7, 64, 512):
+        for heads, kv_heads, dim in ((32, 8, 128), (128, 1, 512), (9, 3, 64)):
+            for keys in (1, 1000, 131072):
+                tile = decode_tile(heads // kv_heads, dim, dim, torch.bfloat16)
+                splits, _ = decode_splits(rows, kv_heads, heads, dim, keys, keys * rows, tile, torch.device("cpu"))
+                assert splits == 1 or rows * heads * splits * (dim + 2) * 4 <= DECODE_WORKSPACE_BYTES
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=4),
+    block_size=st.sampled_from([8, 16, 32]),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 5),
+    window=st.one_of(st.none(), st.integers(1, 70)),
+    sinks=st.integers(0, 10),
+    seed=st.integers(0, 1000),
+)
+def test_random_mixes_equal_reference(rows, block_size, kv_heads, group, window, sinks, seed, triton_device):
+    rows = sorted(rows, key=lambda row: row[0] > 1)
+    counts, contexts = [count for count, _ in rows], [count + before for count, before in rows]
+    check(
+        attention_case(
+            counts, contexts, heads=kv_heads * group, kv_heads=kv_heads, block_size=block_size, shared=1,
+            mask=Mask(window=window, sinks=sinks), seed=seed, device=triton_device,
+        )  # fmt: skip
+    )

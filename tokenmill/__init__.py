@@ -1,0 +1,32 @@
+"""tokenmill: an LLM inference engine that is fast, small enough to read, and shows its work."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmill.async_llm import AsyncLLM
+    from tokenmill.config import EngineConfig
+    from tokenmill.llm import LLM
+    from tokenmill.outputs import CompletionOutput, RequestOutput
+    from tokenmill.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "tokenmill.llm",
+    "AsyncLLM": "tokenmill.async_llm",
+    "CompletionOutput": "tokenmill.outputs",
+    "EngineConfig": "tokenmill.config",
+    "RequestOutput": "tokenmill.outputs",
+    "SamplingParams": "tokenmill.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names load when they are used, so that `tokenmill --help` does not pay for torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")

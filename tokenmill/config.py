@@ -1,0 +1,72 @@
+"""EngineConfig: the one tree of settings. What is left unset is solved, and the reason is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tokenmill.errors import ConfigError
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every setting of an engine. None (or "auto") means: solve it from the hardware and the model."""
+
+    model: str = "default"  # the default model, a directory, a .gguf file, or a hub name
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"  # auto, cpu, cuda, cuda:0
+    quantization: str | None = None
+    max_model_len: int | None = None  # longest prompt + output
+    max_num_seqs: int | None = None  # rows: requests that run at once
+    max_num_batched_tokens: int | None = None  # tokens per step
+    gpu_memory_utilization: float = 0.9  # share of the device's memory that may be used
+    kv_cache_memory: int | None = None  # bytes
+    block_size: int | None = None  # tokens per KV block
+    enable_prefix_caching: bool = True
+    overlap: bool = True  # launch a step before the one before it is committed
+    policy: str = "priority"  # priority or fcfs
+    max_queued_requests: int = 100_000
+    max_queued_tokens: int = 50_000_000
+    ops: str | dict[str, str] | None = None  # implementation to prefer: for all ops, or per op
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("policy", self.policy, ("priority", "fcfs"))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a positive whole number, or unset to be solved")
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
+        if self.quantization is not None:
+            raise ConfigError(
+                f"quantization={self.quantization!r} is not available yet; leave it unset (GGUF files are dequantized "
+                "as they are loaded)"
+            )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Build from keyword arguments, naming the closest setting when one is unknown."""
+        known = {field.name for field in fields(cls)}
+        for name in options:
+            if name not in known:
+                import difflib
+
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"settings are {', '.join(sorted(known))}"
+                raise ConfigError(f"there is no setting {name!r}; {hint}")
+        return cls(**options)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -1,0 +1,189 @@
+"""Builds an engine from a config: finds the model, plans memory, loads weights, and joins the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core import Engine
+from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.engine.scheduler import Limits, Scheduler
+from tokenmill.engine.scheduler.policy import POLICIES
+from tokenmill.errors import ConfigError
+from tokenmill.kv.manager import KVManager
+from tokenmill.model.decoder import Decoder
+from tokenmill.model.families import spec_from_config
+from tokenmill.model.layers import WeightStore
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.tokenizer import Tokenizer
+from tokenmill.model.weights.checkpoint import Checkpoint, read_config
+from tokenmill.model.weights.source import ModelFiles, resolve
+from tokenmill.ops.registry import Need, Ops, select
+from tokenmill.plan.hardware import Hardware, cpu_hardware
+from tokenmill.plan.memory import ModelBytes
+from tokenmill.plan.solve import Settings, solve
+
+Progress = Callable[[int, int, str], None]  # done, in all, what
+
+
+@dataclass(frozen=True)
+class Built:
+    """A ready engine and what its front needs to know."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    spec: DecoderSpec
+    settings: Settings
+    files: ModelFiles
+    report: list[str]  # what was chosen and why, one line each
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+    tell = progress or (lambda done, total, what: None)
+    device = choose_device(config.device)
+    files = resolve(config.model, progress=tell)
+    checkpoint, model_config = open_checkpoint(config, files)
+    spec = spec_from_config(model_config)
+    dtype, dtype_why = choose_dtype(config.dtype, spec, device)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
+    settings = solve(config, model_bytes(spec, dtype), spec.max_positions, hardware_of(device))
+    ops = select(Need(device.type, dtype, spec.attention_head_dim, settings.block_size), config.ops)
+    weights = load(config, spec, checkpoint, dtype, device, tell)
+    decoder = Decoder(spec, weights, ops, max_len=settings.max_len)
+    engine = join(config, settings, decoder, dtype, device)
+    report = [
+        f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
+        f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
+        *settings.memory.lines(settings.num_blocks * settings.block_size),
+        *settings.reasons,
+        *_ops_lines(ops),
+    ]
+    return Built(engine, tokenizer, spec, settings, files, report)
+
+
+def join(
+    config: EngineConfig, settings: Settings, decoder: Decoder, dtype: torch.dtype, device: torch.device
+) -> Engine:
+    """Scheduler, KV and runner around a decoder."""
+    state = DeviceState(
+        decoder.spec,
+        max_rows=settings.max_rows,
+        max_len=settings.max_len,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    scheduler = Scheduler(
+        Limits(
+            max_rows=settings.max_rows,
+            max_step_tokens=settings.max_step_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        ),
+        KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
+        POLICIES[config.policy](),
+    )
+    return Engine(scheduler, TorchRunner(decoder, state, max_rows=settings.max_rows), overlap=config.overlap)
+
+
+def choose_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"device is {wanted!r}; it must be auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {wanted!r}; it must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {wanted!r} but torch sees no CUDA device; use device='cpu' or install a CUDA torch")
+    return device
+
+
+def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[torch.dtype, str]:
+    if wanted != "auto":
+        return getattr(torch, wanted), "as set"
+    if device.type == "cpu":
+        return torch.float32, "the fastest that every CPU computes exactly"
+    if spec.dtype in ("bfloat16", "float16"):
+        return getattr(torch, spec.dtype), "as the checkpoint was saved"
+    return torch.bfloat16, "half the bytes of float32"
+
+
+def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint | None, dict[str, Any]]:
+    """The weights' source (None for dummy weights) and the model's config."""
+    wanted = config.load_format
+    if wanted == "dummy" and files.kind == "directory":
+        return None, read_config(Path(files.path))
+    if wanted == "safetensors" and files.kind == "gguf" or wanted == "gguf" and files.kind != "gguf":
+        raise ConfigError(f"load_format is {wanted!r} but {files.path} is a {files.kind}; use load_format='auto'")
+    checkpoint: Checkpoint
+    if files.kind == "gguf":
+        from tokenmill.model.weights.gguf import GGUFCheckpoint
+
+        checkpoint = GGUFCheckpoint(files.path)
+    else:
+        from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
+
+        checkpoint = SafetensorsCheckpoint(files.path)
+    return (None if wanted == "dummy" else checkpoint), checkpoint.config
+
+
+def load_tokenizer(files: ModelFiles, checkpoint: Checkpoint | None) -> Tokenizer:
+    if files.kind == "directory":
+        return Tokenizer.from_directory(files.path)
+    from tokenmill.model.weights.gguf import GGUFCheckpoint
+
+    return Tokenizer.from_gguf(checkpoint if isinstance(checkpoint, GGUFCheckpoint) else GGUFCheckpoint(files.path))
+
+
+def load(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    tell: Progress,
+) -> WeightStore:
+    if checkpoint is None:
+        from tokenmill.model.weights.dummy import dummy_weights
+
+        return dummy_weights(spec, dtype, device, config.seed)
+    from tokenmill.model.weights.load import load_weights
+
+    return load_weights(
+        spec, checkpoint, dtype, device, progress=lambda done, total: tell(done, total, "loading weights")
+    )
+
+
+def model_bytes(spec: DecoderSpec, dtype: torch.dtype) -> ModelBytes:
+    itemsize = dtype.itemsize
+    return ModelBytes(
+        weights=spec.weight_bytes(itemsize),
+        kv_per_token=spec.kv_bytes_per_token(itemsize),
+        activation_per_token=spec.activation_elements * itemsize,
+        logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
+        vocab=spec.vocab_size,
+        rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
+    )
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    if device.type == "cpu":
+        return cpu_hardware()
+    free, total = torch.cuda.mem_get_info(device)
+    return Hardware("cuda", torch.cuda.get_device_name(device), total, free)
+
+
+def _ops_lines(ops: Ops) -> list[str]:
+    by_name: dict[str, list[str]] = {}
+    for op, implementation in ops.chosen.items():
+        by_name.setdefault(implementation.name, []).append(op)
+    return [f"ops          {name}: {', '.join(names)}" for name, names in by_name.items()]

@@ -1,0 +1,99 @@
+"""Packs a step into one array of integers, so that it reaches the device in a single copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenmill.engine.step import Step
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """`words` holds the named sections one after the other; `sections` says where each lies."""
+
+    words: Ints
+    sections: dict[str, slice]
+    sample_rows: list[int]  # of the sampled entries, on the host
+    sample_positions: list[int]
+
+
+def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
+    """All the integers a step brings.
+
+    Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
+    Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
+    Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
+    copy_from/copy_to (blocks).
+    """
+    rows, starts, counts, samples = (
+        np.array(column, dtype=np.int64) for column in (step.rows, step.starts, step.counts, step.samples)
+    )
+    q_start = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(counts, out=q_start[1:])
+    ends = starts + counts
+    if step.num_singles == len(rows):
+        token_rows, positions = rows, starts
+    else:
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(q_start[-1]) - np.repeat(q_start[:-1] - starts, counts)
+    entry_owner = np.repeat(np.arange(len(rows)), samples)
+    within = np.arange(len(entry_owner)) - np.repeat(np.cumsum(samples) - samples, samples)
+    back = samples[entry_owner] - within  # 1 for a row's last token
+    entry_rows, entry_positions = rows[entry_owner], ends[entry_owner] - back + 1
+    token_at, token_value = _token_writes(step, max_len)
+    block_at, block_value = _block_writes(step, max_blocks)
+    copies = np.array(step.copies, dtype=np.int64).reshape(-1, 2)
+    named = {
+        "rows": rows,
+        "q_start": q_start,
+        "context": ends,
+        "token_rows": token_rows,
+        "positions": positions,
+        "entries": q_start[entry_owner + 1] - back,
+        "entry_rows": entry_rows,
+        "entry_positions": entry_positions,
+        "token_at": token_at,
+        "token_value": token_value,
+        "block_at": block_at,
+        "block_value": block_value,
+        "copy_from": copies[:, 0],
+        "copy_to": copies[:, 1],
+    }
+    sections, at = {}, 0
+    for name, part in named.items():
+        sections[name] = slice(at, at + len(part))
+        at += len(part)
+    return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), entry_positions.tolist())
+
+
+def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
+    """Tokens that the host knows and the device does not: of new rows, of beams, of drafts."""
+    at: list[Ints] = []
+    value: list[Ints] = []
+    for admission in step.admissions:
+        at.append(admission.row * max_len + np.arange(len(admission.tokens)))
+        value.append(np.array(admission.tokens, dtype=np.int64))
+    if step.chosen:
+        chosen = np.array(step.chosen, dtype=np.int64)
+        at.append(chosen[:, 0] * max_len + chosen[:, 1])
+        value.append(chosen[:, 2])
+    if step.drafts:
+        ends = {row: start + count for row, start, count in zip(step.rows, step.starts, step.counts, strict=True)}
+        for row, drafts in step.drafts.items():
+            at.append(row * max_len + np.arange(ends[row] - len(drafts), ends[row]))
+            value.append(np.array(drafts, dtype=np.int64))
+    return _joined(at), _joined(value)
+
+
+def _block_writes(step: Step, max_blocks: int) -> tuple[Ints, Ints]:
+    at = [row * max_blocks + np.arange(first, first + len(blocks)) for row, first, blocks in step.blocks]
+    return _joined(at), _joined([np.array(blocks, dtype=np.int64) for _, _, blocks in step.blocks])
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

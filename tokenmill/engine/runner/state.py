@@ -1,0 +1,65 @@
+"""DeviceState: what lives on the device between steps: token table, block tables and the KV arena."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.model.decoder import LayerKV
+from tokenmill.model.spec import DecoderSpec
+
+
+class DeviceState:
+    """Everything is allocated once, here. A row of the tables belongs to one request for its whole life."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        max_rows: int,
+        max_len: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.max_len = max_len
+        self.max_blocks = -(-max_len // block_size)
+        self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_rows, self.max_blocks, dtype=torch.int32, device=device)
+        shapes = set(spec.kv_shapes)
+        if len(shapes) != 1:
+            raise NotImplementedError(f"layers with different KV shapes: {shapes}")
+        shape = shapes.pop()
+        # [layers, key and value (or only key), blocks, block_size, kv_heads, dim]: one copy moves a block of all layers
+        parts = 2 if shape.v_dim else 1
+        self.arena = torch.zeros(
+            spec.num_layers, parts, num_blocks, block_size, shape.kv_heads, shape.k_dim, dtype=dtype, device=device
+        )
+        rope_dim = spec.mla.rope_dim if spec.mla else 0
+        self.kv = [LayerKV(layer[0], layer[1] if parts == 2 else layer[0][..., rope_dim:]) for layer in self.arena]
+
+    @staticmethod
+    def table_bytes(max_rows: int, max_len: int, block_size: int) -> int:
+        return 4 * max_rows * (max_len + -(-max_len // block_size))
+
+    def write(
+        self,
+        token_at: torch.Tensor,
+        token_value: torch.Tensor,
+        block_at: torch.Tensor,
+        block_value: torch.Tensor,
+    ) -> None:
+        """Take over what the host changed; indices count through the flattened tables."""
+        if len(token_at):
+            self.tokens.view(-1).scatter_(0, token_at, token_value.int())
+        if len(block_at):
+            self.block_tables.view(-1).scatter_(0, block_at, block_value.int())
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.arena[:, :, target] = self.arena[:, :, source]
+
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the arena each token's key and value go."""
+        blocks = self.block_tables[rows, positions // self.block_size]
+        return blocks.long() * self.block_size + positions % self.block_size

@@ -1,0 +1,162 @@
+"""TorchRunner: computes steps with torch on one device, and never waits for it on the way to the next launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.engine.runner.inputs import PackedStep, pack
+from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.step import Pending, Step, StepResult
+from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.ops.types import AttentionBatch
+from tokenmill.sampling.logprobs import LogprobTensors, prompt_logprobs, unpack
+from tokenmill.sampling.sampler import Sampled, Sampler
+
+
+class TorchRunner:
+    """One rank. Sampled tokens are written to the device's token table, where the next step finds them."""
+
+    def __init__(self, decoder: Decoder, state: DeviceState, *, max_rows: int) -> None:
+        self.decoder = decoder
+        self.state = state
+        self.device = state.tokens.device
+        self._max_rows = max_rows
+        self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Pending:
+        packed = pack(step, self.state.max_len, self.state.max_blocks)
+        words = _to_device(torch.from_numpy(packed.words), self.device)
+        part = {name: words[where] for name, where in packed.sections.items()}
+        self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
+        self._sampler.admit(step.admissions)
+        if step.copies:
+            self.state.copy_blocks(part["copy_from"], part["copy_to"])
+        hidden = self.decoder.forward(self._token_batch(step, part), self.state.kv)
+        prompts = self._prompt_logprobs(step, hidden)
+        sampled = self._sample(packed, part, hidden)
+        return _TorchPending(step, sampled, prompts, self.device)
+
+    def reset(self) -> None:
+        """Wait for what is in flight to end, one way or the other, and return cached memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _token_batch(self, step: Step, part: dict[str, torch.Tensor]) -> TokenBatch:
+        rows, positions = part["token_rows"], part["positions"]
+        context = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
+        return TokenBatch(
+            ids=self.state.tokens[rows, positions],
+            positions=positions,
+            slots=self.state.slots(rows, positions),
+            attention=AttentionBatch(
+                rows=part["rows"].int(),
+                q_start=part["q_start"].int(),
+                context=part["context"].int(),
+                block_tables=self.state.block_tables,
+                num_singles=step.num_singles,
+                max_query=max(step.counts),
+                max_context=max(context),
+                host_rows=step.rows,
+                host_counts=step.counts,
+                host_context=context,
+            ),
+        )
+
+    def _sample(self, packed: PackedStep, part: dict[str, torch.Tensor], hidden: torch.Tensor) -> Sampled | None:
+        if not packed.sample_rows:
+            return None
+        logits = self.decoder.logits(hidden[part["entries"]])
+        rows, positions = part["entry_rows"], part["entry_positions"]
+        sampled = self._sampler.sample(logits, packed.sample_rows, packed.sample_positions, rows, positions)
+        self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
+        return sampled
+
+    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
+        """Log-probabilities of the prompt tokens that follow this step's tokens, a bounded slice at a time."""
+        found: dict[int, list[LogprobTensors]] = {}
+        if not step.prompt_logprobs:
+            return found
+        first = 0
+        for index, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
+            if row in step.prompt_logprobs:
+                width, prompt_len = step.prompt_logprobs[row]
+                last = min(start + count, prompt_len - 1)
+                for at in range(start, last, self._max_rows):
+                    size = min(self._max_rows, last - at)
+                    logits = self.decoder.logits(hidden[first + at - start :][:size])
+                    targets = self.state.tokens[row, at + 1 : at + 1 + size]
+                    found.setdefault(index, []).append(prompt_logprobs(logits, targets, width).start_copy())
+            first += count
+        return found
+
+
+@dataclass
+class _TorchPending:
+    """A launched step: the copies of its results are under way."""
+
+    step: Step
+    sampled: Sampled | None
+    prompts: dict[int, list[LogprobTensors]]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._tokens: torch.Tensor | None = None
+        self._logprobs: LogprobTensors | None = None
+        if self.sampled is not None:
+            self._tokens = _to_host(self.sampled.tokens)
+            self._logprobs = self.sampled.logprobs.start_copy() if self.sampled.logprobs is not None else None
+        self._done: torch.cuda.Event | None = None
+        if self.device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> StepResult:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._tokens.tolist() if self._tokens is not None else []
+        logprobs = {}
+        if self._logprobs is not None:
+            logprobs = dict(zip(self._logprobs.entries, unpack(self._logprobs), strict=True))
+        result = StepResult(
+            tokens=[],
+            prompt_logprobs={
+                index: [one for tensors in parts for one in unpack(tensors)] for index, parts in self.prompts.items()
+            },
+        )
+        at = 0
+        for index, samples in enumerate(self.step.samples):
+            held = _held(tokens[at : at + samples], self.step.drafts.get(self.step.rows[index], []))
+            result.tokens.append(held)
+            mine = [logprobs[at + number] for number in range(len(held)) if at + number in logprobs]
+            if mine:
+                result.logprobs[index] = mine
+            at += samples
+        return result
+
+
+def _held(sampled: list[int], drafts: list[int]) -> list[int]:
+    """Drafts hold as long as they are what would have been sampled anyway: noise is keyed by position, so the
+    tokens are those of the plain path, greedy or not. One token is gained even where no draft holds.
+    """
+    for number, draft in enumerate(drafts):
+        if sampled[number] != draft:
+            return sampled[: number + 1]
+    return sampled
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,173 @@
+"""LLM: the offline API. Prompts in, answers out, in the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.build import Progress, build
+from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
+from tokenmill.front import Follow, Front, Message, Prompt
+from tokenmill.outputs import RequestOutput
+from tokenmill.params import SamplingParams
+
+
+class LLM:
+    """A model, ready to answer. Settings are those of EngineConfig; what is left unset is solved (see plan_lines).
+
+        llm = LLM()                                  # the default model
+        llm.generate("The mill turns", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model=model, **options)
+        built = build(self.config, progress)
+        self._built = built
+        self._front = Front(built, self.config.seed)
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: str | int = "api",
+        timeout: float | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answer prompts, in their order. All are checked before any runs.
+
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. A request that fails on the way has
+        finish_reason "error" and says why in .error; the others are not touched.
+        """
+        several = _as_list(prompts)
+        params = _params_for(several, sampling_params)
+        options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+        return self._run([self._front.prepare(p, q, **options) for p, q in zip(several, params, strict=True)], use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of conversations, in the model's chat format."""
+        several = [messages] if _is_conversation(messages) else list(messages)
+        prompts = [self._front.chat_ids(conversation, chat_template) for conversation in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm, **options)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt or conversation bit by bit: each output is the whole answer so far. Closing it cancels."""
+        self._check_open()
+        if _is_conversation(prompt):
+            prompt = self._front.chat_ids(prompt)  # type: ignore[arg-type]
+        follow = self._front.prepare(prompt, sampling_params or SamplingParams(), **options)  # type: ignore[arg-type]
+        return self._stream(follow)
+
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids that `chat` would send for these messages."""
+        return self._front.chat_ids(messages, **options)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests are not touched."""
+        self._front.engine.reset_prefix_cache()
+
+    def plan_lines(self) -> list[str]:
+        """What was chosen for this machine and model, and why."""
+        return self._built.report
+
+    def shutdown(self) -> None:
+        """Free the device. The object cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._built.engine.close()
+            del self._built, self._front
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _stream(self, follow: Follow) -> Iterator[RequestOutput]:
+        self._front.submit(follow)
+        try:
+            while not follow.finished:
+                if follow in self._front.step():
+                    yield follow.output()
+        finally:
+            self._front.cancel(follow)
+
+    def _run(self, follows: list[Follow], use_tqdm: bool) -> list[RequestOutput]:
+        self._check_open()
+        bar = _progress_bar(len(follows)) if use_tqdm else None
+        try:
+            waiting, left = iter(follows), len(follows)
+            upcoming = next(waiting, None)
+            while left:
+                while upcoming is not None:
+                    try:
+                        self._front.submit(upcoming)
+                    except QueueFull:  # bounded on purpose: feed the rest as it drains
+                        break
+                    upcoming = next(waiting, None)
+                done = sum(follow.finished for follow in self._front.step())
+                left -= done
+                if bar is not None and done:
+                    bar.update(done)
+        except BaseException:
+            for follow in follows:
+                self._front.cancel(follow)
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
+        return [follow.output() for follow in follows]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TokenmillError("this LLM was shut down; make a new one")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
+        if prompts and all(type(token) is int for token in prompts):
+            return [prompts]  # type: ignore[list-item]
+        return list(prompts)  # type: ignore[arg-type]
+    return [prompts]
+
+
+def _params_for(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidRequest(f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one, or as many")
+    return list(params)
+
+
+def _is_conversation(value: Any) -> bool:
+    """A list of messages, as opposed to text, token ids or a list of conversations."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and hasattr(value[0], "keys")
+
+
+def _progress_bar(total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True)

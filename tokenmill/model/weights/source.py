@@ -1,0 +1,121 @@
+"""Finds the files of a model by its name: the default one, a local path, or a name on the model hub."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenmill.errors import ModelError
+from tokenmill.model.weights import default_model, hub
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all (0: unknown), what is going on
+
+_DEFAULT_NAMES = ("default", default_model.NAME)
+_HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?")
+_FIRST_PART = re.compile(r".*-00001-of-\d{5}\.gguf")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model lies on this machine: one .gguf file, or a directory with config.json beside the weights."""
+
+    kind: Literal["gguf", "directory"]
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A downloaded model."""
+
+    name: str
+    path: Path
+    size: int  # bytes on disk
+
+
+def resolve(
+    model: str | Path | None = None, progress: Progress | None = None, cache_dir: Path | None = None
+) -> ModelFiles:
+    """The files of `model`, downloaded first if they are not here yet."""
+    name = "default" if model is None else str(model)
+    if name.lower() in _DEFAULT_NAMES:
+        path = default_model.ensure(cache_dir or default_cache_dir(), progress or _ignore)
+        return ModelFiles("gguf", path, default_model.NAME)
+    local = Path(name).expanduser()
+    if local.exists():
+        return _local(local)
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or name.startswith((".", "~")):
+        raise ModelError(
+            f"model {name!r} is neither a file nor a directory here, nor a hub name such as org/name; "
+            "check the path, or leave the model out to use the default one"
+        )
+    return _from_hub(match["repo"], match["file"], progress or _ignore, cache_dir)
+
+
+def list_cached(cache_dir: Path | None = None) -> list[CachedModel]:
+    """The models that were downloaded to this machine."""
+    found = []
+    default = default_model.location(cache_dir or default_cache_dir())
+    if default.is_file():
+        found.append(CachedModel(default_model.NAME, default, default.stat().st_size))
+    found += [CachedModel(*entry) for entry in hub.list_cached(cache_dir)]
+    return found
+
+
+def remove(name: str, cache_dir: Path | None = None) -> None:
+    """Deletes a downloaded model."""
+    if name.lower() in _DEFAULT_NAMES:
+        folder = default_model.location(cache_dir or default_cache_dir()).parent
+        if folder.is_dir():
+            shutil.rmtree(folder)
+            return
+    elif hub.remove(name, cache_dir):
+        return
+    raise ModelError(f"model {name!r} is not in the cache; `tokenmill models` lists those that are")
+
+
+def default_cache_dir() -> Path:
+    """Where this platform keeps what can be downloaded again."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "tokenmill" / "models"
+    if sys.platform == "win32":
+        return home / "AppData" / "Local" / "tokenmill" / "models"
+    return home / ".cache" / "tokenmill" / "models"
+
+
+def _local(path: Path) -> ModelFiles:
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{path} is not a .gguf file; give a .gguf file or the directory that holds config.json")
+        return ModelFiles("gguf", path, path.stem)
+    if (path / "config.json").is_file():
+        return ModelFiles("directory", path, path.resolve().name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1 and all(re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name) for file in files):
+        files = [file for file in files if _FIRST_PART.fullmatch(file.name)]
+    if len(files) != 1:
+        what = f"{len(files)} .gguf models" if files else "neither config.json nor a .gguf file"
+        raise ModelError(f"{path} holds {what}; give the .gguf file itself or a directory with one model")
+    return ModelFiles("gguf", files[0], files[0].stem)
+
+
+def _from_hub(repo: str, file: str | None, progress: Progress, cache_dir: Path | None) -> ModelFiles:
+    if file is not None:
+        return ModelFiles("gguf", hub.download_file(repo, file, progress, cache_dir), f"{repo}:{file}")
+    folder = hub.download_model(repo, progress, cache_dir)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{repo} has no config.json with safetensors weights; if it holds GGUF files, name one as {repo}:FILE.gguf"
+        )
+    return ModelFiles("directory", folder, repo)
+
+
+def _ignore(done: int, total: int, what: str) -> None:
+    """Progress that nobody asked for."""

@@ -1,0 +1,116 @@
+"""The memory model: how many bytes weights, keys and values, activations and tables take, before any is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.errors import ConfigError
+from tokenmill.plan.hardware import GIB, Hardware
+
+MIB = 1 << 20
+# Scratch of the sampler per logit, beyond the logits: reference sampling sorts and draws noise in plain torch.
+SAMPLER_BYTES_PER_LOGIT = {"cpu": 44, "cuda": 24}
+ATTENTION_WORKSPACE = {"cpu": 256 * MIB, "cuda": 256 * MIB}
+LIBRARY_WORKSPACE = {"cpu": 0, "cuda": 640 * MIB}  # matmul library, kernels, and rounding of the allocator
+CPU_KV_LIMIT = 4 * GIB
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """The model as the memory plan sees it."""
+
+    weights: int
+    kv_per_token: int
+    activation_per_token: int
+    logits_per_row: int  # bytes of one row of logits in the model's dtype and in float32
+    vocab: int
+    rope_per_position: int = 512
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    weights: int
+    kv: int
+    activations: int
+    workspace: int
+    budget: int
+    num_blocks: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.activations + self.workspace
+
+    def lines(self, kv_tokens: int) -> list[str]:
+        return [
+            f"weights      {_size(self.weights)}",
+            f"kv cache     {_size(self.kv)}  ({kv_tokens:,} tokens in {self.num_blocks:,} blocks)",
+            f"activations  {_size(self.activations)}  (the largest step, logits and sampling included)",
+            f"workspace    {_size(self.workspace)}  (tables, attention scratch, libraries)",
+            f"in all       {_size(self.total)}  of {_size(self.budget)} that may be used",
+        ]
+
+
+def plan_memory(
+    model: ModelBytes,
+    hardware: Hardware,
+    *,
+    utilization: float,
+    block_size: int,
+    max_rows: int,
+    max_step_tokens: int,
+    max_len: int | None,  # None: as long as fits
+    longest: int,  # the model's own limit
+    kv_bytes: int | None,  # None: what is left
+) -> tuple[MemoryPlan, int]:
+    """The plan and the length of the longest request it can hold. Refuses, with the numbers, what cannot fit."""
+    where = hardware.device
+    length = max_len or longest
+    sampler = SAMPLER_BYTES_PER_LOGIT[where] * model.vocab
+    activations = max_step_tokens * model.activation_per_token + max_rows * (model.logits_per_row + sampler)
+    tables = 4 * max_rows * (length + -(-length // block_size)) + model.rope_per_position * length
+    workspace = tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where]
+    if where == "cuda":
+        budget = int(hardware.total_bytes * utilization) - (hardware.total_bytes - hardware.free_bytes)
+    else:
+        budget = hardware.free_bytes
+    fixed = model.weights + activations + workspace
+    block_bytes = model.kv_per_token * block_size
+    left = budget - fixed
+    if kv_bytes is None:
+        kv_bytes = left if where == "cuda" else min(left // 2, CPU_KV_LIMIT)
+        kv_bytes = min(kv_bytes, max_rows * -(-length // block_size) * block_bytes * (4 if where == "cuda" else 1))
+    num_blocks = kv_bytes // block_bytes
+    smallest = -(-(max_len or block_size) // block_size)
+    if num_blocks < max(1, smallest) or fixed + num_blocks * block_bytes > budget:
+        raise ConfigError(_refusal(model, hardware, fixed, activations, workspace, budget, kv_bytes, smallest, block_size))
+    fitting = min(length, num_blocks * block_size)
+    return MemoryPlan(model.weights, num_blocks * block_bytes, activations, workspace, budget, num_blocks), fitting
+
+
+def _refusal(
+    model: ModelBytes,
+    hardware: Hardware,
+    fixed: int,
+    activations: int,
+    workspace: int,
+    budget: int,
+    kv_bytes: int,
+    smallest: int,
+    block_size: int,
+) -> str:
+    options = ["lower max_num_batched_tokens or max_num_seqs", "lower max_model_len"]
+    if hardware.device == "cuda":
+        options.append("raise gpu_memory_utilization")
+    options.append("use a smaller dtype or model")
+    need = smallest * block_size * model.kv_per_token
+    return (
+        f"the model does not fit: {_size(model.weights)} weights + {_size(activations)} activations + "
+        f"{_size(workspace)} workspace + at least {_size(need)} kv cache (planned {_size(max(kv_bytes, 0))}), but "
+        f"{_size(budget)} of {hardware.name}'s {_size(hardware.total_bytes)} may be used; {'; '.join(options)}"
+    )
+
+
+def _size(number: int) -> str:
+    if abs(number) >= GIB:
+        return f"{number / GIB:.2f} GiB"
+    return f"{number / MIB:.0f} MiB"

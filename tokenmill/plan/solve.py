@@ -1,0 +1,74 @@
+"""Solves what a config leaves unset, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import ConfigError
+from tokenmill.plan.hardware import Hardware
+from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
+
+DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A config with nothing left open."""
+
+    block_size: int
+    max_rows: int
+    max_step_tokens: int
+    max_len: int
+    num_blocks: int
+    memory: MemoryPlan
+    reasons: tuple[str, ...]  # one line per setting
+
+
+def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardware) -> Settings:
+    """Fill in sizes. `longest` is the model's own limit on positions."""
+    reasons: list[str] = []
+
+    def choose(name: str, given: int | None, value: int, why: str) -> int:
+        reasons.append(f"{name} = {given if given is not None else value}  ({'as set' if given is not None else why})")
+        return value if given is None else given
+
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} but the model was made for {longest} positions; "
+            f"set it to {longest} or less"
+        )
+    where = hardware.device
+    block_size = choose("block_size", config.block_size, 16, "little waste at the end of a sequence, whole cache lines")
+    max_rows = choose("max_num_seqs", config.max_num_seqs, DEFAULT_ROWS[where], f"where batching stops paying on {where}")
+    step_tokens = max(DEFAULT_STEP_TOKENS[where], max_rows)
+    step_why = "enough to fill the device" if where == "cuda" else "keeps a step short, so that running answers keep flowing"
+    max_step_tokens = choose("max_num_batched_tokens", config.max_num_batched_tokens, step_tokens, step_why)
+    if max_step_tokens < max_rows:
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_step_tokens}, below max_num_seqs {max_rows}: every running request needs "
+            f"a token per step; raise the first or lower the second"
+        )
+    memory, max_len = plan_memory(
+        model,
+        hardware,
+        utilization=config.gpu_memory_utilization,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_step_tokens=max_step_tokens,
+        max_len=config.max_model_len,
+        longest=longest,
+        kv_bytes=config.kv_cache_memory,
+    )
+    why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model could do {longest}"
+    choose("max_model_len", config.max_model_len, max_len, why)
+    return Settings(
+        block_size=block_size,
+        max_rows=max_rows,
+        max_step_tokens=max_step_tokens,
+        max_len=max_len,
+        num_blocks=memory.num_blocks,
+        memory=memory,
+        reasons=tuple(reasons),
+    )
