@@ -45,7 +45,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Stream the answer to a conversation."""
         params = sampling_params or SamplingParams()
-        async for output in self._follow(lambda: self._front.prepare(self._front.chat_ids(messages), params, **options)):
+        front = self._front
+        async for output in self._follow(lambda: front.prepare(front.chat_ids(messages), params, **options)):
             yield output
 
     async def reset_prefix_cache(self) -> None:

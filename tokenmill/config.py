@@ -46,7 +46,8 @@ class EngineConfig:
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1")
+            value = self.gpu_memory_utilization
+            raise ConfigError(f"gpu_memory_utilization is {value}; it must be above 0 and at most 1")
         if self.quantization is not None:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not available yet; leave it unset (GGUF files are dequantized "

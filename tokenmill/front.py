@@ -96,7 +96,11 @@ class Front:
         return Follow(text, ids, params, requests, self.tokenizer, self._eos_ids, timeout)
 
     def chat_ids(
-        self, messages: Sequence[Message], chat_template: str | None = None, add_generation_prompt: bool = True, **more: Any
+        self,
+        messages: Sequence[Message],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **more: Any,
     ) -> list[int]:
         """The token ids of a conversation in the model's chat format."""
         tokenizer = self._need_tokenizer("a chat")
@@ -125,7 +129,7 @@ class Front:
             text = prompt
             ids = self._need_tokenizer("a text prompt").encode(prompt, max_tokens=self.max_len)
         elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            ids = list(prompt)
+            ids = [int(token) for token in prompt]
         else:
             raise InvalidRequest(f"a prompt must be text or a list of token ids, not {_shown(prompt)}")
         if not ids:

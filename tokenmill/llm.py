@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -67,7 +67,7 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         **options: Any,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt or conversation bit by bit: each output is the whole answer so far. Closing it cancels."""
         self._check_open()
         if _is_conversation(prompt):
@@ -97,10 +97,12 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
-    def _stream(self, follow: Follow) -> Iterator[RequestOutput]:
+    def _stream(self, follow: Follow) -> Generator[RequestOutput, None, None]:
         self._front.submit(follow)
         try:
             while not follow.finished:
@@ -156,7 +158,7 @@ def _params_for(
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if len(params) != len(prompts):
-        raise InvalidRequest(f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one, or as many")
+        raise InvalidRequest(f"{len(prompts)} prompts came with {len(params)} sampling_params; give one, or as many")
     return list(params)
 
 

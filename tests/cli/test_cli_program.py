@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "transformers", "rich.progress", "huggingface_hub", "numpy", "fastapi")
+HEAVY = ("torch", "transformers", "rich.progress", "numpy", "fastapi")
 
 
 def tokenmill(*args, **kwargs):
@@ -32,7 +32,7 @@ def _slowness() -> float:
 
 
 @pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["models"], ["run", "hi", "--temperature", "-1"]])
-def test_nothing_heavy_is_imported_before_a_model_is_needed(args, tmp_path):
+def test_nothing_heavy_is_imported_before_a_model_is_needed(args):
     program = f"""
 import sys
 from tokenmill.cli import main

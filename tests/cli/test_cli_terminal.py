@@ -94,7 +94,7 @@ class Typist:
             screen += os.read(self.keyboard, 4096).decode()
 
 
-# Ctrl-C reaches only the foreground group of a controlling terminal, so the program first takes the terminal as its own.
+# Ctrl-C reaches only the foreground group of a controlling terminal, so the program first makes the terminal its own.
 _OWN_TERMINAL = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
 
 

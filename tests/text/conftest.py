@@ -1,17 +1,15 @@
 """Fixtures for tests about text: the default model's tokenizer and a SentencePiece one with byte fallback."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gguf_metadata import DATA, from_metadata
 
 from tokenmill.errors import ModelError
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights import source
 from tokenmill.model.weights.gguf import GGUFCheckpoint
-
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -68,11 +66,6 @@ def sentencepiece_metadata(trained_pieces) -> dict:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": True,
     }
-
-
-def from_metadata(metadata: dict) -> Tokenizer:
-    config = {"bos_token_id": 1, "eos_token_id": [2]}
-    return Tokenizer.from_gguf(SimpleNamespace(metadata=metadata, config=config, path="test.gguf"))
 
 
 @pytest.fixture(scope="session")

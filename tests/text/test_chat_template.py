@@ -8,7 +8,8 @@ from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.model.chat_template import render
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system != false %}{% set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
@@ -35,7 +36,8 @@ LLAMA3 = """{{- bos_token }}
 {{- "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- elif 'tool_calls' in message %}
         {%- set tool_call = message.tool_calls[0].function %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
@@ -110,7 +112,8 @@ TALK = [
     {"role": "user", "content": "Thanks 'so' \"much\""},
 ]
 SYSTEM = {"role": "system", "content": "Be brief."}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <x>", "parameters": {"b": 1, "a": [1, None]}}}]
+FUNCTION = {"name": "f", "description": "é <x>", "parameters": {"b": 1, "a": [1, None]}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
 def reference(template, messages, tools=None, **options):

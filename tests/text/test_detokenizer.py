@@ -4,7 +4,7 @@ import codecs
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.model.detokenizer import IncrementalDetokenizer, StopStrings
@@ -40,11 +40,12 @@ def test_deltas_join_to_the_text_of_the_whole_output(request, kind, data, skip):
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3FFFF), max_size=30), data=st.data())
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30), data=st.data())
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_no_delta_splits_a_character_however_tokens_arrive(request, kind, text, data):
     tokenizer = request.getfixturevalue(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
+    assume(tokenizer.decode(ids, skip_special_tokens=False) == text)  # a few bytes have no token in one of them
     stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     deltas = []
     while ids:

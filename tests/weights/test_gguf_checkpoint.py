@@ -208,7 +208,7 @@ def test_tensors_that_the_architecture_does_not_have_are_refused(tmp_path):
 def test_unknown_architecture_is_named_in_the_error(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "rwkv.gguf", "rwkv7")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
-    with pytest.raises(ModelError, match="'rwkv7'.*llama"):
+    with pytest.raises(ModelError, match=r"'rwkv7'.*llama"):
         GGUFCheckpoint(finish(writer, tmp_path / "rwkv.gguf"))
 
 

@@ -103,7 +103,8 @@ HOSTILE = {
 def tensor(dims, kind=0, offset=0) -> bytes:
     name = b"token_embd.weight"
     shape = struct.pack("<I", len(dims)) + b"".join(struct.pack("<Q", dim) for dim in dims)
-    return header(tensors=1) + struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", kind, offset) + bytes(64)
+    head = header(tensors=1) + struct.pack("<Q", len(name)) + name
+    return head + shape + struct.pack("<IQ", kind, offset) + bytes(64)
 
 
 HOSTILE |= {
@@ -132,5 +133,5 @@ def test_hostile_files_are_refused_in_one_sentence_without_using_memory(name, tm
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ModelError, match="none.gguf cannot be read"):
+    with pytest.raises(ModelError, match=r"none\.gguf cannot be read"):
         GGUFCheckpoint(tmp_path / "none.gguf")

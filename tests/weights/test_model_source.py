@@ -151,12 +151,12 @@ def test_local_files_and_directories_are_found(tmp_path):
 @pytest.mark.parametrize("name", ["./missing", "missing.gguf", "a b", "~/missing/x/y", "", "/missing/model"])
 def test_names_that_lead_nowhere_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="\\S"):
+    with pytest.raises(ModelError, match=r"neither a file|could not be downloaded"):
         source.resolve(name)
 
 
 def test_ambiguous_directories_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="neither config.json nor a .gguf"):
+    with pytest.raises(ModelError, match=r"neither config\.json nor a \.gguf"):
         source.resolve(str(tmp_path))
     for name in ("a", "b"):
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")

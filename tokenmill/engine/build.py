@@ -88,7 +88,7 @@ def join(
             max_queued_tokens=config.max_queued_tokens,
         ),
         KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
-        POLICIES[config.policy](),
+        POLICIES[config.policy],
     )
     return Engine(scheduler, TorchRunner(decoder, state, max_rows=settings.max_rows), overlap=config.overlap)
 
@@ -103,7 +103,7 @@ def choose_device(wanted: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {wanted!r}; it must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {wanted!r} but torch sees no CUDA device; use device='cpu' or install a CUDA torch")
+        raise ConfigError(f"device is {wanted!r} but torch sees no GPU; use device='cpu' or a CUDA build of torch")
     return device
 
 
@@ -122,7 +122,7 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint
     wanted = config.load_format
     if wanted == "dummy" and files.kind == "directory":
         return None, read_config(Path(files.path))
-    if wanted == "safetensors" and files.kind == "gguf" or wanted == "gguf" and files.kind != "gguf":
+    if (wanted == "safetensors" and files.kind == "gguf") or (wanted == "gguf" and files.kind != "gguf"):
         raise ConfigError(f"load_format is {wanted!r} but {files.path} is a {files.kind}; use load_format='auto'")
     checkpoint: Checkpoint
     if files.kind == "gguf":

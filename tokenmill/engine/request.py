@@ -75,6 +75,7 @@ class Request:
         "error",
         "failed_at",
         "failures",
+        "fence",
         "finish",
         "followers",
         "fork_from",
@@ -94,9 +95,9 @@ class Request:
         "params",
         "pending",
         "priority",
+        "promoted",
         "prompt_len",
         "prompt_logprobs",
-        "promoted",
         "row",
         "salt",
         "seed",
@@ -145,6 +146,7 @@ class Request:
         self.in_flight = 0  # launched steps that hold this request
         self.last_step = 0  # number of the newest step that held it
         self.last_start = 0  # first position it computed there
+        self.fence = 0  # number of the newest step that reads its blocks, as its own or as the source of a fork
         self.held = False  # not scheduled again before its launched step is committed (drafts, beams)
         self.drafts: list[int] = []  # proposed continuation, verified by the next step
         # The prefix cache's view
@@ -180,8 +182,9 @@ class Request:
 
     def work(self) -> int:
         """Tokens that a step could compute now, drafts included."""
-        if self.held or self.num_tokens - self.prompt_len >= self.max_tokens and self.pending:
-            return 0  # the token that reaches max_tokens is sampled already and never becomes an input
+        last_is_out = self.pending and self.num_tokens - self.prompt_len >= self.max_tokens
+        if self.held or last_is_out:  # the token that reaches max_tokens never becomes an input
+            return 0
         return self.num_tokens - self.num_computed + len(self.drafts)
 
     def __repr__(self) -> str:

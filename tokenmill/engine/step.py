@@ -41,8 +41,8 @@ class Step:
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, first index, block ids)
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block), done first
     drafts: dict[int, list[int]] = field(default_factory=dict)  # row -> proposed tokens, verified in this step
-    chosen: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the host chose (beams)
-    prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (best ones wanted, prompt length)
+    chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
+    prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
 
     @property

@@ -19,6 +19,7 @@ class Holder(Protocol):
     num_published: int  # leading blocks that are in the prefix index
     identities: list[bytes]  # of its full blocks, computed lazily
     salt: str
+    last_step: int  # number of the newest step that computes some of its tokens
 
 
 @dataclass
@@ -48,6 +49,7 @@ class KVManager:
         self.index = PrefixIndex()
         self.pool = BlockPool(num_blocks, on_evict=self._evicted)
         self.stats = CacheStats()
+        self._unproven: list[tuple[int, int]] = []  # (step, block): can be found, though the step is not done yet
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -123,15 +125,20 @@ class KVManager:
             block = request.blocks[number]
             if self.index.publish(identities[number], block):
                 self.pool.mark_content(block, True)
+                self._unproven.append((request.last_step, block))
         request.num_published = full
 
-    def withdraw(self, request: Holder, from_token: int) -> None:
-        """A step that was to fill blocks from this token on failed: nobody may find them."""
-        first = from_token // self.block_size
-        for block in request.blocks[first:]:
+    def settle(self, step: int) -> None:
+        """Step `step` and all before it are done: what they filled is there, what they read may be given away."""
+        self._unproven = [entry for entry in self._unproven if entry[0] > step]
+        self.pool.settle(step)
+
+    def void(self, step: int) -> None:
+        """Every launched step failed, the newest is `step`: nobody may find what they were to fill."""
+        for _, block in self._unproven:
             if self.index.forget(block):
                 self.pool.mark_content(block, False)
-        request.num_published = min(request.num_published, first)
+        self.settle(step)
 
     def release(self, request: Holder, fence: int) -> None:
         """Take back everything the request holds, once step `fence` is settled."""

@@ -27,8 +27,8 @@ class BlockPool:
         self._on_evict = on_evict or (lambda block: None)
         self._parked: deque[tuple[int, list[int]]] = deque()
         # A doubly linked ring through two arrays; the sentinel is index num_blocks.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [num_blocks, *range(num_blocks)]
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)]
 
     def take(self) -> int:
         """A free block with one reference; its old content is forgotten. The caller checked `num_free`."""

@@ -122,7 +122,7 @@ def moe(
     kind: str,
 ) -> torch.Tensor:  # [tokens, hidden]
     out = torch.zeros_like(x)
-    for expert in experts.unique().tolist():
+    for expert in sorted(set(experts.flatten().tolist())):
         token, choice = (experts == expert).nonzero(as_tuple=True)
         inner = act_mul(F.linear(x[token], gate_up[expert]), kind)
         out.index_add_(0, token, F.linear(inner, down[expert]) * weights[token, choice, None].to(x.dtype))

@@ -80,9 +80,9 @@ def plan_memory(
         kv_bytes = left if where == "cuda" else min(left // 2, CPU_KV_LIMIT)
         kv_bytes = min(kv_bytes, max_rows * -(-length // block_size) * block_bytes * (4 if where == "cuda" else 1))
     num_blocks = kv_bytes // block_bytes
-    smallest = -(-(max_len or block_size) // block_size)
-    if num_blocks < max(1, smallest) or fixed + num_blocks * block_bytes > budget:
-        raise ConfigError(_refusal(model, hardware, fixed, activations, workspace, budget, kv_bytes, smallest, block_size))
+    smallest = -(-(max_len or block_size) // block_size) * block_bytes  # one request of full length
+    if kv_bytes < smallest or fixed + num_blocks * block_bytes > budget:
+        raise ConfigError(_refusal(model, hardware, activations, workspace, budget, kv_bytes, smallest))
     fitting = min(length, num_blocks * block_size)
     return MemoryPlan(model.weights, num_blocks * block_bytes, activations, workspace, budget, num_blocks), fitting
 
@@ -90,22 +90,20 @@ def plan_memory(
 def _refusal(
     model: ModelBytes,
     hardware: Hardware,
-    fixed: int,
     activations: int,
     workspace: int,
     budget: int,
     kv_bytes: int,
     smallest: int,
-    block_size: int,
 ) -> str:
     options = ["lower max_num_batched_tokens or max_num_seqs", "lower max_model_len"]
     if hardware.device == "cuda":
         options.append("raise gpu_memory_utilization")
     options.append("use a smaller dtype or model")
-    need = smallest * block_size * model.kv_per_token
     return (
         f"the model does not fit: {_size(model.weights)} weights + {_size(activations)} activations + "
-        f"{_size(workspace)} workspace + at least {_size(need)} kv cache (planned {_size(max(kv_bytes, 0))}), but "
+        f"{_size(workspace)} workspace + {_size(max(kv_bytes, smallest))} kv cache "
+        f"(a request of full length takes {_size(smallest)}), but "
         f"{_size(budget)} of {hardware.name}'s {_size(hardware.total_bytes)} may be used; {'; '.join(options)}"
     )
 

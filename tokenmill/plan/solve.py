@@ -41,9 +41,9 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         )
     where = hardware.device
     block_size = choose("block_size", config.block_size, 16, "little waste at the end of a sequence, whole cache lines")
-    max_rows = choose("max_num_seqs", config.max_num_seqs, DEFAULT_ROWS[where], f"where batching stops paying on {where}")
+    max_rows = choose("max_num_seqs", config.max_num_seqs, DEFAULT_ROWS[where], f"enough to fill a {where} device")
     step_tokens = max(DEFAULT_STEP_TOKENS[where], max_rows)
-    step_why = "enough to fill the device" if where == "cuda" else "keeps a step short, so that running answers keep flowing"
+    step_why = "fills the device" if where == "cuda" else "keeps steps short, so that running answers keep flowing"
     max_step_tokens = choose("max_num_batched_tokens", config.max_num_batched_tokens, step_tokens, step_why)
     if max_step_tokens < max_rows:
         raise ConfigError(
@@ -61,7 +61,7 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         longest=longest,
         kv_bytes=config.kv_cache_memory,
     )
-    why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model could do {longest}"
+    why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model knows {longest}"
     choose("max_model_len", config.max_model_len, max_len, why)
     return Settings(
         block_size=block_size,

@@ -1,0 +1,1 @@
+"""How tokens are chosen: settings per row, penalties, log-probabilities, beams."""

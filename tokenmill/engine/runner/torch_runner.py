@@ -115,7 +115,7 @@ class _TorchPending:
             self._logprobs = self.sampled.logprobs.start_copy() if self.sampled.logprobs is not None else None
         self._done: torch.cuda.Event | None = None
         if self.device.type == "cuda":
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
     def wait(self) -> StepResult:

@@ -13,7 +13,10 @@ from tokenmill.engine.request import BATCH, Request
 class Policy(Protocol):
     """A lane per class, an order within a lane, and how long until a request may rise by one lane."""
 
-    promote_after: float | None  # seconds of waiting per lane risen; None: never
+    @property
+    def promote_after(self) -> float | None:
+        """Seconds of waiting per lane risen; None: never."""
+        ...
 
     def lane(self, request: Request) -> int: ...
 
@@ -48,7 +51,7 @@ class PriorityClasses:
         return request.arrival
 
 
-POLICIES: dict[str, type[Fcfs] | type[PriorityClasses]] = {"fcfs": Fcfs, "priority": PriorityClasses}
+POLICIES: dict[str, Policy] = {"fcfs": Fcfs(), "priority": PriorityClasses()}
 
 
 class WaitingQueue:

@@ -40,10 +40,7 @@ class Delta:
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return self.request.finished
+    finished: bool = False  # true in the request's last delta only
 
 
 @dataclass
@@ -110,7 +107,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._events)  # an end that nobody has heard of is work, too
 
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a launched step is committed."""
@@ -159,21 +156,19 @@ class Scheduler:
                 self.kv.publish(request)
         for beams in rounds.values():
             self._advance_beams(beams, now, deltas)
-        self.kv.pool.settle(step.number)
+        self.kv.settle(step.number)
         return deltas
 
     def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
         """These launched steps are void: their requests start over from the tokens they have."""
-        first_start: dict[str, int] = {}
         involved: dict[str, Request] = {}
         newest = 0
         for step in steps:
             newest = max(newest, step.number)
-            for request, start, sampled in zip(step.requests, step.starts, step.samples, strict=True):
+            for request, sampled in zip(step.requests, step.samples, strict=True):
                 request.in_flight -= 1
                 request.pending -= sampled > 0
                 request.held = False
-                first_start.setdefault(request.id, start)
                 involved[request.id] = request
         self.stats.failed_steps += 1
         for request in involved.values():
@@ -181,13 +176,12 @@ class Scheduler:
                 continue
             request.failed_at = max(request.failed_at, len(request.tokens))
             if request.state is State.RUNNING:
-                self.kv.withdraw(request, first_start[request.id])
                 self._preempt(request)
             elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
                 self.waiting.push(request)
             request.failures += 1
             self._judge(request, cause, now)
-        self.kv.pool.settle(newest)
+        self.kv.void(newest)
         deltas, self._events = self._events, []
         return deltas
 
@@ -280,7 +274,7 @@ class Scheduler:
         if not self._grow(step, request, start + count):
             return False
         shares.append((request, start, count))
-        request.last_step, request.last_start = step.number, start
+        request.last_step, request.last_start, request.fence = step.number, start, step.number
         request.num_computed += count
         self.kv.publish(request)  # so that the next newcomer of this very step can share it
         return True
@@ -360,6 +354,7 @@ class Scheduler:
         if self._can_fork(request):
             assert request.fork_from is not None
             step.copies += self.kv.fork(request.fork_from, request, request.fork_tokens)
+            request.fork_from.fence = step.number  # this step copies from it, whether it runs in it or not
         else:
             self.kv.admit(request, hits)
         request.fork_from = None
@@ -438,6 +433,7 @@ class Scheduler:
             if request.finished:
                 break
         request.logprobs += delta.logprobs
+        delta.finished = request.finished
         return delta
 
     def _preempt(self, request: Request) -> None:
@@ -458,7 +454,7 @@ class Scheduler:
         request.row = -1
         self._num_promoted -= request.promoted
         request.promoted = False
-        self.kv.release(request, fence=request.last_step if request.in_flight else 0)
+        self.kv.release(request, request.fence)
 
     def _finish(self, request: Request, why: Finish, now: float, report: bool = True) -> None:
         if request.finished:
@@ -479,7 +475,7 @@ class Scheduler:
         if request.beams is not None:
             self._finish_beams(request, request.beams, why, now, report)
         elif report:
-            self._events.append(Delta(request))
+            self._events.append(Delta(request, finished=True))
 
     def _finish_beams(self, request: Request, beams: Beams, why: Finish, now: float, report: bool) -> None:
         """No beam outlives another; the user hears of it once, through the leader."""
@@ -487,7 +483,7 @@ class Scheduler:
         for other in beams.live:
             self._finish(other, why, now, report=False)
         if report:
-            self._events.append(Delta(beams.leader))
+            self._events.append(Delta(beams.leader, finished=True))
 
     def _judge(self, request: Request, cause: str, now: float) -> None:
         """After a failed step: try again in company, then alone, then give up."""
@@ -513,7 +509,7 @@ class Scheduler:
             return
         if turn.finish is not None:
             self._finish(beams.leader, turn.finish, now, report=False)
-            deltas.append(Delta(beams.leader))
+            deltas.append(Delta(beams.leader, finished=True))
             return
         for request in turn.forks:
             if request.state is State.RUNNING:

@@ -47,7 +47,7 @@ def resolve(
         path = default_model.ensure(cache_dir or default_cache_dir(), progress or _ignore)
         return ModelFiles("gguf", path, default_model.NAME)
     local = Path(name).expanduser()
-    if local.exists():
+    if name and local.exists():
         return _local(local)
     match = _HUB_NAME.fullmatch(name)
     if match is None or name.startswith((".", "~")):

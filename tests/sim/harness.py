@@ -1,0 +1,214 @@
+"""Drives a whole simulated engine through a day of clients and judges every answer, every block and every row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from solo import VOCAB, Answer, solo_answer
+from workload import Client
+
+from tokenmill.engine.core import Engine
+from tokenmill.engine.request import REALTIME, Finish, Request, State
+from tokenmill.engine.runner.simulated import Faults, SimulatedClock, SimulatedRunner
+from tokenmill.engine.scheduler import Delta, Limits, Scheduler
+from tokenmill.engine.scheduler.policy import Policy
+from tokenmill.errors import QueueFull
+from tokenmill.kv.manager import KVManager
+
+HEAD_BOUND = 3  # steps that may serve a lower class while a realtime head waits for what that class holds
+STEPS_PER_CLIENT = 200  # far above what any load needs: passing it means that something hangs
+
+
+@dataclass(frozen=True)
+class House:
+    """The sizes and switches of one simulated engine."""
+
+    rows: int = 32
+    step_tokens: int = 128
+    blocks: int = 200
+    block_size: int = 8
+    overlap: bool = True
+    prefix_caching: bool = True
+    watermark: float = 0.01
+    max_queued_requests: int = 100_000
+    policy: Policy | None = None
+
+    def build(self, faults: Faults | None = None) -> Engine:
+        clock = SimulatedClock()
+        limits = Limits(
+            self.rows, self.step_tokens, max_queued_requests=self.max_queued_requests, watermark=self.watermark
+        )
+        kv = KVManager(self.blocks, self.block_size, self.prefix_caching)
+        runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults)
+        return Engine(Scheduler(limits, kv, self.policy), runner, overlap=self.overlap, clock=clock)
+
+
+@dataclass
+class Day:
+    """One run of an engine: who asked, what was heard, what happened."""
+
+    engine: Engine
+    seed: int = 0
+    drafts: float = 0.0  # share of running requests that are given a proposal after a step
+    storm: float = 0.0  # probability per step that half of everybody cancels
+    integrity: float = 0.01  # probability per step of a proof in mid-flight
+    strict: bool = True  # False: answers of faulted requests are still judged, priorities are not
+    heard: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, Request] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+    idle_checks: int = 0
+    rejected: int = 0
+    steps: int = 0
+    worst_wait: int = 0  # steps that served a lower class while a realtime head waited
+    _of: dict[str, Client] = field(default_factory=dict)
+    _head: tuple[str, int] = ("", 0)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.clock: SimulatedClock = self.engine.clock  # type: ignore[assignment]
+        self.runner: SimulatedRunner = self.engine.runner  # type: ignore[assignment]
+        self.scheduler = self.engine.scheduler
+
+    def run(self, crowd: Iterable[Client]) -> Day:
+        """Every client comes when its time has come; returns when everybody has an end."""
+        coming = sorted(crowd, key=lambda client: client.arrival)
+        limit = STEPS_PER_CLIENT * len(coming) + 1000
+        coming.reverse()
+        while coming or self.engine.has_work:
+            if not self.engine.has_work:
+                self._check_idle()
+                self.clock.wait_until(coming[-1].arrival)
+            while coming and coming[-1].arrival <= self.clock.now and self._ask(coming[-1]):
+                coming.pop()
+            self.step()
+            assert self.steps <= limit, f"{len(self.scheduler.requests)} requests are still there after {limit} steps"
+        self._check_idle()
+        self._judge()
+        return self
+
+    def step(self) -> list[Delta]:
+        self.steps += 1
+        deltas = self.engine.step()
+        assert not self.runner.violations, self.runner.violations
+        for delta in deltas:
+            self._hear(delta)
+        self._watch_the_head()
+        if self.drafts:
+            self._propose()
+        if self.storm and self.rng.random() < self.storm:
+            for id in list(self._of):
+                if self.rng.random() < 0.5:
+                    self._cancel(self._of[id])
+        if self.rng.random() < self.integrity:
+            self.scheduler.check_integrity()
+        return deltas
+
+    def _ask(self, client: Client) -> bool:
+        leader = client.requests[0]
+        try:
+            self.engine.add(leader)
+        except QueueFull:  # a client that is turned away comes back
+            self.rejected += 1
+            return False
+        for request in client.requests:
+            self._of[request.id] = client
+            self.heard[request.id] = []
+            self.answers[request.id] = solo_answer(request, self.runner.faults.poisoned_tokens)
+        if client.regrets:
+            self._cancel(client)
+        return True
+
+    def _cancel(self, client: Client) -> None:
+        for request in client.requests:
+            if request.id not in client.ended:
+                self.cancelled.add(request.id)
+                self.engine.cancel(request.id)
+
+    def _hear(self, delta: Delta) -> None:
+        request = delta.request
+        assert request.id in self.heard, f"{request} was never asked for"
+        assert request.id not in self.ends, f"{request} spoke after its end"
+        client = self._of[request.id]
+        self.heard[request.id] += delta.tokens
+        client.heard += len(delta.tokens)
+        if delta.finished:
+            self.ends[request.id] = request
+            client.ended.add(request.id)
+            del self._of[request.id]
+        if client.vanish_after is not None and client.heard >= client.vanish_after:
+            self._cancel(client)
+
+    def _propose(self) -> None:
+        """An oracle that is often right guesses what running requests will say."""
+        for request in self.scheduler.running:
+            if request.beams is None and self.rng.random() < self.drafts:
+                answer = self.answers[request.id]
+                said = request.num_tokens - request.prompt_len
+                guess = list(answer.tokens[said : said + self.rng.randrange(1, 6)])
+                if answer.poisoned:
+                    guess = guess[:-1]  # a proposal would carry the sequence past its poison
+                elif self.rng.random() < 0.5:
+                    guess.insert(self.rng.randrange(len(guess) + 1), VOCAB - 1)
+                request.drafts = guess
+
+    def _watch_the_head(self) -> None:
+        """How many steps in a row went to lower classes while a realtime request waited for what they hold."""
+        head = self.scheduler.waiting.head(self.clock.now, may_promote=False)
+        if head is None or head[0] != REALTIME or self.scheduler._suspects:
+            self._head = ("", 0)
+            return
+        request = head[1]
+        own = {block for one in self.scheduler.running if one.lane <= REALTIME for block in one.blocks}
+        rows = sum(1 for one in self.scheduler.running if one.lane <= REALTIME)
+        kv = self.scheduler.kv
+        fits = kv.blocks_for(len(request.tokens)) + len(own) <= kv.pool.num_blocks and rows < self.scheduler.limits.max_rows
+        waited = self._head[1] + 1 if self._head[0] == request.id else 1
+        self._head = (request.id, waited) if fits else ("", 0)
+        self.worst_wait = max(self.worst_wait, self._head[1])
+
+    def _check_idle(self) -> None:
+        self.idle_checks += 1
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        scheduler.check_integrity()
+        assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
+        assert pool.num_free == pool.num_blocks and pool.num_parked == 0, "blocks leaked"
+        assert len(scheduler._free_rows) == scheduler.limits.max_rows, "rows leaked"
+        assert not scheduler._suspects and not scheduler._dormant
+        assert scheduler._num_promoted == 0
+
+    def _judge(self) -> None:
+        unheard = self.heard.keys() - self.ends.keys()
+        assert not unheard, f"{len(unheard)} requests never ended: {sorted(unheard)[:5]}"
+        for id, request in self.ends.items():
+            self._judge_one(request, self.answers[id], tuple(self.heard[id]))
+
+    def _judge_one(self, request: Request, answer: Answer, heard: tuple[int, ...]) -> None:
+        assert request.state is State.FINISHED and not request.in_flight and not request.pending, request
+        if request.beams is None:
+            assert heard == tuple(request.output), f"{request}: the stream and the request disagree"
+            assert heard == answer.tokens[: len(heard)], f"{request}: said {heard}, alone it says {answer.tokens}"
+        match request.finish:
+            case Finish.STOP | Finish.LENGTH:
+                assert request.finish == answer.finish, f"{request} ended with {request.finish}, not {answer.finish}"
+                assert self.said(request) == answer.sequences, f"{request} said {self.said(request)}, not {answer}"
+            case Finish.CANCELLED:
+                assert request.id in self.cancelled, f"{request} was cancelled by nobody"
+            case Finish.DEADLINE:
+                assert request.deadline is not None and request.metrics.finished > request.deadline, request
+            case Finish.ERROR:
+                assert answer.poisoned, f"{request} is innocent but ended with: {request.error}"
+                assert "holds a poisoned token" in (request.error or ""), f"{request.error!r} does not name the cause"
+            case _:
+                raise AssertionError(f"{request} ended with {request.finish}")
+
+    def said(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        if request.beams is None:
+            return (tuple(request.output),)
+        return tuple(tuple(found.tokens) for found in request.beams.group.results())
+
+    def transcript(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """What every request said, to compare days with each other."""
+        return {id: self.said(request) for id, request in sorted(self.ends.items())}
