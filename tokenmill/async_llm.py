@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config import EngineConfig
@@ -16,8 +18,6 @@ from tokenmill.front import Follow, Front, Message, Prompt
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 
-Command = Callable[[], None]
-
 
 class AsyncLLM:
     """Many requests at once, each an async iterator of its answer so far. Leaving an iterator cancels its request."""
@@ -26,28 +26,27 @@ class AsyncLLM:
         self.config = EngineConfig.from_options(model=model, **options)
         self._built = build(self.config, progress)
         self._front = Front(self._built, self.config.seed)
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
         self._mail: dict[str, _Mailbox] = {}  # touched by the engine thread only
-        self._error: Exception | None = None
+        self._door = threading.Lock()  # held to put a command, so that none enters after the last was answered
+        self._stopped: str | None = None  # why
         self._thread = threading.Thread(target=self._loop, name="tokenmill-engine", daemon=True)
         self._thread.start()
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream one answer. Raises InvalidRequest or QueueFull before the first output."""
-        params = sampling_params or SamplingParams()
-        async for output in self._follow(lambda: self._front.prepare(prompt, params, **options)):
-            yield output
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._follow(lambda: self._front.prepare(prompt, params, **options))
 
-    async def chat(
+    def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to a conversation."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         front = self._front
-        async for output in self._follow(lambda: front.prepare(front.chat_ids(messages), params, **options)):
-            yield output
+        return self._follow(lambda: front.prepare(front.chat_ids(messages), params, **options))
 
     async def reset_prefix_cache(self) -> None:
         await self._call(self._front.engine.reset_prefix_cache)
@@ -61,78 +60,101 @@ class AsyncLLM:
             self._commands.put(None)
             self._thread.join()
 
-    async def _follow(self, prepare: Callable[[], Follow]) -> AsyncIterator[RequestOutput]:
+    async def _follow(self, prepare: Callable[[], Follow]) -> AsyncGenerator[RequestOutput, None]:
         mailbox = _Mailbox(asyncio.get_running_loop())
+        started: list[Follow] = []
 
-        def start() -> Follow:
+        def start() -> None:
             follow = prepare()
             self._front.submit(follow)
             self._mail[follow.id] = mailbox
-            return follow
+            started.append(follow)
 
-        follow = await self._call(start)
+        def drop() -> None:
+            for follow in started:
+                if self._mail.get(follow.id) is mailbox:
+                    del self._mail[follow.id]
+                self._front.cancel(follow)
+
+        finished = False
         try:
-            while True:
+            await self._call(start)
+            while not finished:
                 output = await mailbox.take()
+                finished = output.finished
                 yield output
-                if output.finished:
-                    return
         finally:
-            if self._thread.is_alive():
-                self._commands.put(lambda: self._drop(follow))
+            if not finished:  # the reader left, perhaps before its request had begun: `drop` comes after `start`
+                with contextlib.suppress(TokenmillError):
+                    self._put(_Command(drop))
 
-    async def _call(self, command: Callable[[], Any]) -> Any:
+    async def _call(self, work: Callable[[], Any]) -> Any:
         """Run something on the engine thread and await its result."""
-        if self._error is not None or not self._thread.is_alive():
-            raise TokenmillError(f"the engine has stopped: {self._error or 'it was shut down'}")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
-
-        def run() -> None:
-            try:
-                value = command()
-            except Exception as error:
-                _tell(loop, answer, error=error)
-            else:
-                _tell(loop, answer, value=value)
-
-        self._commands.put(run)
+        self._put(_Command(work, lambda value, error: _tell(loop, answer, value, error)))
         return await answer
 
-    def _drop(self, follow: Follow) -> None:
-        if self._mail.pop(follow.id, None) is not None and not follow.finished:
-            self._front.cancel(follow)
+    def _put(self, command: _Command) -> None:
+        with self._door:
+            if self._stopped is not None:
+                raise TokenmillError(self._stopped)
+            self._commands.put(command)
 
     def _loop(self) -> None:
+        cause = "it was shut down"
         try:
-            while True:
-                command: Command | None
-                if self._front.engine.has_work:
-                    with contextlib.suppress(queue.Empty):
-                        while True:
-                            command = self._commands.get_nowait()
-                            if command is None:
-                                return
-                            command()
-                else:  # idle: sleep until somebody asks
-                    command = self._commands.get()
-                    if command is None:
-                        return
-                    command()
-                    continue
+            while self._obey():
                 for follow in self._front.step():
                     if follow.id in self._mail:
                         self._mail[follow.id].put(follow.output())
                     if follow.finished:
                         self._mail.pop(follow.id, None)
-        except Exception as error:  # a bug: say it to everybody who waits rather than leave them hanging
-            self._error = error
+        except BaseException as error:  # a bug: say it to everybody who waits rather than leave them hanging
+            cause = f"{type(error).__name__}: {error}"
             raise
         finally:
-            cause = self._error or TokenmillError("the engine was shut down")
-            for mailbox in self._mail.values():
-                mailbox.fail(TokenmillError(f"the engine has stopped: {cause}"))
-            self._built.engine.close()
+            self._stop(f"the engine has stopped ({cause}); make a new one")
+
+    def _obey(self) -> bool:
+        """Run what was asked for meanwhile; sleep while there is nothing else to do. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._front.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command.run()
+
+    def _stop(self, why: str) -> None:
+        """Let nobody in any more, and tell everybody who waits."""
+        with self._door:
+            self._stopped = why
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if command is not None:
+                    command.answer(None, TokenmillError(why))
+        for mailbox in self._mail.values():
+            mailbox.fail(TokenmillError(why))
+        self._built.engine.close()
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Work for the engine thread, and whom to tell its result or error."""
+
+    work: Callable[[], Any]
+    answer: Callable[[Any, Exception | None], None] = lambda value, error: None
+
+    def run(self) -> None:
+        try:
+            value = self.work()
+        except Exception as error:
+            self.answer(None, error)
+        else:
+            self.answer(value, None)
 
 
 class _Mailbox:
@@ -141,11 +163,11 @@ class _Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._arrived = asyncio.Event()
-        self._newest: RequestOutput | None = None
+        self._newest: deque[RequestOutput] = deque(maxlen=1)  # filled by one thread and emptied by another
         self._error: Exception | None = None
 
     def put(self, output: RequestOutput) -> None:
-        self._newest = output
+        self._newest.append(output)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -156,9 +178,8 @@ class _Mailbox:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            output, self._newest = self._newest, None
-            if output is not None:
-                return output
+            with contextlib.suppress(IndexError):
+                return self._newest.popleft()
             if self._error is not None:
                 raise self._error
 
@@ -168,7 +189,7 @@ class _Mailbox:
 
 
 def _tell(
-    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], value: Any = None, error: Exception | None = None
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], value: Any, error: Exception | None
 ) -> None:
     def deliver() -> None:
         if answer.cancelled():

@@ -41,6 +41,8 @@ class Front:
 
     def submit(self, follow: Follow) -> None:
         """Hand a prepared request to the engine. Raises QueueFull, and then nothing has happened."""
+        if follow.id in self._following:
+            raise InvalidRequest(f"request id {follow.id!r} is already running; choose another")
         now = self.engine.clock()
         for sequence in follow.sequences:
             sequence.request.arrival = sequence.request.metrics.arrival = now
@@ -51,8 +53,12 @@ class Front:
             self._following[sequence.request.id] = follow
 
     def cancel(self, follow: Follow) -> None:
+        """End a request now; if it was running it is finished on return, and no later step mentions it."""
         for sequence in follow.sequences:
-            self.engine.cancel(sequence.request.id)
+            if self._following.get(sequence.request.id) is follow:
+                del self._following[sequence.request.id]
+                self.engine.cancel(sequence.request.id)
+                sequence.finish = Finish.CANCELLED
 
     def prepare(
         self,
@@ -67,13 +73,9 @@ class Front:
         """Check a prompt and its parameters and make requests of them. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         self._check_params(params, len(ids))
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequest(f"timeout is {timeout!r}; it must be a positive number of seconds")
-        if request_id is None:
-            self._count += 1
-            request_id = f"r{self._count}"
-        if request_id in self._following:
-            raise InvalidRequest(f"request id {request_id!r} is already running; choose another")
+        _check_timeout(timeout)
+        _check_salt(cache_salt)
+        request_id = self._new_id() if request_id is None else _checked_id(request_id)
         room = self.max_len - len(ids)
         stop_ids = frozenset([*params.stop_ids, *(() if params.ignore_eos else self._eos_ids)])
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -93,7 +95,8 @@ class Front:
         requests[0].followers = requests[1:]
         if params.beam_width:
             requests[0].beams = Beams(requests[0])
-        return Follow(text, ids, params, requests, self.tokenizer, self._eos_ids, timeout)
+        end_ids = () if params.ignore_eos else self._eos_ids
+        return Follow(text, ids, params, requests, self.tokenizer, end_ids, timeout)
 
     def chat_ids(
         self,
@@ -112,7 +115,14 @@ class Front:
             eos_token=tokenizer.eos_token,
             **more,
         )
-        return tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
+        # The template writes special tokens itself; a bounded encode is enough to see that a text is too long.
+        return tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_len)
+
+    def _new_id(self) -> str:
+        while True:
+            self._count += 1
+            if (name := f"r{self._count}") not in self._following:
+                return name
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -128,7 +138,7 @@ class Front:
         if isinstance(prompt, str):
             text = prompt
             ids = self._need_tokenizer("a text prompt").encode(prompt, max_tokens=self.max_len)
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and _all_whole(prompt):
             ids = [int(token) for token in prompt]
         else:
             raise InvalidRequest(f"a prompt must be text or a list of token ids, not {_shown(prompt)}")
@@ -147,6 +157,7 @@ class Front:
     def _check_params(self, params: SamplingParams, prompt_len: int) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {_shown(params)}")
+        params.check()  # a field may have been set since it was made
         for name, tokens in (("stop_token_ids", params.stop_ids), ("logit_bias", list(params.logit_bias or {}))):
             for token in tokens:
                 if token >= self.vocab_size:
@@ -158,6 +169,10 @@ class Front:
         width = 2 * (params.beam_width or 0) + len(params.stop_ids) + len(self._eos_ids)
         if params.beam_width and width > self.vocab_size:
             raise InvalidRequest(f"beam_width {params.beam_width} is too wide for a vocabulary of {self.vocab_size}")
+        if params.beam_width and (params.stop_strings or params.logprobs is not None):
+            raise InvalidRequest(
+                "beam search stops on token ids only and returns no logprobs; leave stop and logprobs unset"
+            )
         if params.stop_strings:
             self._need_tokenizer("a stop string")
         if params.bad_words:
@@ -326,7 +341,9 @@ class _Sequence:
             self._detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, skip)
         for token in tokens:
             self.num_tokens += 1
-            self.text += self._stops.push(self._detokenizer.push([token]))
+            text = self._detokenizer.push([token])
+            # No part of a stop string may lie in the first min_tokens tokens.
+            self.text += text if self.num_tokens <= self.request.params.min_tokens else self._stops.push(text)
             if self._stops.match is not None:
                 return
 
@@ -355,6 +372,33 @@ def _priority(value: str | int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and REALTIME <= value <= BATCH:
         return value
     raise InvalidRequest(f"priority is {value!r}; it must be one of {', '.join(PRIORITIES)} (or 0, 1, 2)")
+
+
+def _check_timeout(timeout: Any) -> None:
+    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
+        return
+    raise InvalidRequest(f"timeout is {timeout!r}; it must be a positive number of seconds")
+
+
+def _check_salt(salt: Any) -> None:
+    try:
+        if isinstance(salt, str):
+            salt.encode()
+            return
+    except UnicodeError:
+        pass
+    raise InvalidRequest(f"cache_salt is {_shown(salt)}; it must be text")
+
+
+def _checked_id(id: Any) -> str:
+    """The sequences of a request are named after it, with a slash: without it in ids they cannot clash."""
+    if not isinstance(id, str) or not id or "/" in id:
+        raise InvalidRequest(f"request_id is {_shown(id)}; it must be a non-empty string without '/'")
+    return id
+
+
+def _all_whole(tokens: Sequence[Any]) -> bool:
+    return all(type(token) is int for token in tokens)
 
 
 def _shown(value: object) -> str:

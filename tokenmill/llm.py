@@ -43,6 +43,7 @@ class LLM:
         A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. A request that fails on the way has
         finish_reason "error" and says why in .error; the others are not touched.
         """
+        self._check_open()
         several = _as_list(prompts)
         params = _params_for(several, sampling_params)
         options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
@@ -58,6 +59,7 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations, in the model's chat format."""
+        self._check_open()
         several = [messages] if _is_conversation(messages) else list(messages)
         prompts = [self._front.chat_ids(conversation, chat_template) for conversation in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm, **options)
@@ -77,14 +79,17 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids that `chat` would send for these messages."""
+        self._check_open()
         return self._front.chat_ids(messages, **options)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not touched."""
+        self._check_open()
         self._front.engine.reset_prefix_cache()
 
     def plan_lines(self) -> list[str]:
         """What was chosen for this machine and model, and why."""
+        self._check_open()
         return self._built.report
 
     def shutdown(self) -> None:
@@ -103,19 +108,24 @@ class LLM:
         self.shutdown()
 
     def _stream(self, follow: Follow) -> Generator[RequestOutput, None, None]:
+        self._check_open()
         self._front.submit(follow)
+        ended = False
         try:
-            while not follow.finished:
-                if follow in self._front.step():
-                    yield follow.output()
+            while not ended:
+                self._check_open()
+                if follow.finished or follow in self._front.step():  # others may have run it to its end meanwhile
+                    output = follow.output()
+                    ended = output.finished
+                    yield output
         finally:
-            self._front.cancel(follow)
+            if not self._closed:
+                self._front.cancel(follow)
 
     def _run(self, follows: list[Follow], use_tqdm: bool) -> list[RequestOutput]:
-        self._check_open()
         bar = _progress_bar(len(follows)) if use_tqdm else None
         try:
-            waiting, left = iter(follows), len(follows)
+            waiting, left = iter(follows), set(follows)
             upcoming = next(waiting, None)
             while left:
                 while upcoming is not None:
@@ -124,10 +134,10 @@ class LLM:
                     except QueueFull:  # bounded on purpose: feed the rest as it drains
                         break
                     upcoming = next(waiting, None)
-                done = sum(follow.finished for follow in self._front.step())
-                left -= done
+                done = {follow for follow in self._front.step() if follow.finished}  # perhaps an open stream's, too
                 if bar is not None and done:
-                    bar.update(done)
+                    bar.update(len(done & left))
+                left -= done
         except BaseException:
             for follow in follows:
                 self._front.cancel(follow)
@@ -143,7 +153,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
         if prompts and all(type(token) is int for token in prompts):
             return [prompts]  # type: ignore[list-item]
         return list(prompts)  # type: ignore[arg-type]
@@ -157,6 +167,8 @@ def _params_for(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
+    if not isinstance(params, list | tuple):
+        raise InvalidRequest(f"sampling_params is a {type(params).__name__}; give SamplingParams, or a list of them")
     if len(params) != len(prompts):
         raise InvalidRequest(f"{len(prompts)} prompts came with {len(params)} sampling_params; give one, or as many")
     return list(params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +48,10 @@ class SamplingParams:
     bad_words_ids: list[list[int]] = field(default_factory=list)  # filled from bad_words by the tokenizer
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Bring lists into one form and raise InvalidRequest for the first field that cannot be."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         self.stop = _listed("stop", self.stop, "strings")
@@ -57,7 +60,8 @@ class SamplingParams:
         self.bad_words_ids = _listed("bad_words_ids", self.bad_words_ids, "lists of token ids")
         if self.top_k == -1:
             self.top_k = 0
-        self._check()
+        self._check_numbers()
+        self._check_lists()
 
     @property
     def greedy(self) -> bool:
@@ -89,7 +93,7 @@ class SamplingParams:
             or self.min_tokens
         )
 
-    def _check(self) -> None:
+    def _check_numbers(self) -> None:
         _number("temperature", self.temperature, low=0.0, high=100.0)
         _whole("top_k", self.top_k, low=0, hint="0 or -1 turns it off")
         _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
@@ -121,7 +125,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _whole(name, value, low=0, high=MAX_LOGPROBS)
-        self._check_lists()
 
     def _check_lists(self) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:
@@ -159,7 +162,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias is {bias!r}; it must map token ids to numbers")
     checked = {}
     for token, value in bias.items():
-        if isinstance(token, str) and token.isdecimal():
+        if isinstance(token, str) and token.isdecimal() and len(token) < 20:
             token = int(token)
         _whole("logit_bias key", token, low=0)
         _number("logit_bias value", value, low=-100.0, high=100.0)
@@ -168,7 +171,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
 
 
 def _number(name: str, value: Any, *, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN is not itself
         raise InvalidRequest(f"{name} is {value!r}; it must be a number from {low} to {high}")
     if value < low or value > high or (open_low and value == low):
         raise InvalidRequest(

@@ -75,6 +75,7 @@ class Typist:
     """Types into a program at a pseudo-terminal and reads its screen."""
 
     def __init__(self, program: str, home: str) -> None:
+        self.screen = ""  # what was printed and not yet looked at
         self.keyboard, inside = pty.openpty()
         streams = {"stdin": inside, "stdout": inside, "stderr": inside}
         environment = {**os.environ, "HOME": home, "TERM": "dumb"}
@@ -86,12 +87,13 @@ class Typist:
         os.write(self.keyboard, keys.encode())
 
     def wait_for(self, text: str) -> None:
-        """Read until the text shows up; fail with what was there instead."""
-        screen, deadline = "", time.monotonic() + 20
-        while text not in screen:
+        """Read until the text shows up, and go on after it; fail with what was there instead."""
+        deadline = time.monotonic() + 20
+        while text not in self.screen:
             ready, _, _ = select.select([self.keyboard], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{text!r} did not come: {screen!r}"
-            screen += os.read(self.keyboard, 4096).decode()
+            assert ready, f"{text!r} did not come: {self.screen!r}"
+            self.screen += os.read(self.keyboard, 4096).decode()
+        self.screen = self.screen.partition(text)[2]
 
 
 # Ctrl-C reaches only the foreground group of a controlling terminal, so the program first makes the terminal its own.

@@ -61,7 +61,7 @@ def attention_case(
     values_in_keys: bool = False,  # values are the last value_dim elements of each key
     block_size: int = 8,
     mask: Mask = CAUSAL,
-    shared: int = 0,  # leading blocks that every row long enough shares with the first
+    shared: int = 0,  # leading full blocks that every row long enough shares with the first
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
@@ -77,7 +77,7 @@ def attention_case(
     v_cache = torch.full((len(pool), block_size, kv_heads, value_dim), NAN)
     first_row: list[int] = []
     for i, context in enumerate(contexts):
-        common = first_row[: min(shared, context // block_size)]
+        common = first_row[: min(shared, context // block_size, contexts[0] // block_size)]
         own = [pool.pop() for _ in range(blocks[i] - len(common))]
         first_row = first_row or own
         table = common + own

@@ -1,5 +1,7 @@
 """Beam search chooses what transformers' beam search chooses, and ends when it ends."""
 
+from random import Random
+
 import pytest
 import torch
 
@@ -10,9 +12,9 @@ VOCAB = 40
 EOS = [3, 7]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
-def model(request):
-    torch.manual_seed(request.param)
+def tiny_model(seed, spread=0.35):
+    """Sharp enough that beams differ, flat enough that stops come up."""
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -21,12 +23,17 @@ def model(request):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        initializer_range=0.35,  # sharp enough that beams differ, flat enough that stops come up
+        initializer_range=spread,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
     return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def model(request):
+    return tiny_model(request.param)
 
 
 def ours(model, prompt, width, num_return, length_penalty, early_stopping, stop_ids, max_new_tokens):
@@ -81,6 +88,19 @@ def test_beams_equal_transformers_token_for_token(model, width, num_return, stop
             assert hypothesis.finished_by_stop == (hypothesis.tokens[-1] in stop_ids)
 
 
+@pytest.mark.parametrize("seed", [102, 107, 111, 120])
+def test_random_settings_equal_transformers(seed):
+    random = Random(seed)
+    model = tiny_model(seed, random.choice([0.15, 0.25, 0.35]))
+    for _ in range(8):
+        width = random.randint(2, 6)
+        stop_ids = random.sample(range(1, VOCAB), random.choice([1, 2, 3, 6]))
+        settings = (width, random.randint(1, width), random.choice([-1.0, 0.0, 0.5, 1.0, 2.0]), random.random() < 0.5)
+        settings += (stop_ids, random.randint(1, 20))
+        prompt = [random.randrange(1, VOCAB) for _ in range(random.randint(1, 6))]  # 0 would be padding to transformers
+        assert [h.tokens for h in ours(model, prompt, *settings)] == theirs(model, prompt, *settings)[0], settings
+
+
 def test_some_searches_end_before_the_limit(model):
     """Otherwise the comparison above would say nothing about the ends."""
     prompts = [[token] for token in range(10, 30)]
@@ -105,6 +125,16 @@ def test_search_goes_on_while_a_live_beam_may_still_win():
     assert group.results()[0].tokens == [0]
     eager = BeamGroup(1, 1, 3.0, False, frozenset({0}), 9)
     assert eager.advance([[(7, -1.0), (0, -3.0)]]) == [(0, 7)]
+
+
+def test_search_compares_with_the_worst_finished_beam():
+    group = BeamGroup(2, 2, 0.0, False, frozenset({0}), 9)
+    assert group.advance([[(0, -1.0), (5, -1.2), (6, -5.0)]]) == [(0, 5), (0, 6)]
+    # Finished are now -1.0 and -2.2; the live beam at -1.5 can still replace the second.
+    assert group.advance([[(7, -0.3), (0, -1.0), (8, -9.0)], [(7, -9.0), (8, -9.5), (0, -9.9)]])[0] == (0, 7)
+    # And now the best live one, at -3.5, cannot.
+    assert group.advance([[(7, -2.0), (8, -3.0), (0, -9.0)], [(7, -9.0), (8, -9.5), (0, -9.9)]]) == []
+    assert [hypothesis.tokens for hypothesis in group.results()] == [[0], [5, 0]]
 
 
 def test_limit_finishes_every_beam():

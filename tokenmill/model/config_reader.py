@@ -6,6 +6,9 @@ from typing import Any
 
 from tokenmill.errors import ModelError
 
+_HUGE = 1 << 40  # no real size comes near it
+_MAX_LAYERS = 10_000
+
 
 class ConfigReader:
     """A config over the defaults of its architecture. A key that is null in the file counts as left out."""
@@ -26,6 +29,12 @@ class ConfigReader:
         if value is None:
             raise ModelError(f"config.json has no {key}, which this architecture needs")
         return _whole(key, value, low)
+
+    def num_layers(self) -> int:
+        layers = self.whole("num_hidden_layers")
+        if layers > _MAX_LAYERS:
+            raise ModelError(f"config.json has num_hidden_layers={layers}; at most {_MAX_LAYERS} are supported")
+        return layers
 
     def maybe_whole(self, key: str) -> int | None:
         value = self.get(key)
@@ -89,12 +98,18 @@ class ConfigReader:
 
 
 def as_number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"config.json has {key}={value!r}; it must be a number")
+    """Every number in a config is a size, a rate or a scale, and so above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _HUGE:
+        raise ModelError(f"config.json has {key}={_short(value)}; it must be a number above 0")
     return float(value)
 
 
 def _whole(key: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ModelError(f"config.json has {key}={value!r}; it must be a whole number of at least {low}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < _HUGE:
+        raise ModelError(f"config.json has {key}={_short(value)}; it must be a whole number of at least {low}")
     return value
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

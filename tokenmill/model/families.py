@@ -17,19 +17,19 @@ Flag = bool | str  # fixed by the architecture, or the config key that says
 
 
 def _no_window(config: ConfigReader) -> list[int | None]:
-    return [None] * config.whole("num_hidden_layers")
+    return [None] * config.num_layers()
 
 
 def _window_everywhere(config: ConfigReader) -> list[int | None]:
     window = config.maybe_whole("sliding_window") if config.flag("use_sliding_window", True) else None
-    return [window] * config.whole("num_hidden_layers")
+    return [window] * config.num_layers()
 
 
 def _window_by_layer(full: Callable[[int, ConfigReader], bool]) -> Callable[[ConfigReader], list[int | None]]:
     """Some layers see everything: those that `layer_types` names, or else those that `full` picks."""
 
     def windows(config: ConfigReader) -> list[int | None]:
-        layers = config.whole("num_hidden_layers")
+        layers = config.num_layers()
         window = config.maybe_whole("sliding_window") if config.flag("use_sliding_window", True) else None
         types = config.layer_types(layers)
         if types is not None:
@@ -41,7 +41,7 @@ def _window_by_layer(full: Callable[[int, ConfigReader], bool]) -> Callable[[Con
 
 def _mixtral_moe(config: ConfigReader) -> MoESpec:
     return MoESpec(
-        layers=(True,) * config.whole("num_hidden_layers"),
+        layers=(True,) * config.num_layers(),
         experts=config.whole("num_local_experts"),
         top_k=config.whole("num_experts_per_tok"),
         intermediate=config.whole("intermediate_size"),
@@ -52,7 +52,7 @@ def _mixtral_moe(config: ConfigReader) -> MoESpec:
 def _qwen3_moe(config: ConfigReader) -> MoESpec:
     step, dense = config.whole("decoder_sparse_step"), config.wholes("mlp_only_layers")
     return MoESpec(
-        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(config.whole("num_hidden_layers"))),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(config.num_layers())),
         experts=config.whole("num_local_experts" if config.has("num_local_experts") else "num_experts"),
         top_k=config.whole("num_experts_per_tok"),
         intermediate=config.whole("moe_intermediate_size"),
@@ -61,7 +61,7 @@ def _qwen3_moe(config: ConfigReader) -> MoESpec:
 
 
 def _deepseek_moe(config: ConfigReader) -> MoESpec:
-    layers, first = config.whole("num_hidden_layers"), config.whole("first_k_dense_replace", low=0)
+    layers, first = config.num_layers(), config.whole("first_k_dense_replace", low=0)
     step, inner = config.whole("moe_layer_freq"), config.whole("moe_intermediate_size")
     method = config.text("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
@@ -266,7 +266,7 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 
 def _build(architecture: str, family: Family, config: ConfigReader) -> DecoderSpec:
-    layers, hidden, heads = (config.whole(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers, hidden, heads = config.num_layers(), config.whole("hidden_size"), config.whole("num_attention_heads")
     mla = family.mla(config) if family.mla else None
     head_dim = mla.nope_dim + mla.rope_dim if mla else _head_dim(config, hidden, heads)
     windows = tuple(family.windows(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tokenmill.errors import ModelError
@@ -10,7 +11,6 @@ from tokenmill.model.config_reader import ConfigReader, as_number
 from tokenmill.model.spec import RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_OLD_NAMES = {"su": "longrope"}
 
 
 def layer_ropes(config: ConfigReader, dim: int, windows: tuple[int | None, ...]) -> tuple[RopeSpec, ...]:
@@ -67,7 +67,7 @@ def _table(config: ConfigReader, key: str) -> dict[str, Any]:
 
 def _kind(parameters: dict[str, Any]) -> str:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    kind = _OLD_NAMES.get(kind, kind)
+    kind = "longrope" if kind == "su" else kind  # its name before it was published
     if kind not in KINDS:
         raise ModelError(f"rope scaling {kind!r} in config.json is not supported; supported are {', '.join(KINDS)}")
     return str(kind)
@@ -75,56 +75,52 @@ def _kind(parameters: dict[str, Any]) -> str:
 
 def _rope(config: ConfigReader, parameters: dict[str, Any], dim: int) -> RopeSpec:
     kind = _kind(parameters)
-    theta = as_number("rope_theta", parameters["rope_theta"])
+    plain = RopeSpec(dim, as_number("rope_theta", parameters["rope_theta"]), kind)
     positions = config.whole("max_position_embeddings")
     if kind == "default":
-        return RopeSpec(dim, theta)
-
-    def number(key: str, default: float | None = None) -> float:
-        value = parameters.get(key)
-        if value is None and default is None:
-            raise ModelError(f"rope scaling {kind!r} in config.json has no {key}")
-        return as_number(key, default if value is None else value)
-
+        return plain
     if kind == "linear":
-        return RopeSpec(dim, theta, kind, factor=number("factor"))
+        return replace(plain, factor=_number(parameters, "factor"))
     if kind == "dynamic":
-        return RopeSpec(dim, theta, kind, factor=number("factor"), original_positions=positions)
+        if dim < 4:
+            raise ModelError(f"rope scaling 'dynamic' in config.json needs at least 4 rotated dimensions, not {dim}")
+        return replace(plain, factor=_number(parameters, "factor"), original_positions=positions)
     # Phi-3 writes the original length outside; there it wins over the one inside.
     outside = config.maybe_whole("original_max_position_embeddings")
-    original = outside or int(number("original_max_position_embeddings", float(positions)))
-    if kind == "llama3":
-        return RopeSpec(
-            dim,
-            theta,
-            kind,
-            factor=number("factor"),
-            original_positions=original,
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-        )
-    factor = number("factor", positions / original)
-    if kind == "longrope":
-        natural = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        return RopeSpec(
-            dim,
-            theta,
-            kind,
-            factor=factor,
-            original_positions=original,
-            attention_factor=number("attention_factor", natural),
-            short_factors=_factors(parameters, "short_factor", dim),
-            long_factors=_factors(parameters, "long_factor", dim),
-        )
-    return RopeSpec(
-        dim,
-        theta,
-        kind,
+    original = outside or int(_number(parameters, "original_max_position_embeddings", positions))
+    if original < 2 or plain.theta == 1.0:
+        raise ModelError(f"rope scaling {kind!r} in config.json has theta {plain.theta} and original length {original}")
+    scale = {"llama3": _llama3, "longrope": _longrope, "yarn": _yarn}[kind]
+    return scale(replace(plain, original_positions=original), parameters, positions)
+
+
+def _llama3(rope: RopeSpec, parameters: dict[str, Any], positions: int) -> RopeSpec:
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    if high <= low:
+        raise ModelError(f"rope scaling in config.json has high_freq_factor={high}; it must exceed {low}, the low one")
+    return replace(rope, factor=_number(parameters, "factor"), low_freq_factor=low, high_freq_factor=high)
+
+
+def _longrope(rope: RopeSpec, parameters: dict[str, Any], positions: int) -> RopeSpec:
+    factor = _number(parameters, "factor", positions / rope.original_positions)
+    natural = math.sqrt(1 + math.log(factor) / math.log(rope.original_positions)) if factor > 1 else 1.0
+    return replace(
+        rope,
         factor=factor,
-        original_positions=original,
-        attention_factor=number("attention_factor", _yarn_attention(parameters, factor)),
-        beta_fast=number("beta_fast", 32.0) or 32.0,
-        beta_slow=number("beta_slow", 1.0) or 1.0,
+        attention_factor=_number(parameters, "attention_factor", natural),
+        short_factors=_factors(parameters, "short_factor", rope.dim),
+        long_factors=_factors(parameters, "long_factor", rope.dim),
+    )
+
+
+def _yarn(rope: RopeSpec, parameters: dict[str, Any], positions: int) -> RopeSpec:
+    factor = _number(parameters, "factor", positions / rope.original_positions)
+    return replace(
+        rope,
+        factor=factor,
+        attention_factor=_number(parameters, "attention_factor", _yarn_attention(parameters, factor)),
+        beta_fast=_number(parameters, "beta_fast", 32.0),
+        beta_slow=_number(parameters, "beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
     )
 
@@ -138,6 +134,13 @@ def _yarn_attention(parameters: dict[str, Any], factor: float) -> float:
 
 def _mscale(factor: float, strength: float) -> float:
     return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _number(parameters: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = parameters.get(key)
+    if value is None and default is None:
+        raise ModelError(f"rope scaling {_kind(parameters)!r} in config.json has no {key}")
+    return as_number(key, default if value is None else value)
 
 
 def _factors(parameters: dict[str, Any], key: str, dim: int) -> tuple[float, ...]:

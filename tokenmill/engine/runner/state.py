@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from tokenmill.model.decoder import LayerKV
@@ -33,8 +36,8 @@ class DeviceState:
         shape = shapes.pop()
         # [layers, key and value (or only key), blocks, block_size, kv_heads, dim]: one copy moves a block of all layers
         parts = 2 if shape.v_dim else 1
-        self.arena = torch.zeros(
-            spec.num_layers, parts, num_blocks, block_size, shape.kv_heads, shape.k_dim, dtype=dtype, device=device
+        self.arena = _zeros(
+            (spec.num_layers, parts, num_blocks, block_size, shape.kv_heads, shape.k_dim), dtype, device
         )
         rope_dim = spec.mla.rope_dim if spec.mla else 0
         self.kv = [LayerKV(layer[0], layer[1] if parts == 2 else layer[0][..., rope_dim:]) for layer in self.arena]
@@ -63,3 +66,10 @@ class DeviceState:
         """Where in the arena each token's key and value go."""
         blocks = self.block_tables[rows, positions // self.block_size]
         return blocks.long() * self.block_size + positions % self.block_size
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU numpy's, whose pages cost neither time nor memory before they are first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from tokenmill.kv.manager import KVManager
 
 MAX_FAILURES = 2  # after this many failed steps a request is tried alone
 MAX_FAILURES_ALONE = 2  # and after this many failures alone it is given up
-
+MAX_ROOM = 8  # waiting requests for which one step makes room
 
 Share = tuple[Request, int, int]  # request, first position, how many tokens
 
@@ -64,7 +64,8 @@ class Scheduler:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
         self.limits = limits
         self.kv = kv
-        self.waiting = WaitingQueue(policy or PriorityClasses())
+        self.policy = policy or PriorityClasses()
+        self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []  # most important first
         self.requests: dict[str, Request] = {}  # everything not finished
         self.stats = SchedulerStats()
@@ -203,45 +204,48 @@ class Scheduler:
     # -- one step -------------------------------------------------------------------------------------------
 
     def _make_room(self, now: float) -> None:
-        """Preempt less important requests when the head of the queue lacks a row or blocks."""
-        head = self.waiting.head(now, self._may_promote())
-        if head is None or head[1].in_flight:
-            return
-        lane, request = head
-        # Beams that hold memory while a sibling waits for it would wait for each other forever.
-        victims = [r for r in self.running if r.lane > lane or (r.held and not r.in_flight)]
-        if not victims:
-            return
-        _, need = self._admission_need(request)
-        missing = need - self.kv.pool.num_free - self.kv.pool.num_parked
-        if (missing <= 0 and self._free_rows) or missing > self._freed_by(victims):
-            return
-        for victim in reversed(victims):
-            missing -= self._freed_by([victim])
-            self._preempt(victim)
-            if missing <= 0:
+        """Preempt less important requests when the first of the queue lack a row or blocks."""
+        rows = blocks = 0  # what those looked at so far will take
+        for lane, request in self.waiting.first(MAX_ROOM, now, self._may_promote()) if self.running else []:
+            # Beams that hold memory while a sibling waits for it would wait for each other forever.
+            victims = [r for r in self.running if r.lane > lane or (r.held and not r.in_flight)]
+            if not victims:
                 return
+            rows, blocks = rows + 1, blocks + self._admission_need(request)[1]
+            kept = {block for r in self.running if r not in victims for block in r.blocks}
+            if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
+                return
+            while victims and not self._fits(rows, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
+                self._preempt(victims.pop())
 
-    def _freed_by(self, victims: list[Request]) -> int:
-        """Blocks that come free when all of these leave."""
-        held = Counter(block for victim in victims for block in victim.blocks)
-        return sum(1 for block, times in held.items() if self.kv.pool.references[block] == times)
+    def _fits(self, rows: int, blocks: int, free: int) -> bool:
+        """Whether newcomers leave enough blocks for those who run to grow."""
+        watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
+        return rows <= len(self._free_rows) and blocks + watermark <= free
+
+    def _freed_by(self, victim: Request) -> int:
+        """Blocks that come free when it leaves."""
+        return sum(1 for block in victim.blocks if self.kv.pool.references[block] == 1)
 
     def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
         """One token (and drafts) to every running request that is through its prompt; the others are returned."""
         budget = self.limits.max_step_tokens
+        for_drafts = (budget - len(self.running)) // 2  # proposals must starve neither decodes nor newcomers
         prefilling: list[Request] = []
         for request in list(self.running):
             work = request.work()
             if work == 0 or request.state is not State.RUNNING:
                 continue
             if work > 1 + len(request.drafts):
+                request.drafts = []  # proposals are for requests that are through their prompt
                 prefilling.append(request)
                 continue
-            if work > budget:
-                request.drafts = []
-                work = 1
-            if budget > 0 and self._deal(step, shares, request, work):
+            if request.drafts:
+                wanted = request.max_tokens - (request.num_tokens - request.prompt_len) - 1
+                del request.drafts[max(0, min(wanted, for_drafts)) :]
+                for_drafts -= len(request.drafts)
+                work = 1 + len(request.drafts)
+            if self._deal(step, shares, request, work):
                 budget -= work
         return prefilling, budget
 
@@ -282,7 +286,7 @@ class Scheduler:
     def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
         """A request that keeps breaking steps runs without company, so that only it can be blamed."""
         suspect = self._suspects[0]
-        if any(request.in_flight for request in self.requests.values()):
+        if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
             return
         if suspect.state is State.WAITING:
             hits, need = self._admission_need(suspect)
@@ -302,7 +306,7 @@ class Scheduler:
             missing = self.kv.blocks_for(tokens) - held - self.kv.pool.num_free - self.kv.pool.num_parked
             while missing > 0 and self.running:
                 victim = self.running[-1]
-                missing -= self._freed_by([victim])
+                missing -= self._freed_by(victim)
                 self._preempt(victim)
                 if victim is request:
                     return False
@@ -334,8 +338,7 @@ class Scheduler:
         if not self._free_rows or request.in_flight:
             return False
         hits, need = self._admission_need(request)
-        spare = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
-        if need + spare > self.kv.pool.num_free:
+        if not self._fits(1, need, self.kv.pool.num_free):
             return False
         self._place(step, request, hits, lane)
         if request.metrics.first_scheduled is None:
@@ -349,7 +352,7 @@ class Scheduler:
         request.state = State.RUNNING
         request.row = self._free_rows.pop()
         request.lane = lane
-        request.promoted = 0 <= lane < request.priority
+        request.promoted = 0 <= lane < self.policy.lane(request)
         self._num_promoted += request.promoted
         if self._can_fork(request):
             assert request.fork_from is not None
@@ -358,6 +361,7 @@ class Scheduler:
         else:
             self.kv.admit(request, hits)
         request.fork_from = None
+        request.prompt_logprobs = []  # they come again: it starts at its first token when it wants them
         if self.kv.grow(request, len(request.tokens)) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
         insort(self.running, request, key=_importance)
@@ -452,6 +456,7 @@ class Scheduler:
         self.running.remove(request)
         self._free_rows.append(request.row)
         request.row = -1
+        request.drafts = []
         self._num_promoted -= request.promoted
         request.promoted = False
         self.kv.release(request, request.fence)
@@ -501,6 +506,10 @@ class Scheduler:
         if request.alone:
             request.alone = False
             self._suspects.remove(request)
+            if request.state is State.RUNNING:  # back to its class
+                self.running.remove(request)
+                request.lane = self.policy.lane(request)
+                insort(self.running, request, key=_importance)
 
     def _advance_beams(self, beams: Beams, now: float, deltas: list[Delta]) -> None:
         """When every beam of a round is in: survivors go on, dropped ones start over as forks of survivors."""

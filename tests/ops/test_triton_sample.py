@@ -1,0 +1,121 @@
+"""The Triton sampler chooses the reference's tokens: same noise, same filters, same ties."""
+
+import pytest
+import torch
+from cases import sample_case
+
+from tokenmill.ops import reference
+from tokenmill.ops.noise import gumbel_noise
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")
+
+VOCAB = 9000  # more than one block of either kernel
+CLOSE = 1e-5  # noise may differ in the last bit of a logarithm
+
+
+def check(logits: torch.Tensor, batch) -> None:
+    """Equal tokens, except where two noisy values are so close that the last bit of a logarithm decides."""
+    from tokenmill.ops.triton.sample import sample
+
+    got, expected = sample(logits, batch), reference.sample(logits, batch)
+    assert got.dtype == torch.int64
+    noise = gumbel_noise(batch.seed, batch.position, logits.shape[1])
+    for row in (got != expected).nonzero().flatten().tolist():
+        assert batch.temperature[row] > 0, f"greedy row {row}: {got[row]} instead of {expected[row]}"
+        assert got[row] >= 0 and expected[row] >= 0
+        noisy = logits[row] / batch.temperature[row] + noise[row]
+        assert abs(noisy[got[row]] - noisy[expected[row]]) < CLOSE, f"row {row}: {got[row]} not {expected[row]}"
+
+
+def test_noise_has_the_same_bits(triton_device):
+    """Flat logits: the token is the argmax of the noise alone."""
+    logits, batch = sample_case(40, VOCAB, spread=0.0, device=triton_device)
+    check(logits, batch)
+
+
+@pytest.mark.parametrize("vocab", [1, 100, 4096, VOCAB])
+def test_unfiltered_rows_equal_reference(vocab, triton_device):
+    temperature = [0.0, 0.3, 1.0, 2.5, 0.0, 1e-4]
+    check(*sample_case(6, vocab, temperature=temperature, device=triton_device))
+
+
+def test_greedy_takes_the_first_of_equals(triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    logits, batch = sample_case(2, VOCAB, temperature=0.0, device=triton_device)
+    logits[0, [8000, 70, 5000]] = 50.0
+    logits[1, [8999, 4096]] = 50.0
+    assert sample(logits, batch).tolist() == [70, 4096]
+
+
+@pytest.mark.parametrize("filters", [
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": [3, 20, 100, 1000, 8500, 9000, 20000, 0]},
+    {"top_p": 0.9},
+    {"top_p": [0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.999, 1.0]},
+    {"min_p": 0.1},
+    {"min_p": [0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0, 0.3]},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": [40, 0, 5, 100, 2, 1, 0, 300], "top_p": [0.5, 0.9, 1.0, 0.7, 0.6, 0.9, 0.2, 0.97], "min_p": 0.02},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_filtered_rows_equal_reference(filters, spread, triton_device):
+    temperature = [0.7, 1.0, 1.5, 0.0, 0.6, 1.0, 2.0, 0.9]
+    check(*sample_case(8, VOCAB, spread=spread, temperature=temperature, device=triton_device, **filters))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.5}], ids=str)
+def test_ties_with_the_last_kept_token_are_kept(filters, triton_device):
+    """Few distinct logits: cutting a tie, or keeping one value too many, changes most of these draws."""
+    for seed in range(3):
+        logits, batch = sample_case(12, 600, spread=2.0, steps=1.0, device=triton_device, seed=seed, **filters)
+        check(logits, batch)
+
+
+def test_rows_that_no_token_can_be_taken_from_give_minus_one(triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    for filters in ({}, {"top_k": 5, "top_p": 0.9}):
+        for temperature in (0.0, 1.0):
+            logits, batch = sample_case(5, VOCAB, temperature=temperature, device=triton_device, **filters)
+            logits[0, 8123] = float("nan")
+            logits[1] = float("-inf")
+            logits[2, 17] = float("inf")
+            logits[3, 1:] = float("-inf")
+            tokens = sample(logits, batch).tolist()
+            assert tokens[:4] == [-1, -1, -1, 0]
+            assert tokens[4] == reference.sample(logits, batch)[4]
+
+
+def test_fewer_possible_tokens_than_top_k(triton_device):
+    """A grammar leaves a handful of tokens; the filter must neither fail nor let a forbidden one in."""
+    logits, batch = sample_case(6, VOCAB, top_k=[50, 3, 4, 5, 2, 1], top_p=0.9, device=triton_device)
+    allowed = torch.tensor([5, 4100, 8200, 8999], device=triton_device)  # two of them share a lane
+    masked = torch.full_like(logits, float("-inf"))
+    masked[:, allowed] = logits[:, allowed]
+    check(masked, batch)
+
+
+def test_a_row_draws_the_same_token_in_any_batch(triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    for filters in ({}, {"top_k": 40, "top_p": 0.9}):
+        logits, batch = sample_case(9, VOCAB, device=triton_device, **filters)
+        together = sample(logits, batch)
+        for row in (0, 5):
+            alone = type(batch)(**{
+                name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
+                for name, value in vars(batch).items()
+            })  # fmt: skip
+            assert sample(logits[row : row + 1], alone).item() == together[row]
+
+
+def test_logits_may_be_a_slice_of_a_padded_vocabulary(triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    logits, batch = sample_case(4, VOCAB, device=triton_device)
+    padded = torch.full((4, VOCAB + 56), float("nan"), device=triton_device)
+    padded[:, :VOCAB] = logits
+    assert torch.equal(sample(padded[:, :VOCAB], batch), sample(logits, batch))
