@@ -41,13 +41,21 @@ class EngineConfig:
         _one_of("policy", self.policy, ("priority", "fcfs"))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and not _is_positive(value):
                 raise ConfigError(f"{name} is {value!r}; it must be a positive whole number, or unset to be solved")
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            if not _is_positive(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a positive whole number")
+        for name in ("enable_prefix_caching", "overlap", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            value = self.gpu_memory_utilization
-            raise ConfigError(f"gpu_memory_utilization is {value}; it must be above 0 and at most 1")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
         if self.quantization is not None:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not available yet; leave it unset (GGUF files are dequantized "
@@ -66,6 +74,10 @@ class EngineConfig:
                 hint = f"did you mean {close[0]!r}?" if close else f"settings are {', '.join(sorted(known))}"
                 raise ConfigError(f"there is no setting {name!r}; {hint}")
         return cls(**options)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

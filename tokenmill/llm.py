@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from types import TracebackType
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 from tokenmill.config import EngineConfig
@@ -114,7 +118,7 @@ class LLM:
         try:
             while not ended:
                 self._check_open()
-                if follow.finished or follow in self._front.step():  # others may have run it to its end meanwhile
+                if follow.finished or follow in self._step():  # others may have run it to its end meanwhile
                     output = follow.output()
                     ended = output.finished
                     yield output
@@ -125,31 +129,68 @@ class LLM:
     def _run(self, follows: list[Follow], use_tqdm: bool) -> list[RequestOutput]:
         bar = _progress_bar(len(follows)) if use_tqdm else None
         try:
-            waiting, left = iter(follows), set(follows)
-            upcoming = next(waiting, None)
+            waiting, left = deque(follows), set(follows)
             while left:
-                while upcoming is not None:
-                    try:
-                        self._front.submit(upcoming)
-                    except QueueFull:  # bounded on purpose: feed the rest as it drains
-                        break
-                    upcoming = next(waiting, None)
-                done = {follow for follow in self._front.step() if follow.finished}  # perhaps an open stream's, too
+                done = {follow for follow in self._step(waiting) if follow.finished}  # perhaps an open stream's, too
                 if bar is not None and done:
                     bar.update(len(done & left))
                 left -= done
         except BaseException:
-            for follow in follows:
-                self._front.cancel(follow)
+            if not self._closed:
+                for follow in follows:
+                    self._front.cancel(follow)
             raise
         finally:
             if bar is not None:
                 bar.close()
         return [follow.output() for follow in follows]
 
+    def _step(self, waiting: deque[Follow] | None = None) -> list[Follow]:
+        """Hand in as many waiting requests as the queue holds, and run the engine's next step."""
+        try:
+            with _interrupts_held_back():
+                while waiting:
+                    try:
+                        self._front.submit(waiting[0])
+                    except QueueFull:  # bounded on purpose: the rest follows as it drains
+                        break
+                    waiting.popleft()
+                return self._front.step()
+        except _TornStep:
+            self.shutdown()
+            raise KeyboardInterrupt from None
+
     def _check_open(self) -> None:
         if self._closed:
             raise TokenmillError("this LLM was shut down; make a new one")
+
+
+class _TornStep(BaseException):
+    """An insistent user ended a step in the middle: nobody knows what it left undone."""
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C waits for the end of a step, which would otherwise leave memory behind that nobody filled or freed."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # it arrives elsewhere, or whoever handles it knows better
+        return
+    hits = 0
+
+    def hit(number: int, frame: FrameType | None) -> None:
+        nonlocal hits
+        hits += 1
+        if hits > 2:
+            raise _TornStep
+
+    signal.signal(signal.SIGINT, hit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if hits:
+        raise KeyboardInterrupt
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

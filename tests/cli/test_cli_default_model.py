@@ -1,14 +1,15 @@
 """`tokenmill run` end to end: the real program, the real default model."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tokenmill.errors import ModelError
 
-FIRST_TOKEN_S = 6.0  # the promise, on two otherwise idle cores
+FIRST_TOKEN_S = 6.0  # the promise, for a machine where `import torch` takes this long:
+IMPORT_TORCH_S = 1.8
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +38,35 @@ def test_run_answers_the_same_question_the_same_way_every_time():
 
 @pytest.mark.usefixtures("default_model")
 def test_first_token_of_a_cached_model_comes_within_seconds():
-    waits = []
-    for _ in range(2):  # the better of two: other tests share the cores
-        started = time.perf_counter()
-        with subprocess.Popen(
-            run_command("Hello", "--max-tokens", "8"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdout.read(1)
-            waits.append(time.perf_counter() - started)
-            process.stdout.read()
-    assert min(waits) < FIRST_TOKEN_S
+    # CPU time and not the clock, because other tests share the cores; and where even `import torch` is slow just now,
+    # the limit grows with it.
+    slowness = max(1.0, cpu_seconds([sys.executable, "-c", "import torch"]) / IMPORT_TORCH_S)
+    assert min(cpu_seconds(run_command("Hello", "--max-tokens", "1")) for _ in range(2)) < FIRST_TOKEN_S * slowness
+
+
+def cpu_seconds(command: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.usefixtures("default_model")
-def test_chat_remembers_what_was_said():
-    command = [sys.executable, "-m", "tokenmill", "chat", "--temperature", "0", "--max-tokens", "32"]
-    text = "My name is Wilhelmina.\nWhat is my name?\n/stats\n"
+def test_chat_remembers_until_reset():
+    command = [sys.executable, "-m", "tokenmill", "chat", "--temperature", "0", "--max-tokens", "24"]
+    question = "What is my favourite animal?"
+    text = f"My favourite animal is the owl.\n{question}\n/reset\n{question}\n"
     result = subprocess.run(command, input=text, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "Wilhelmina" in result.stdout.splitlines()[-1]
-    assert "conversation: 4 messages" in result.stderr
+    _, remembered, forgotten = result.stdout.splitlines()
+    assert "owl" in remembered
+    assert "owl" not in forgotten
+
+
+@pytest.mark.usefixtures("default_model")
+def test_too_long_a_prompt_is_one_line_that_says_what_to_do():
+    command = run_command("word " * 200, "--max-model-len", "64")
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: the prompt has")
+    assert "64" in result.stderr

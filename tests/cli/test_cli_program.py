@@ -53,6 +53,12 @@ def test_wrong_use_exits_2_without_a_traceback(args):
     assert "Traceback" not in result.stderr
 
 
+def test_version_is_that_of_the_package():
+    import tokenmill as package
+
+    assert tokenmill("--version").stdout == f"tokenmill {package.__version__}\n"
+
+
 def test_missing_model_is_one_line_and_exit_1():
     result = tokenmill("run", "hi", "-m", "/no/such/model.gguf", stdin=subprocess.DEVNULL)
     assert result.returncode == 1

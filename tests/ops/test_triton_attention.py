@@ -156,9 +156,8 @@ def test_decode_workspace_stays_within_its_promise():
 def test_random_mixes_equal_reference(rows, block_size, kv_heads, group, window, sinks, seed, triton_device):
     rows = sorted(rows, key=lambda row: row[0] > 1)
     counts, contexts = [count for count, _ in rows], [count + before for count, before in rows]
-    check(
-        attention_case(
-            counts, contexts, heads=kv_heads * group, kv_heads=kv_heads, block_size=block_size, shared=1,
-            mask=Mask(window=window, sinks=sinks), seed=seed, device=triton_device,
-        )  # fmt: skip
-    )
+    case = attention_case(
+        counts, contexts, heads=kv_heads * group, kv_heads=kv_heads, block_size=block_size, shared=1,
+        mask=Mask(window=window, sinks=sinks), seed=seed, device=triton_device,
+    )  # fmt: skip
+    check(case)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from solo import VOCAB, Answer, solo_answer
-from workload import Client
+from sim_answer import VOCAB, Answer, solo_answer
+from sim_clients import Client
 
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import REALTIME, Finish, Request, State
@@ -55,7 +55,6 @@ class Day:
     drafts: float = 0.0  # share of running requests that are given a proposal after a step
     storm: float = 0.0  # probability per step that half of everybody cancels
     integrity: float = 0.01  # probability per step of a proof in mid-flight
-    strict: bool = True  # False: answers of faulted requests are still judged, priorities are not
     heard: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, Request] = field(default_factory=dict)
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -156,19 +155,25 @@ class Day:
                 request.drafts = guess
 
     def _watch_the_head(self) -> None:
-        """How many steps in a row went to lower classes while a realtime request waited for what they hold."""
-        head = self.scheduler.waiting.head(self.clock.now, may_promote=False)
-        if head is None or head[0] != REALTIME or self.scheduler._suspects:
+        """How many steps in a row a realtime newcomer waited for rows or blocks that lower classes hold."""
+        scheduler = self.scheduler
+        head = scheduler.waiting.head(self.clock.now, may_promote=False)
+        if head is None or head[0] != REALTIME or not self._waits_for_lower(head[1]):
             self._head = ("", 0)
             return
-        request = head[1]
-        own = {block for one in self.scheduler.running if one.lane <= REALTIME for block in one.blocks}
-        rows = sum(1 for one in self.scheduler.running if one.lane <= REALTIME)
-        kv = self.scheduler.kv
-        fits = kv.blocks_for(len(request.tokens)) + len(own) <= kv.pool.num_blocks and rows < self.scheduler.limits.max_rows
-        waited = self._head[1] + 1 if self._head[0] == request.id else 1
-        self._head = (request.id, waited) if fits else ("", 0)
+        id = head[1].id
+        self._head = (id, self._head[1] + 1 if self._head[0] == id else 1)
         self.worst_wait = max(self.worst_wait, self._head[1])
+
+    def _waits_for_lower(self, request: Request) -> bool:
+        running, limits, kv = self.scheduler.running, self.scheduler.limits, self.scheduler.kv
+        if request.metrics.first_scheduled is not None or self.scheduler._suspects:
+            return False
+        peers = [one for one in running if one.lane <= REALTIME]  # promoted ones count as peers
+        kept = {block for one in peers for block in one.blocks}
+        watermark = int(limits.watermark * kv.pool.num_blocks)
+        would_fit = kv.blocks_for(len(request.tokens)) + len(kept) + watermark <= kv.pool.num_blocks
+        return would_fit and len(peers) < min(len(running), limits.max_rows)
 
     def _check_idle(self) -> None:
         self.idle_checks += 1
@@ -195,6 +200,9 @@ class Day:
             case Finish.STOP | Finish.LENGTH:
                 assert request.finish == answer.finish, f"{request} ended with {request.finish}, not {answer.finish}"
                 assert self.said(request) == answer.sequences, f"{request} said {self.said(request)}, not {answer}"
+                if request.params.prompt_logprobs is not None and request.id.endswith("/0"):
+                    logprobs = [one.token for one in request.prompt_logprobs]
+                    assert logprobs == request.tokens[1 : request.prompt_len], f"{request}: wrong prompt_logprobs"
             case Finish.CANCELLED:
                 assert request.id in self.cancelled, f"{request} was cancelled by nobody"
             case Finish.DEADLINE:

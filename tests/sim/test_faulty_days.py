@@ -4,7 +4,7 @@ import random
 
 import pytest
 from harness import HEAD_BOUND, Day, House
-from workload import POISON, ROUGH, clients
+from sim_clients import POISON, ROUGH, clients
 
 from tokenmill.engine.request import Finish
 from tokenmill.engine.runner.simulated import Faults

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from tokenmill import __version__
 from tokenmill.cli import chat, models, pull, run
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
@@ -41,9 +42,7 @@ class QuietGroup(TyperGroup):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"tokenmill {version('tokenmill')}")
+        typer.echo(f"tokenmill {__version__}")
         raise typer.Exit
 
 

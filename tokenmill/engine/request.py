@@ -182,10 +182,11 @@ class Request:
 
     def work(self) -> int:
         """Tokens that a step could compute now, drafts included."""
-        last_is_out = self.pending and self.num_tokens - self.prompt_len >= self.max_tokens
+        num_tokens = len(self.tokens) + self.pending
+        last_is_out = self.pending and num_tokens - self.prompt_len >= self.max_tokens
         if self.held or last_is_out:  # the token that reaches max_tokens never becomes an input
             return 0
-        return self.num_tokens - self.num_computed + len(self.drafts)
+        return num_tokens - self.num_computed + len(self.drafts)
 
     def __repr__(self) -> str:
         return (

@@ -76,13 +76,20 @@ def plan_memory(
     fixed = model.weights + activations + workspace
     block_bytes = model.kv_per_token * block_size
     left = budget - fixed
+    smallest = -(-(max_len or block_size) // block_size) * block_bytes  # one request of full length
+    if kv_bytes is not None and kv_bytes < smallest:
+        what = f"max_model_len {max_len}" if max_len else f"a single block of {block_size}"
+        raise ConfigError(
+            f"kv_cache_memory is {kv_bytes:,} bytes, but a request of {what} tokens takes {smallest:,}; "
+            f"raise it to that or more{', or lower max_model_len' if max_len else ''}"
+        )
+    options = ["lower kv_cache_memory"] if kv_bytes is not None else []
     if kv_bytes is None:
         kv_bytes = left if where == "cuda" else min(left // 2, CPU_KV_LIMIT)
         kv_bytes = min(kv_bytes, max_rows * -(-length // block_size) * block_bytes * (4 if where == "cuda" else 1))
     num_blocks = kv_bytes // block_bytes
-    smallest = -(-(max_len or block_size) // block_size) * block_bytes  # one request of full length
     if kv_bytes < smallest or fixed + num_blocks * block_bytes > budget:
-        raise ConfigError(_refusal(model, hardware, activations, workspace, budget, kv_bytes, smallest))
+        raise ConfigError(_refusal(model, hardware, activations, workspace, budget, kv_bytes, smallest, options))
     fitting = min(length, num_blocks * block_size)
     return MemoryPlan(model.weights, num_blocks * block_bytes, activations, workspace, budget, num_blocks), fitting
 
@@ -95,8 +102,9 @@ def _refusal(
     budget: int,
     kv_bytes: int,
     smallest: int,
+    options: list[str],
 ) -> str:
-    options = ["lower max_num_batched_tokens or max_num_seqs", "lower max_model_len"]
+    options = [*options, "lower max_num_batched_tokens or max_num_seqs", "lower max_model_len"]
     if hardware.device == "cuda":
         options.append("raise gpu_memory_utilization")
     options.append("use a smaller dtype or model")

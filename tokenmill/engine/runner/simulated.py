@@ -167,6 +167,10 @@ class SimulatedRunner:
             row = self._rows[number]
             self._check_history(row, step.starts[index] + step.counts[index])
             result.tokens.append(self._sample(step, index, row, hashes[index], result))
+            if number in step.prompt_logprobs:
+                first, last = step.starts[index], step.starts[index] + step.counts[index]
+                following = row.tokens[first + 1 : min(last + 1, step.prompt_logprobs[number][1])]
+                result.prompt_logprobs[index] = [TokenLogprobs(token, -1.0, 1, []) for token in following]
         return result
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int]:

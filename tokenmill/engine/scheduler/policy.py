@@ -110,11 +110,10 @@ class WaitingQueue:
     def first(self, count: int, now: float, may_promote: bool) -> list[tuple[int, Request]]:
         """The next `count` requests and their effective lanes, in order; at most the very first one has risen."""
         found: list[tuple[int, Request]] = []
-        taken: list[tuple[list[tuple[float, int, Request]], tuple[float, int, Request]]] = []
+        taken: list[tuple[float, int, Request]] = []
         while len(found) < count and (head := self.head(now, may_promote and not found)) is not None:
             found.append(head)
-            heap = self._lanes[self._policy.lane(head[1])]
-            taken.append((heap, heapq.heappop(heap)))
-        for heap, entry in taken:
-            heapq.heappush(heap, entry)
+            taken.append(heapq.heappop(self._lanes[self._policy.lane(head[1])]))
+        for entry in taken:
+            heapq.heappush(self._lanes.setdefault(self._policy.lane(entry[2]), []), entry)
         return found

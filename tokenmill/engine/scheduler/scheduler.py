@@ -19,6 +19,8 @@ MAX_FAILURES = 2  # after this many failed steps a request is tried alone
 MAX_FAILURES_ALONE = 2  # and after this many failures alone it is given up
 MAX_ROOM = 8  # waiting requests for which one step makes room
 
+WAITING, RUNNING, FINISHED = State.WAITING, State.RUNNING, State.FINISHED  # an enum's members are slow to look up
+
 Share = tuple[Request, int, int]  # request, first position, how many tokens
 
 
@@ -130,31 +132,32 @@ class Scheduler:
     def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
         """Take in what a step produced. Steps are committed in the order they were launched."""
         deltas, self._events = self._events, []
-        rounds = {}
+        rounds: dict[str, Beams] = {}
         for index, request in enumerate(step.requests):
             request.in_flight -= 1
-            sampled = step.samples[index] > 0
-            request.pending -= sampled
-            if request.finished:
+            samples = step.samples[index]
+            if samples:
+                request.pending -= 1
+            if request.state is FINISHED:
                 continue
             if request.failures and step.starts[index] + step.counts[index] >= request.failed_at:
                 self._acquit(request)
             if index in result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs[index]
-            if not sampled:
+            if not samples:
                 continue
-            logprobs = result.logprobs.get(index, [])
+            tokens, logprobs = result.tokens[index], result.logprobs.get(index) or []
             if request.beams is not None:
                 rounds[request.beams.leader.id] = request.beams
-                request.beams.collect(request, result.tokens[index], logprobs)
+                request.beams.collect(request, tokens, logprobs)
                 continue
-            if step.samples[index] > 1:  # drafts: keep what held, forget the rest
+            if samples > 1:  # drafts: keep what held, forget the rest
                 request.held = False
-                if request.state is State.RUNNING:
-                    request.num_computed = len(request.tokens) + len(result.tokens[index]) - 1
-            deltas.append(self._append(request, result.tokens[index], logprobs, now))
-            if not request.finished:
-                self.kv.publish(request)
+                if request.state is RUNNING:
+                    request.num_computed = len(request.tokens) + len(tokens) - 1
+            deltas.append(self._append(request, tokens, logprobs, now))
+            if request.state is RUNNING:
+                self._publish(request)
         for beams in rounds.values():
             self._advance_beams(beams, now, deltas)
         self.kv.settle(step.number)
@@ -176,7 +179,7 @@ class Scheduler:
             if request.finished:
                 continue
             request.failed_at = max(request.failed_at, len(request.tokens))
-            if request.state is State.RUNNING:
+            if request.state is RUNNING:
                 self._preempt(request)
             elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
                 self.waiting.push(request)
@@ -234,17 +237,17 @@ class Scheduler:
         prefilling: list[Request] = []
         for request in list(self.running):
             work = request.work()
-            if work == 0 or request.state is not State.RUNNING:
-                continue
-            if work > 1 + len(request.drafts):
-                request.drafts = []  # proposals are for requests that are through their prompt
-                prefilling.append(request)
+            if work == 0 or request.state is not RUNNING:
                 continue
             if request.drafts:
                 wanted = request.max_tokens - (request.num_tokens - request.prompt_len) - 1
-                del request.drafts[max(0, min(wanted, for_drafts)) :]
+                through = work == 1 + len(request.drafts)  # proposals are for requests that are through their prompt
+                del request.drafts[max(0, min(wanted, for_drafts)) if through else 0 :]
                 for_drafts -= len(request.drafts)
-                work = 1 + len(request.drafts)
+                work = request.work()
+            if work > 1 + len(request.drafts):
+                prefilling.append(request)
+                continue
             if self._deal(step, shares, request, work):
                 budget -= work
         return prefilling, budget
@@ -257,7 +260,7 @@ class Scheduler:
         budget: int,
         now: float,
     ) -> None:
-        queue = deque(request for request in prefilling if request.state is State.RUNNING)
+        queue = deque(request for request in prefilling if request.state is RUNNING)
         while budget > 0:
             head = self.waiting.head(now, self._may_promote())
             if queue and (head is None or queue[0].lane <= head[0]):
@@ -275,20 +278,27 @@ class Scheduler:
     def _deal(self, step: Step, shares: list[Share], request: Request, count: int) -> bool:
         """Give the request `count` tokens of this step, if their blocks can be had."""
         start = request.num_computed
-        if not self._grow(step, request, start + count):
+        end = start + count
+        if end > len(request.blocks) * self.kv.block_size and not self._grow(step, request, end):
             return False
         shares.append((request, start, count))
-        request.last_step, request.last_start, request.fence = step.number, start, step.number
-        request.num_computed += count
-        self.kv.publish(request)  # so that the next newcomer of this very step can share it
+        request.last_step = request.fence = step.number
+        request.last_start = start
+        request.num_computed = end
+        self._publish(request)  # so that the next newcomer of this very step can share it
         return True
+
+    def _publish(self, request: Request) -> None:
+        """Offer blocks that are full by now to others; most steps fill none."""
+        if len(request.tokens) >= (request.num_published + 1) * self.kv.block_size:
+            self.kv.publish(request)
 
     def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
         """A request that keeps breaking steps runs without company, so that only it can be blamed."""
         suspect = self._suspects[0]
         if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
             return
-        if suspect.state is State.WAITING:
+        if suspect.state is WAITING:
             hits, need = self._admission_need(suspect)
             while (need > self.kv.pool.num_free or not self._free_rows) and self.running:
                 self._preempt(self.running[-1])
@@ -327,7 +337,7 @@ class Scheduler:
 
     def _can_fork(self, request: Request) -> bool:
         parent = request.fork_from
-        if parent is None or parent.state is not State.RUNNING:
+        if parent is None or parent.state is not RUNNING:
             return False
         # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
         dealt_now = parent.last_step == self._number + 1
@@ -349,7 +359,7 @@ class Scheduler:
     def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
         """Give the request a row, its cached or forked prefix, and blocks for every token known so far."""
         self.waiting.remove(request)
-        request.state = State.RUNNING
+        request.state = RUNNING
         request.row = self._free_rows.pop()
         request.lane = lane
         request.promoted = 0 <= lane < self.policy.lane(request)
@@ -379,29 +389,33 @@ class Scheduler:
 
     def _compose(self, step: Step, shares: list[Share]) -> None:
         """Write the shares into the step, single tokens first."""
-        shares = [share for share in shares if share[2] == 1] + [share for share in shares if share[2] != 1]
+        singles = [share for share in shares if share[2] == 1]
+        if len(singles) < len(shares):
+            shares = singles + [share for share in shares if share[2] != 1]
+        step.num_singles = len(singles)
+        step.requests = [request for request, _, _ in shares]
+        step.rows = [request.row for request in step.requests]
+        step.starts = [start for _, start, _ in shares]
+        step.counts = [count for _, _, count in shares]
         for request, start, count in shares:
+            request.in_flight += 1
             drafts = request.drafts
-            reached_end = request.num_computed == request.num_tokens + len(drafts)
-            step.requests.append(request)
-            step.rows.append(request.row)
-            step.starts.append(start)
-            step.counts.append(count)
-            step.samples.append(1 + len(drafts) if reached_end else 0)
-            step.num_singles += count == 1
+            beams = request.beams
+            if request.num_computed == len(request.tokens) + request.pending + len(drafts):
+                step.samples.append(1 + len(drafts))
+                request.pending += 1
+                request.held = bool(drafts) or beams is not None
+                if request.followers:
+                    self._release_followers(request)
+            else:
+                step.samples.append(0)
             if drafts:
                 step.drafts[request.row] = drafts
                 request.drafts = []
-            if request.beams is not None and count == 1:
+            if beams is not None and count == 1:
                 step.chosen.append((request.row, start, request.tokens[start]))
-            if request.params.prompt_logprobs is not None and start < request.prompt_len:
+            if start < request.prompt_len and request.params.prompt_logprobs is not None:
                 step.prompt_logprobs[request.row] = (request.params.prompt_logprobs, request.prompt_len)
-            request.in_flight += 1
-            if reached_end:
-                request.pending += 1
-                request.held = bool(drafts) or request.beams is not None
-                if request.followers:
-                    self._release_followers(request)
         self.stats.steps += 1
         self.stats.tokens += step.num_tokens
 
@@ -418,34 +432,34 @@ class Scheduler:
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
         """Add sampled tokens until one ends the request."""
-        delta = Delta(request)
-        for position, token in enumerate(tokens):
+        kept = 0
+        for token in tokens:
             if token < 0:
                 request.error = "the model's logits were not finite; try dtype float32, or check the weights"
                 self._finish(request, Finish.ERROR, now, report=False)
                 break
+            kept += 1
             request.tokens.append(token)
             request.metrics.token_times.append(now)
-            delta.tokens.append(token)
-            if logprobs:
-                delta.logprobs.append(logprobs[position])
-                request.cumulative_logprob += logprobs[position].logprob
-            if token in request.stop_ids and request.num_output > request.params.min_tokens:
+            num_output = len(request.tokens) - request.prompt_len
+            if token in request.stop_ids and num_output > request.params.min_tokens:
                 self._finish(request, Finish.STOP, now, report=False)
-            elif request.num_output >= request.max_tokens:
-                self._finish(request, Finish.LENGTH, now, report=False)
-            if request.finished:
                 break
-        request.logprobs += delta.logprobs
-        delta.finished = request.finished
-        return delta
+            if num_output >= request.max_tokens:
+                self._finish(request, Finish.LENGTH, now, report=False)
+                break
+        if logprobs:
+            logprobs = logprobs[:kept]
+            request.logprobs += logprobs
+            request.cumulative_logprob += sum(one.logprob for one in logprobs)
+        return Delta(request, tokens[:kept], logprobs, request.state is FINISHED)
 
     def _preempt(self, request: Request) -> None:
         """Give up row and blocks; the tokens stay, and are computed again when there is room."""
         request.metrics.preemptions += 1
         self.stats.preemptions += 1
         self._leave(request)
-        request.state = State.WAITING
+        request.state = WAITING
         if request.beams is not None and request.held:
             self._dormant[request.id] = request
         else:
@@ -464,14 +478,14 @@ class Scheduler:
     def _finish(self, request: Request, why: Finish, now: float, report: bool = True) -> None:
         if request.finished:
             return
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             self._leave(request)
         self.waiting.remove(request)
         self._dormant.pop(request.id, None)
         if request.alone:
             self._suspects.remove(request)
             request.alone = False
-        request.state = State.FINISHED
+        request.state = FINISHED
         request.finish = why
         request.metrics.finished = now
         del self.requests[request.id]
@@ -506,7 +520,7 @@ class Scheduler:
         if request.alone:
             request.alone = False
             self._suspects.remove(request)
-            if request.state is State.RUNNING:  # back to its class
+            if request.state is RUNNING:  # back to its class
                 self.running.remove(request)
                 request.lane = self.policy.lane(request)
                 insort(self.running, request, key=_importance)
@@ -521,14 +535,14 @@ class Scheduler:
             deltas.append(Delta(beams.leader, finished=True))
             return
         for request in turn.forks:
-            if request.state is State.RUNNING:
+            if request.state is RUNNING:
                 self._leave(request)
-                request.state = State.WAITING
+                request.state = WAITING
             elif request.id not in self.requests:
                 self._register(request)
         for request in beams.live:
             self._dormant.pop(request.id, None)
-            if request.state is State.WAITING and request not in self.waiting:
+            if request.state is WAITING and request not in self.waiting:
                 self.waiting.push(request)
 
     def _register(self, request: Request) -> None:

@@ -1,5 +1,5 @@
 """The gated activation of a feed-forward layer: act(gate) * up in one pass."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton.config import DTYPES
+from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.numeric import tanh
 
 _BLOCK = 1024
@@ -52,9 +51,4 @@ def _act_mul_kernel(
     tl.store(out + token * inner + dim, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
-IMPLEMENTATIONS = (
-    Implementation(
-        op="act_mul", name="triton", fn=act_mul, devices=("cuda",), dtypes=DTYPES,
-        capture_safe=True, batch_invariant=True, rank=10,
-    ),  # fmt: skip
-)
+IMPLEMENTATIONS = (declare(act_mul),)

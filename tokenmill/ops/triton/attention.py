@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.registry import Implementation
 from tokenmill.ops.triton.attention_decode import decode_attention
 from tokenmill.ops.triton.attention_prefill import prefill_attention
-from tokenmill.ops.triton.config import DTYPES, MAX_HEAD_DIM
+from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare
 from tokenmill.ops.types import AttentionBatch, Mask
 
 
@@ -30,10 +29,6 @@ def attention(
     return out
 
 
-IMPLEMENTATIONS = (
-    Implementation(
-        op="attention", name="triton", fn=attention, devices=("cuda",), dtypes=DTYPES, head_dims=(1, MAX_HEAD_DIM),
-        capture_safe=True,  # for steps of singles; chunks copy a list of tiles from the host
-        rank=10,
-    ),  # fmt: skip
-)
+# Batches of singles may be captured in a graph; chunks copy a list of tiles from the host, so they may not.
+# The number of splits depends on the whole batch, so a row's last bits do too.
+IMPLEMENTATIONS = (declare(attention, head_dims=(1, MAX_HEAD_DIM), batch_invariant=False),)

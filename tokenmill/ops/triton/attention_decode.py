@@ -1,5 +1,5 @@
 """Attention for rows with one query: keys are cut into parts that run side by side, and a second kernel joins them."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import decode_splits, decode_tile, power_of_two, split_head
+from tokenmill.ops.triton.config import MAX_SPLITS, decode_splits, decode_tile, power_of_two, split_head
 from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -27,9 +27,7 @@ def decode_attention(
     tile = decode_tile(group, key_dim, value_dim, q.dtype)
     head_tiles = triton.cdiv(group, tile.block_m)
     longest, total = _keys_to_read(batch, mask)
-    splits, least_tiles = decode_splits(
-        rows, kv_heads * head_tiles, heads, value_dim, longest, total, tile, q.device
-    )
+    splits, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, longest, total, tile, q.device)
     partial, stats = _workspace(out, rows, heads, splits, value_dim)
     head = split_head(key_dim)
     cap_scale, score_scale = score_scales(scale, mask.softcap)
@@ -40,7 +38,8 @@ def decode_attention(
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
         batch.block_tables.stride(0), heads, splits, least_tiles, window, sinks, cap_scale, score_scale,
         GROUP=group, HEAD_TILES=head_tiles, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim, VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
+        VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SPLIT=splits > 1,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -48,7 +47,7 @@ def decode_attention(
         _join_kernel[(heads, rows)](
             partial, stats, out, batch.context, out.stride(0), out.stride(1),
             heads, splits, least_tiles, window, sinks,
-            VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), SPLITS=power_of_two(splits),
+            VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), SPLITS=MAX_SPLITS,
             BLOCK_N=tile.block_n, WINDOWED=mask.window is not None, num_warps=4,
         )  # fmt: skip
 
@@ -83,7 +82,11 @@ def _part_of_row(split, splits, least_tiles, context, window, sinks, WINDOWED: t
     return split * each, tl.minimum((split + 1) * each, tiles), first, sink_tiles
 
 
-@triton.jit
+# Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@triton.jit(
+    do_not_specialize=["splits", "least_tiles", "window", "sinks"],
+    do_not_specialize_on_alignment=["rows", "contexts", "tables"],
+)
 def _decode_kernel(
     q,  # [tokens, heads, KEY_DIM]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
@@ -158,8 +161,9 @@ def _decode_kernel(
         if WINDOWED:
             seen = seen & ((position >= context - window) | (position < sinks))
         k_offsets, v_offsets = cache_offsets(
-            table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SAME_LAYOUT, BLOCK_SIZE
-        )
+            table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+            SAME_LAYOUT, BLOCK_SIZE,
+        )  # fmt: skip
         scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         values = load_rows(v_head, v_offsets, seen, VALUE_DIM, VALUE_BLOCK).to(q_first.dtype)
@@ -179,7 +183,7 @@ def _decode_kernel(
         tl.store(out + place[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "least_tiles", "window", "sinks"], do_not_specialize_on_alignment=["contexts"])
 def _join_kernel(
     partial,  # [rows, heads, splits, VALUE_DIM] float32
     stats,  # [rows, heads, splits, 2] float32

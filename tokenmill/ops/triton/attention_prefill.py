@@ -1,5 +1,5 @@
 """Attention for rows with several queries: tiles of (query, head of the group) pairs scan the paged cache once."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def prefill_attention(
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
         batch.block_tables.stride(0), kv_heads, mask.window or 0, mask.sinks, cap_scale, score_scale,
         GROUP=group, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim, VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
+        VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SINKS=mask.window is not None and mask.sinks > 0,
         SOFTCAP=mask.softcap is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -62,7 +63,11 @@ def _host_tile_list(batch: AttentionBatch, group: int, block_m: int) -> np.ndarr
     return np.stack([row + batch.num_singles, tile], axis=1)[order].astype(np.int32)
 
 
-@triton.jit
+# Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@triton.jit(
+    do_not_specialize=["window", "sinks"],
+    do_not_specialize_on_alignment=["rows", "q_start", "contexts", "tables"],
+)
 def _prefill_kernel(
     q,  # [tokens, heads, KEY_DIM]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
@@ -203,8 +208,9 @@ def _scan(
             if WINDOWED:
                 seen = seen & ((key > earliest - window) | (key < sinks))
         k_offsets, v_offsets = cache_offsets(
-            table, key, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SAME_LAYOUT, BLOCK_SIZE
-        )
+            table, key, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+            SAME_LAYOUT, BLOCK_SIZE,
+        )  # fmt: skip
         scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
         if MASKED:
             visible = key[None, :] <= position[:, None]

@@ -1,11 +1,15 @@
-"""Launch shapes: the block sizes, warps and stages of every kernel, picked by rule so that nothing is tuned at start."""
+"""What the kernels declare, and their launch shapes, picked by rule so that nothing has to be tuned at start."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+from tokenmill.ops.registry import Implementation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
@@ -13,12 +17,27 @@ MAX_HEAD_DIM = 576
 # Partial results of a split decode never take more than this, so the memory plan can count on it.
 DECODE_WORKSPACE_BYTES = 32 << 20
 
-# Programs per multiprocessor that a decode aims at: enough to fill the memory pipes and to even out the tail.
+# Programs per multiprocessor that a decode aims at: enough to keep memory busy and to even out the tail.
 _DECODE_WAVES = 8
-_MAX_SPLITS = 128
+MAX_SPLITS = 128
 _SPLIT_AT_LEAST = 2048  # tokens: a row far longer than the others is cut at least this fine
 
-_SHARED_MEMORY = 200 << 10  # bytes of shared memory a program may plan on
+
+def declare(
+    fn: Callable[..., Any], *, head_dims: tuple[int, int] = (1, 1 << 20), batch_invariant: bool = True
+) -> Implementation:
+    """The capabilities of a Triton op; it is named as the op that it implements."""
+    return Implementation(
+        op=fn.__name__,
+        name="triton",
+        fn=fn,
+        devices=("cuda",),
+        dtypes=DTYPES,
+        head_dims=head_dims,
+        capture_safe=True,
+        batch_invariant=batch_invariant,
+        rank=10,
+    )
 
 
 @dataclass(frozen=True)
@@ -51,44 +70,58 @@ def split_head(dim: int) -> HeadSplit:
 
 
 def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
-    """One kv head's group of queries against a run of keys."""
-    block_m = min(max(16, power_of_two(group)), 64)
-    row_bytes = (key_dim + value_dim) * dtype.itemsize
-    block_n = 64 if row_bytes <= 512 else 32
+    """One kv head's group of queries against a run of keys.
+
+    The load of the block table takes pipeline stages too: five stages keep two tiles of keys on their way.
+    """
+    token_bytes = (key_dim + value_dim) * dtype.itemsize
+    block_m = max(16, power_of_two(group))
     if dtype == torch.float32:
-        return Tile(min(block_m, 16), 32 if row_bytes <= 2048 else 16, 4, 2)
-    if row_bytes > 1024:
-        return Tile(block_m, block_n, 8 if block_m >= 64 else 4, 2)
-    return Tile(block_m, block_n, 4, 3)
+        return Tile(16, 32 if token_bytes <= 1024 else 16, 8, 3 if token_bytes <= 2048 else 2)
+    if token_bytes > 1024:
+        return Tile(min(block_m, 64), 32, 8, 3 if block_m <= 32 else 2)
+    if token_bytes > 512:
+        return Tile(min(block_m, 32), 32, 4, 5)
+    return Tile(min(block_m, 64), 64, 4, 5)
 
 
 def prefill_tile(queries: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
     """`queries`: the most query rows (tokens x group) that any row of the batch brings."""
-    if dtype == torch.float32:
-        return Tile(32 if queries > 16 else 16, 32 if key_dim <= 256 else 16, 4, 1)
     widest = max(key_dim, value_dim)
+    if dtype == torch.float32:
+        return Tile(16, 32 if widest <= 128 else 16, 4 if widest <= 256 else 8, 2)
+    if widest > 256:
+        return Tile(16 if queries <= 16 else 64, 16, 8, 3)
     if queries <= 16:
-        return Tile(16, 64 if widest <= 128 else 32, 4, 2)
-    if queries <= 64 or widest > 256:
-        return Tile(64, 64 if widest <= 256 else 32, 4 if widest <= 256 else 8, 2)
+        return Tile(16, 64 if widest <= 128 else 32, 4, 3)
+    if queries <= 64:
+        return Tile(64, 64, 4 if widest <= 128 else 8, 3)
     if widest > 128:
-        return Tile(128, 64, 8, 2)
-    return Tile(128, 64, 8, 3)
+        return Tile(128, 32, 8, 3)
+    return Tile(128, 64, 8, 5)
 
 
 def decode_splits(
-    rows: int, kv_programs: int, heads: int, value_dim: int, max_keys: int, total_keys: int, tile: Tile, device: torch.device
+    rows: int,
+    kv_programs: int,  # programs that one split of one row takes
+    heads: int,
+    value_dim: int,
+    max_keys: int,  # the most keys one row reads
+    total_keys: int,  # over all rows
+    tile: Tile,
+    device: torch.device,
 ) -> tuple[int, int]:
     """Into how many parts the keys of a row are cut at most, and the fewest tiles a part may have.
 
-    Host numbers only: the same batch shape always asks for the same workspace.
+    From host numbers alone, so choosing costs no sync, and a captured graph keeps what it was captured with:
+    each row then divides whatever keys it has into that many parts.
     """
     programs = max(rows * kv_programs, 1)
     target = _DECODE_WAVES * multiprocessors(device)
     keys_each = max(total_keys * kv_programs // target, tile.block_n)
     splits = max(-(-max_keys // keys_each), -(-max_keys // _SPLIT_AT_LEAST))
     room = DECODE_WORKSPACE_BYTES // (4 * (value_dim + 2) * max(rows * heads, 1))
-    splits = max(1, min(splits, _MAX_SPLITS, room))
+    splits = max(1, min(splits, MAX_SPLITS, room))
     least_keys = 256 if programs >= multiprocessors(device) else 64
     return splits, max(1, least_keys // tile.block_n)
 

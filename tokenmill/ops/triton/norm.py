@@ -1,5 +1,5 @@
 """RMSNorm, alone and fused with the residual add: one pass over memory, sums in float32."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton.config import DTYPES, power_of_two
+from tokenmill.ops.triton.config import declare, power_of_two
 
 
 def rms_norm(
@@ -57,7 +56,7 @@ def _warps(elements: int) -> int:
     return max(1, min(16, elements // 512))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])  # it changes with every batch
 def _norm_kernel(
     x,  # [total / inner, inner, DIM]
     weight,  # [DIM]
@@ -108,10 +107,4 @@ def _add_norm_kernel(
     tl.store(x + dim, normed.to(x.dtype.element_ty), mask=inside)
 
 
-IMPLEMENTATIONS = tuple(
-    Implementation(
-        op=fn.__name__, name="triton", fn=fn, devices=("cuda",), dtypes=DTYPES,
-        capture_safe=True, batch_invariant=True, rank=10,
-    )  # fmt: skip
-    for fn in (rms_norm, add_rms_norm)
-)
+IMPLEMENTATIONS = (declare(rms_norm), declare(add_rms_norm))

@@ -1,5 +1,5 @@
 """The inner step of attention over a paged cache: find keys through a block table, score them, fold in their values."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 

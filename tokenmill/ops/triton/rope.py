@@ -1,5 +1,5 @@
 """Rotary embedding and the KV write in one kernel: rotate q in place, rotate k into the cache, copy v into it."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton.config import DTYPES, MAX_HEAD_DIM, power_of_two
+from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare, power_of_two
 
 
 def rope_kv_write(
@@ -40,7 +39,7 @@ def rope_kv_write(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # slices of a packed buffer
 def _rope_kernel(
     q,  # [tokens, heads, DIM]
     k,  # [tokens, kv_heads, DIM]
@@ -125,9 +124,4 @@ def _copy(source, target, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(target + dim[None, :], value.to(target.dtype.element_ty), mask=inside)
 
 
-IMPLEMENTATIONS = (
-    Implementation(
-        op="rope_kv_write", name="triton", fn=rope_kv_write, devices=("cuda",), dtypes=DTYPES,
-        head_dims=(1, MAX_HEAD_DIM), capture_safe=True, batch_invariant=True, rank=10,
-    ),  # fmt: skip
-)
+IMPLEMENTATIONS = (declare(rope_kv_write, head_dims=(1, MAX_HEAD_DIM)),)

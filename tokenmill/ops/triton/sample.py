@@ -1,5 +1,5 @@
 """Sampling: argmax of logits plus counter-based noise, filtered by thresholds that are found without sorting."""
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton.config import DTYPES, multiprocessors, power_of_two
+from tokenmill.ops.triton.config import declare, multiprocessors
 from tokenmill.ops.triton.numeric import gumbel, key_of, noise_key, value_of
 from tokenmill.ops.types import SampleBatch
 
@@ -31,19 +30,20 @@ def sample(
         )  # fmt: skip
         return out
     # Few rows cannot fill the device, so each is cut into chunks. A maximum does not depend on the cut.
-    chunks = max(1, min(4 * multiprocessors(logits.device) // max(rows, 1), triton.cdiv(vocab, _CHUNK_BLOCK), _MAX_CHUNKS))
-    chunk = triton.cdiv(triton.cdiv(vocab, chunks), _CHUNK_BLOCK) * _CHUNK_BLOCK
+    chunks = max(1, min(4 * multiprocessors(logits.device) // max(rows, 1), _MAX_CHUNKS))
+    chunk = triton.cdiv(vocab, chunks * _CHUNK_BLOCK) * _CHUNK_BLOCK
     chunks = triton.cdiv(vocab, chunk)
     space = torch.empty(rows * chunks * 3, dtype=torch.float32, device=logits.device)
     _best_kernel[(rows, chunks)](
         logits, space, batch.temperature, batch.seed, batch.position, vocab, chunk, chunks, logits.stride(0),
         ALL_GREEDY=batch.all_greedy, BLOCK=_CHUNK_BLOCK, num_warps=16,
     )  # fmt: skip
-    _join_kernel[(rows,)](space, out, chunks, CHUNKS=power_of_two(chunks), num_warps=1)
+    _join_kernel[(rows,)](space, out, chunks, CHUNKS=_MAX_CHUNKS, num_warps=1)
     return out
 
 
-@triton.jit
+# Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@triton.jit(do_not_specialize=["chunk", "chunks"], do_not_specialize_on_alignment=["temperature", "seed", "position"])
 def _best_kernel(
     logits,  # [rows, vocab]
     space,  # [rows, chunks, 3] float32: best value, largest logit (NaN if there is one), bits of the best token
@@ -75,9 +75,8 @@ def _best_kernel(
         broken = broken | (x != x).to(tl.int32)
         top = tl.maximum(top, x)
         value = x
-        if not ALL_GREEDY:
-            if not greedy:
-                value = tl.div_rn(x, heat) + gumbel(key, token)
+        if not ALL_GREEDY and not greedy:
+            value = tl.div_rn(x, heat) + gumbel(key, token)
         choice = tl.where(value > best, token, choice)
         best = tl.maximum(best, value)
     best_value, best_token = _first_best(best, choice)
@@ -88,7 +87,7 @@ def _best_kernel(
     tl.store(space + 2, best_token.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _join_kernel(
     space,  # [rows, chunks, 3]
     out,  # [rows]
@@ -107,7 +106,7 @@ def _join_kernel(
     tl.store(out + row, tl.where(_finite(tl.max(largest, 0)) & (not broken), token, -1).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "seed", "position"])
 def _filtered_kernel(
     logits,  # [rows, vocab]
     out,  # [rows]
@@ -219,10 +218,8 @@ def _draw(logits, vocab, heat, top, floor, top_p, min_p, key, BLOCK: tl.constexp
 
 
 @triton.jit
-def _noisy_best(
-    logits, vocab, heat, top, mass_floor, floor, key, ABOVE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The mass of the values that reach mass_floor, and the value and token of the noisy best of those that reach floor.
+def _noisy_best(logits, vocab, heat, top, mass_floor, floor, key, ABOVE: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass of the values that reach mass_floor; of those that reach floor, the noisy best: its value and token.
 
     ABOVE: they must pass it, not only reach it. Mass is relative to exp(top).
     """
@@ -266,9 +263,4 @@ def _finite(x):
     return (x > float("-inf")) & (x < float("inf"))
 
 
-IMPLEMENTATIONS = (
-    Implementation(
-        op="sample", name="triton", fn=sample, devices=("cuda",), dtypes=DTYPES,
-        capture_safe=True, batch_invariant=True, rank=10,
-    ),  # fmt: skip
-)
+IMPLEMENTATIONS = (declare(sample),)

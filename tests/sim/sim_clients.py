@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from solo import VOCAB
+from sim_answer import VOCAB
 
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import API, BATCH, REALTIME, Request
@@ -29,6 +29,7 @@ class Mix:
     beams: float = 0.04
     stops: float = 0.8
     min_tokens: float = 0.2
+    prompt_logprobs: float = 0.02
     deadline: float = 0.05
     poisoned: float = 0.0
     vanish: float = 0.0  # leaves after some tokens
@@ -95,7 +96,13 @@ def _params(rng: random.Random, mix: Mix) -> SamplingParams:
     several = rng.randrange(2, 6) if kind < mix.beams + mix.several else 1
     min_tokens = rng.randrange(max_tokens) if rng.random() < mix.min_tokens else 0
     temperature = rng.choice([0.0, 1.0]) if several == 1 else 1.0
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, min_tokens=min_tokens, n=several)
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=several,
+        prompt_logprobs=0 if rng.random() < mix.prompt_logprobs else None,
+    )
 
 
 def _request(
