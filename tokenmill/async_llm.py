@@ -176,12 +176,12 @@ class _Mailbox:
 
     async def take(self) -> RequestOutput:
         while True:
-            await self._arrived.wait()
-            self._arrived.clear()
+            self._arrived.clear()  # before looking: what arrives after the look wakes us again
             with contextlib.suppress(IndexError):
                 return self._newest.popleft()
             if self._error is not None:
                 raise self._error
+            await self._arrived.wait()
 
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is gone, and its tasks with it

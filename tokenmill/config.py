@@ -27,6 +27,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes
     block_size: int | None = None  # tokens per KV block
     enable_prefix_caching: bool = True
+    cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
     overlap: bool = True  # launch a step before the one before it is committed
     policy: str = "priority"  # priority or fcfs
     max_queued_requests: int = 100_000

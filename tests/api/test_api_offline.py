@@ -280,15 +280,13 @@ def test_a_deadline_that_is_kept_changes_nothing(tiny: LLM) -> None:
 
 def test_the_important_are_served_first(tiny_model: str) -> None:
     with open_tiny(tiny_model, max_num_seqs=1) as llm:
-        finished = []
-        streams = {
-            name: llm.stream(PROMPT, GREEDY, priority=name, request_id=name) for name in ("batch", "api", "realtime")
-        }
         blocker = llm.stream([8, 8], LONG, priority="realtime")
         next(blocker)  # holds the only row while the others queue, least important first
-        follows = [stream.gi_frame.f_locals["follow"] for stream in streams.values()]
+        names = ("batch", "api", "realtime")
+        follows = [llm._front.prepare(PROMPT, GREEDY, priority=name, request_id=name) for name in names]
         for follow in follows:
             llm._front.submit(follow)
+        finished: list[str] = []
         while len(finished) < 3:
             finished += [follow.id for follow in llm._front.step() if follow.finished and follow in follows]
         assert finished == ["realtime", "api", "batch"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.cli.terminal import write
 from tokenmill.errors import TokenmillError
 
 if TYPE_CHECKING:
-    from tokenmill import LLM, RequestOutput, SamplingParams
+    from tokenmill import LLM, SamplingParams
 
 Prompt = str | list[dict[str, Any]]  # text as it is, or messages for the chat template
 
@@ -49,7 +49,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
     answer = Answer()
     started = time.monotonic()
     with _interrupt_flag() as interrupted:
-        stream = cast("Generator[RequestOutput, None, None]", llm.stream(prompt, params))
+        stream = llm.stream(prompt, params)
         try:
             for output in stream:
                 now = time.monotonic() - started

@@ -90,7 +90,9 @@ def join(
         KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
         POLICIES[config.policy],
     )
-    return Engine(scheduler, TorchRunner(decoder, state, max_rows=settings.max_rows), overlap=config.overlap)
+    recordable = device.type == "cuda" and decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
+    runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=config.cuda_graphs and recordable)
+    return Engine(scheduler, runner, overlap=config.overlap)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -57,6 +57,10 @@ class Ops:
         for op, implementation in chosen.items():
             setattr(self, op, implementation.fn)
 
+    def capture_safe(self, with_moe: bool) -> bool:
+        """Whether a step of these ops may be recorded in a CUDA graph; a dense model never calls moe."""
+        return all(one.capture_safe for op, one in self.chosen.items() if op != "moe" or with_moe)
+
     def report(self) -> list[str]:
         return [f"{op}: {implementation.name} ({self.reasons[op]})" for op, implementation in self.chosen.items()]
 

@@ -34,7 +34,7 @@ class AttentionBatch:
     host_rows: list[int]  # the same numbers as the tensors, on the host
     host_counts: list[int]
     host_context: list[int]
-    tree: torch.Tensor | None = None  # [tokens, max_query] bool: which of its row's new tokens a query sees; None: causal
+    tree: torch.Tensor | None = None  # [tokens, max_query] bool: which of its row's new tokens a query sees
     cache: dict[str, Any] = field(default_factory=dict)  # what an implementation derives once for all layers
 
 

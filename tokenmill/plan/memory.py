@@ -67,8 +67,10 @@ def plan_memory(
     length = max_len or longest
     sampler = SAMPLER_BYTES_PER_LOGIT[where] * model.vocab
     activations = max_step_tokens * model.activation_per_token + max_rows * (model.logits_per_row + sampler)
-    tables = 4 * max_rows * (length + -(-length // block_size)) + model.rope_per_position * length
+    tables = 4 * (max_rows + 1) * (length + -(-length // block_size)) + model.rope_per_position * length
     workspace = tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where]
+    if where == "cuda":  # recorded decode steps keep memory of their own, of the largest batch and some rounding
+        workspace += 3 * max_rows * (model.activation_per_token + model.logits_per_row) // 2
     if where == "cuda":
         budget = int(hardware.total_bytes * utilization) - (hardware.total_bytes - hardware.free_bytes)
     else:

@@ -66,8 +66,9 @@ class Sampler:
         self.device = torch.device(device)
         self.tokens = tokens
         self._host = np.zeros(max_rows, dtype=_HOST)
-        self._words = torch.zeros(len(_WORDS), max_rows, dtype=torch.int32, device=self.device)
-        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
+        # One row more than there are requests: padding of recorded steps is sampled as well, greedily.
+        self._words = torch.zeros(len(_WORDS), max_rows + 1, dtype=torch.int32, device=self.device)
+        self._seeds = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._edits: dict[int, RowEdits] = {}
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -126,6 +127,22 @@ class Sampler:
             return Sampled(tokens, None)
         mine = tokens.index_select(0, indices[penalized.size :])
         return Sampled(tokens, measure(raw, mine, asked.tolist(), host["width"][asked].tolist()))
+
+    def plain_traits(self, rows: list[int]) -> int | None:
+        """How these rows are sampled, for `sample_plain`; None if any of them needs more than filters and noise."""
+        traits = int(np.bitwise_or.reduce(self._host["traits"][rows], initial=0))
+        return None if traits & (_PENALIZED | _EDITED | _LOGPROBS) else traits
+
+    def sample_plain(
+        self,
+        logits: torch.Tensor,  # [n, vocab]
+        rows: torch.Tensor,  # [n]
+        positions: torch.Tensor,  # [n]
+        traits: int,  # from `plain_traits`
+    ) -> torch.Tensor:  # [n] int64
+        """Choose tokens from device state alone, so that the work can be recorded and replayed."""
+        words = self._words.index_select(1, rows)
+        return self.ops.sample(logits, self._batch(words, rows, positions, traits))
 
     def _batch(
         self, words: torch.Tensor, rows_device: torch.Tensor, positions_device: torch.Tensor, traits: int

@@ -28,8 +28,9 @@ class DeviceState:
         self.block_size = block_size
         self.max_len = max_len
         self.max_blocks = -(-max_len // block_size)
-        self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(max_rows, self.max_blocks, dtype=torch.int32, device=device)
+        self.scratch_row = max_rows  # belongs to nobody: padding of recorded steps reads and writes it
+        self.tokens = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=device)
         shapes = set(spec.kv_shapes)
         if len(shapes) != 1:
             raise NotImplementedError(f"layers with different KV shapes: {shapes}")
@@ -41,10 +42,6 @@ class DeviceState:
         )
         rope_dim = spec.mla.rope_dim if spec.mla else 0
         self.kv = [LayerKV(layer[0], layer[1] if parts == 2 else layer[0][..., rope_dim:]) for layer in self.arena]
-
-    @staticmethod
-    def table_bytes(max_rows: int, max_len: int, block_size: int) -> int:
-        return 4 * max_rows * (max_len + -(-max_len // block_size))
 
     def write(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenmill.engine.runner.graphs import DecodeGraphs
 from tokenmill.engine.runner.inputs import PackedStep, pack
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Pending, Step, StepResult
@@ -18,15 +19,23 @@ from tokenmill.sampling.sampler import Sampled, Sampler
 class TorchRunner:
     """One rank. Sampled tokens are written to the device's token table, where the next step finds them."""
 
-    def __init__(self, decoder: Decoder, state: DeviceState, *, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, state: DeviceState, *, max_rows: int, graphs: bool = False) -> None:
         self.decoder = decoder
         self.state = state
         self.device = state.tokens.device
         self._max_rows = max_rows
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
+        self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows) if graphs else None
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
+        if self._graphs is not None and self._graphs.takes(step):
+            traits = self._sampler.plain_traits(step.rows)
+            if traits is not None:
+                return _TorchPending(step, Sampled(self._graphs.run(step, traits), None), {}, self.device)
+        return self._launch_eagerly(step)
+
+    def _launch_eagerly(self, step: Step) -> Pending:
         packed = pack(step, self.state.max_len, self.state.max_blocks)
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
