@@ -134,7 +134,7 @@ class AsyncLLM:
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
-                if command is not None:
+                if command is not None and command.answer is not None:
                     command.answer(None, TokenmillError(why))
         for mailbox in self._mail.values():
             mailbox.fail(TokenmillError(why))
@@ -143,12 +143,15 @@ class AsyncLLM:
 
 @dataclass(frozen=True)
 class _Command:
-    """Work for the engine thread, and whom to tell its result or error."""
+    """Work for the engine thread, and whom to tell the outcome; where nobody asked, an error is the engine's own."""
 
     work: Callable[[], Any]
-    answer: Callable[[Any, Exception | None], None] = lambda value, error: None
+    answer: Callable[[Any, Exception | None], None] | None = None
 
     def run(self) -> None:
+        if self.answer is None:
+            self.work()
+            return
         try:
             value = self.work()
         except Exception as error:

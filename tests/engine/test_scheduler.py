@@ -197,6 +197,26 @@ def test_prompt_logprobs_come_once_after_a_preemption(overlap):
     assert [one.token for one in low.prompt_logprobs] == low.tokens[1:30]
 
 
+def test_a_victim_does_not_come_back_before_its_step_is_committed():
+    """Realtime requests that turn out to share their prefix leave room over, in the very step that preempted it."""
+    house = engine(rows=16, step_tokens=256, blocks=64, watermark=0.0)
+    params = replace(GREEDY, max_tokens=40)
+    low = [request(f"low-{k}", 60, params, first=100 * k, priority=BATCH) for k in range(4)]
+    for one in low:
+        house.add(one)
+    for _ in range(4):
+        house.step()
+    high = [request(f"high-{k}", 75, priority=REALTIME, arrival=house.clock()) for k in range(8)]
+    for number, one in enumerate(high):
+        one.tokens[-1] = number
+        house.add(one)
+    expected = {one.id: answer(one) for one in [*low, *high]}
+    finish(house)
+    assert sum(one.metrics.preemptions for one in low) >= 4
+    assert house.scheduler.stats.failed_steps == 0
+    assert {one.id: one.output for one in [*low, *high]} == expected
+
+
 def propose(house, count, token=3):
     for one in house.scheduler.running:
         one.drafts = [token] * count
@@ -225,6 +245,13 @@ def test_drafts_never_reach_past_the_last_token(overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_starve_neither_decodes_nor_newcomers(overlap):
     house = engine(rows=8, step_tokens=16, blocks=500, overlap=overlap)
+    cost = house.runner.cost
+
+    def watched(step):
+        assert step.num_tokens <= 16
+        return cost(step)
+
+    house.runner.cost = watched
     params = replace(GREEDY, max_tokens=60)
     old = [request(f"old-{k}", 3, params, first=k) for k in range(6)]
     for one in old:
@@ -241,6 +268,7 @@ def test_drafts_starve_neither_decodes_nor_newcomers(overlap):
         assert all(one.num_output > before[one.id] for one in old), "a proposal took another request's token"
     assert new.num_output > 0, "proposals took the newcomer's share"
     finish(house)
+    assert house.scheduler.stats.failed_steps == 0
 
 
 def test_logits_that_are_not_finite_end_one_request_only():

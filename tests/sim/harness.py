@@ -15,7 +15,8 @@ from tokenmill.engine.request import REALTIME, Finish, Request, State
 from tokenmill.engine.runner.simulated import Faults, SimulatedClock, SimulatedRunner
 from tokenmill.engine.scheduler import Delta, Limits, Scheduler
 from tokenmill.engine.scheduler.policy import Policy
-from tokenmill.errors import QueueFull
+from tokenmill.engine.step import Pending, Step
+from tokenmill.errors import QueueFull, StepFailed
 from tokenmill.kv.manager import KVManager
 
 HEAD_BOUND = 3  # steps that may serve a lower class while a realtime head waits for what that class holds
@@ -71,6 +72,21 @@ class Day:
         self.clock: SimulatedClock = self.engine.clock  # type: ignore[assignment]
         self.runner: SimulatedRunner = self.engine.runner  # type: ignore[assignment]
         self.scheduler = self.engine.scheduler
+        self._launch, self.runner.launch = self.runner.launch, self.launch  # type: ignore[method-assign]
+        self._surprises: list[Exception] = []
+
+    def launch(self, step: Step) -> Pending:
+        """The engine survives whatever a runner raises; here only injected failures are welcome."""
+        limits = self.scheduler.limits
+        try:
+            assert step.num_tokens <= limits.max_step_tokens and len(step.rows) <= limits.max_rows, "too large a step"
+            assert len(set(step.rows)) == len(step.rows), "a row has two shares of a step"
+            return self._launch(step)
+        except StepFailed:
+            raise
+        except Exception as surprise:
+            self._surprises.append(surprise)
+            raise
 
     def run(self, crowd: Iterable[Client]) -> Day:
         """Every client comes when its time has come; returns when everybody has an end."""
@@ -92,6 +108,8 @@ class Day:
     def step(self) -> list[Delta]:
         self.steps += 1
         deltas = self.engine.step()
+        if self._surprises:
+            raise self._surprises[0]
         assert not self.runner.violations, self.runner.violations
         for delta in deltas:
             self._hear(delta)

@@ -53,9 +53,16 @@ def decode_attention(
 
 
 def _keys_to_read(batch: AttentionBatch, mask: Mask) -> tuple[int, int]:
-    """The most keys that one single reads, and the sum over the singles."""
+    """The most keys that one single reads, and the sum over the singles; counted once for all layers."""
     limit = batch.max_context if mask.window is None else min(batch.max_context, mask.window + mask.sinks)
-    return limit, sum(min(context, limit) for context in batch.host_context[: batch.num_singles])
+    name = f"decode keys, at most {limit} per row"
+    if name not in batch.cache:
+        contexts = [min(context, limit) for context in batch.host_context[: batch.num_singles]]
+        # A graph is captured with the bound of what its rows may grow to; beside chunks, the rows are what they are.
+        longest = limit if batch.num_singles == len(batch.host_context) else max(contexts)
+        batch.cache[name] = longest, sum(contexts)
+    keys: tuple[int, int] = batch.cache[name]
+    return keys
 
 
 def _workspace(
