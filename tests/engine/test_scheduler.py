@@ -206,7 +206,7 @@ def test_a_victim_does_not_come_back_before_its_step_is_committed():
         house.add(one)
     for _ in range(4):
         house.step()
-    high = [request(f"high-{k}", 75, priority=REALTIME, arrival=house.clock()) for k in range(8)]
+    high = [request(f"high-{k}", 75, first=501, priority=REALTIME, arrival=house.clock()) for k in range(8)]
     for number, one in enumerate(high):
         one.tokens[-1] = number
         house.add(one)
@@ -292,7 +292,7 @@ def test_logits_that_are_not_finite_end_one_request_only():
 def test_a_queue_that_is_full_of_tokens_refuses_but_never_the_only_one():
     house = engine(max_queued_tokens=50)
     house.add(request("large", 60))
-    with pytest.raises(QueueFull, match="60 tokens are waiting, the limit is 50.*max_queued_tokens"):
+    with pytest.raises(QueueFull, match=r"60 tokens are waiting, the limit is 50.*max_queued_tokens"):
         house.add(request("next", 1))
     finish(house)
     house.add(request("next", 1))

@@ -155,7 +155,7 @@ def test_the_first_block_to_be_published_stays():
 
 
 class ManagerModel(RuleBasedStateMachine):
-    """Sequences over two tokens and two tenants come, grow, fork, leave and fail; every hit must hold what was asked."""
+    """Sequences of two tenants come, grow, fork, leave and fail; every hit must hold what was asked for."""
 
     SIZE = 2
 
@@ -182,7 +182,8 @@ class ManagerModel(RuleBasedStateMachine):
         one = Sequence(tokens, salt)
         hits = self.kv.match(one)
         for number, block in enumerate(hits):
-            assert self.written[block] == (salt, tuple(tokens[: (number + 1) * self.SIZE])), "a foreign prefix was found"
+            wanted = (salt, tuple(tokens[: (number + 1) * self.SIZE]))
+            assert self.written[block] == wanted, "a foreign prefix was found"
         if self.kv.needed(one, hits, len(tokens)) > self.kv.pool.num_free:
             return
         self.kv.admit(one, hits)
