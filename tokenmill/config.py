@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tokenmill.compat import translate
 from tokenmill.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -47,7 +48,7 @@ class EngineConfig:
         for name in ("max_queued_requests", "max_queued_tokens"):
             if not _is_positive(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a positive whole number")
-        for name in ("enable_prefix_caching", "overlap", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "cuda_graphs", "overlap", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -66,6 +67,7 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """Build from keyword arguments, naming the closest setting when one is unknown."""
+        options = translate(options)
         known = {field.name for field in fields(cls)}
         for name in options:
             if name not in known:

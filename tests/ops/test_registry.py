@@ -85,3 +85,10 @@ def test_the_report_names_each_choice_and_its_reason():
     assert len(report) == len(ALL_OPS)
     assert "attention: reference (asked for)" in report
     assert any(line.startswith("sample: cpu (the fastest that fits") for line in report)
+
+
+def test_a_misspelt_preference_is_refused_with_what_there_is():
+    with pytest.raises(ConfigError, match=r"'refrence'.*cpu, reference"):
+        select(CPU, prefer="refrence")
+    with pytest.raises(ConfigError, match="atention"):
+        select(CPU, prefer={"atention": "reference"})

@@ -167,13 +167,10 @@ def load(
 
 def model_bytes(spec: DecoderSpec, dtype: torch.dtype) -> ModelBytes:
     itemsize = dtype.itemsize
-    # Ops in plain torch hold one more copy of what they work on: of the residual, of the gate, of what experts read.
-    by_experts = spec.moe.top_k * (spec.hidden + spec.moe.intermediate) if spec.moe else 0
-    spare = spec.hidden + max(spec.intermediate, by_experts)
     return ModelBytes(
         weights=spec.weight_bytes(itemsize),
         kv_per_token=spec.kv_bytes_per_token(itemsize),
-        activation_per_token=(spec.activation_elements + spare) * itemsize,
+        activation_per_token=spec.activation_elements * itemsize,
         logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
         vocab=spec.vocab_size,
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),

@@ -178,14 +178,17 @@ class DecoderSpec:
 
     @property
     def activation_elements(self) -> int:
-        """Upper bound of elements alive at once per token inside a layer, for the memory plan."""
-        stream = 3 * self.hidden
+        """Upper bound of elements alive at once per token inside a layer, for the memory plan.
+
+        Ops in plain torch hold one more copy of what they work on than fused ones do; they set the bound.
+        """
+        stream = 4 * self.hidden
         queries = self.heads * self.attention_head_dim
         attention = self.qkv_size + 2 * queries + self.attention_size + self.kv_size
-        mlp = 3 * self.intermediate if not self.moe or not all(self.moe.layers) else 0
+        mlp = 4 * self.intermediate if not self.moe or not all(self.moe.layers) else 0
         if self.moe is not None:
-            chosen = self.moe.top_k * (3 * self.moe.intermediate + 2 * self.hidden)
-            mlp = max(mlp, chosen + 3 * self.moe.shared_intermediate)
+            chosen = self.moe.top_k * (4 * self.moe.intermediate + 3 * self.hidden)
+            mlp = max(mlp, chosen + 4 * self.moe.shared_intermediate)
         return stream + max(attention, mlp)
 
     def _attention_parameters(self) -> dict[str, ParamSpec]:

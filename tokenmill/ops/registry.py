@@ -70,6 +70,11 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
     by_op: dict[str, list[Implementation]] = {}
     for implementation in implementations(need.device):
         by_op.setdefault(implementation.op, []).append(implementation)
+    names = {one.name for several in by_op.values() for one in several}
+    if isinstance(prefer, str) and prefer not in names:
+        raise ConfigError(f"ops is {prefer!r}; on {need.device} there are {', '.join(sorted(names))}")
+    if isinstance(prefer, dict) and (unknown := prefer.keys() - by_op.keys()):
+        raise ConfigError(f"ops names {', '.join(sorted(unknown))}; the ops are {', '.join(by_op)}")
     chosen, reasons = {}, {}
     for op, candidates in by_op.items():
         wanted = prefer.get(op) if isinstance(prefer, dict) else prefer
