@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import chat, models, pull, run
+from tokenmill.cli import bench, chat, models, pull, run
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 
@@ -72,3 +72,4 @@ app.command(name="run")(run.run)
 app.command(name="chat")(chat.chat)
 app.command(name="pull")(pull.pull)
 app.command(name="models")(models.models)
+app.add_typer(bench.bench, name="bench")

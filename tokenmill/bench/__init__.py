@@ -1,0 +1,1 @@
+"""What things cost on this machine: ops against measured ceilings, and traces of steps."""

@@ -1,0 +1,199 @@
+"""`tokenmill bench ops`: every op of a model's decode and prefill steps against the machine's measured ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tokenmill.bench.timing import Ceilings, Work, ceilings, seconds
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.ops.registry import Need, Ops, select
+from tokenmill.ops.types import CAUSAL, AttentionBatch, SampleBatch
+
+BLOCK_SIZE = 16
+COLD_BYTES = 256 << 20  # inputs are used in turn until this much lies between two uses, more than any cache holds
+MAX_COPIES = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one size: what it must move and compute at least, and how to run it on fresh memory."""
+
+    name: str
+    bytes: float
+    flops: float
+    variants: list[Work]
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    seconds: float
+    bytes_share: float  # of the measured bytes per second
+    flops_share: float
+
+    @property
+    def share(self) -> float:
+        """How near the op is to the ceiling that binds it."""
+        return max(self.bytes_share, self.flops_share)
+
+    def text(self) -> str:
+        bound = "memory" if self.bytes_share >= self.flops_share else "compute"
+        return f"{self.name:44s} {self.seconds * 1e6:10.1f} us   {self.share:6.1%} of the {bound} ceiling"
+
+
+def bench_ops(
+    spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]
+) -> list[Line]:
+    ops = select(Need(device.type, dtype, spec.attention_head_dim, BLOCK_SIZE))
+    best = ceilings(device, dtype)
+    tell(
+        f"{device}: copies {best.bytes_per_s / 1e9:,.0f} GB/s, {str(dtype).removeprefix('torch.')} matrix products "
+        f"{best.flops_per_s / 1e12:,.1f} TFLOP/s (measured now)"
+    )
+    for choice in ops.report():
+        tell(f"  {choice}")
+    lines = []
+    with torch.inference_mode():
+        for case in cases(spec, ops, device, dtype):
+            line = _measure(case, best, device)
+            lines.append(line)
+            tell(line.text())
+    return lines
+
+
+def _measure(case: Case, best: Ceilings, device: torch.device) -> Line:
+    took = seconds(case.variants, device)
+    return Line(case.name, took, case.bytes / took / best.bytes_per_s, case.flops / took / best.flops_per_s)
+
+
+def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Sizes that fill the device: fewer tokens on a CPU."""
+    big = device.type == "cuda"
+    make = _Maker(spec, ops, device, dtype)
+    for rows in (1, 64, 1024) if big else (1, 64):
+        yield from make.linears(rows)
+    tokens = 8192 if big else 256
+    yield make.norm(tokens)
+    yield make.act(tokens)
+    yield make.rope(tokens)
+    for rows, context in ((64, 1024), (16, 8192), (256, 650)) if big else ((1, 512), (16, 512)):
+        yield make.attention(rows, 1, context)
+    for rows, length in ((4, 4096), (1, 8192)) if big else ((1, 256),):
+        yield make.attention(rows, length, length)
+    yield make.sample(64 if big else 8)
+
+
+def copies(moved: int) -> range:
+    """How many sets of inputs an op that moves this many bytes is timed on."""
+    return range(max(2, min(MAX_COPIES, COLD_BYTES // moved)))
+
+
+class _Maker:
+    def __init__(self, spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
+        self.spec, self.ops, self.device, self.dtype = spec, ops, device, dtype
+        self.item = dtype.itemsize
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype) * 0.1
+
+    def linears(self, rows: int) -> Iterator[Case]:
+        spec = self.spec
+        shapes = {
+            "qkv": (spec.qkv_size, spec.hidden),
+            "o": (spec.hidden, spec.attention_size),
+            "gate_up": (2 * spec.intermediate, spec.hidden),
+            "down": (spec.hidden, spec.intermediate),
+        }
+        for name, (out, inner) in shapes.items():
+            moved = (out * inner + rows * (out + inner)) * self.item
+            pairs = [(self.random(rows, inner), self.random(out, inner)) for _ in copies(moved)]
+            work: list[Work] = [lambda x=x, w=w: F.linear(x, w) for x, w in pairs]  # type: ignore[misc]
+            yield Case(f"linear {name} {inner}x{out}, {rows} tokens", moved, 2 * rows * out * inner, work)
+
+    def norm(self, tokens: int) -> Case:
+        weight = self.random(self.spec.hidden)
+        moved, hidden = 4 * tokens * self.spec.hidden * self.item, self.spec.hidden
+        pairs = [(self.random(tokens, hidden), self.random(tokens, hidden)) for _ in copies(moved)]
+        work: list[Work] = [
+            lambda x=x, r=r: self.ops.add_rms_norm(x, r, weight, 1e-6)  # type: ignore[misc]
+            for x, r in pairs
+        ]
+        return Case(f"add_rms_norm, {tokens} tokens", moved, 0, work)
+
+    def act(self, tokens: int) -> Case:
+        inner = self.spec.intermediate
+        moved = 3 * tokens * inner * self.item
+        inputs = [self.random(tokens, 2 * inner) for _ in copies(moved)]
+        work: list[Work] = [lambda x=x: self.ops.act_mul(x, self.spec.activation) for x in inputs]  # type: ignore[misc]
+        return Case(f"act_mul, {tokens} tokens", moved, 0, work)
+
+    def rope(self, tokens: int) -> Case:
+        spec, shape = self.spec, self.spec.kv_shapes[0]
+        heads, dim = spec.heads, spec.attention_head_dim
+        blocks = -(-tokens // BLOCK_SIZE)
+        cache = self.random(2, blocks, BLOCK_SIZE, shape.kv_heads, shape.k_dim)
+        table = torch.randn(tokens, spec.ropes[0].dim, device=self.device)
+        where = torch.arange(tokens, device=self.device)
+        moved = 2 * tokens * (heads * dim + shape.kv_heads * (shape.k_dim + shape.v_dim)) * self.item
+        work: list[Work] = []
+        for _ in copies(moved):
+            q, k = self.random(tokens, heads, dim), self.random(tokens, shape.kv_heads, shape.k_dim)
+            v, v_cache = (k, cache[1]) if shape.v_dim else (None, None)
+            work.append(
+                lambda q=q, k=k, v=v, v_cache=v_cache: self.ops.rope_kv_write(  # type: ignore[misc]
+                    q, k, v, table, where, cache[0], v_cache, where
+                )
+            )
+        return Case(f"rope_kv_write, {tokens} tokens", moved, 0, work)
+
+    def attention(self, rows: int, queries: int, context: int) -> Case:
+        spec, shape = self.spec, self.spec.kv_shapes[0]
+        per_row = -(-context // BLOCK_SIZE)
+        moved = rows * context * shape.kv_heads * (shape.k_dim + shape.v_dim) * self.item
+        work: list[Work] = []
+        for _ in copies(moved):
+            cache = self.random(2 if shape.v_dim else 1, rows * per_row, BLOCK_SIZE, shape.kv_heads, shape.k_dim)
+            values = cache[1] if shape.v_dim else cache[0][..., spec.ropes[0].dim :]
+            q = self.random(rows * queries, spec.heads, spec.attention_head_dim)
+            batch = self._batch(rows, queries, context, per_row)
+            work.append(
+                lambda q=q, k=cache[0], v=values, b=batch: self.ops.attention(  # type: ignore[misc]
+                    q, k, v, b, CAUSAL, spec.attn_scale
+                )
+            )
+        value_dim = shape.v_dim or shape.k_dim - spec.ropes[0].dim
+        seen = queries * context - queries * (queries - 1) // 2  # causal
+        flops = 2 * rows * seen * spec.heads * (shape.k_dim + value_dim)
+        kind = "decode" if queries == 1 else "prefill"
+        return Case(f"attention {kind}, {rows} x {context}", moved, flops, work)
+
+    def _batch(self, rows: int, queries: int, context: int, per_row: int) -> AttentionBatch:
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        table = torch.randperm(rows * per_row).to(self.device, torch.int32).view(rows, per_row)
+        return AttentionBatch(
+            rows=ints(*range(rows)),
+            q_start=ints(*range(0, rows * queries + 1, queries)),
+            context=ints(*[context] * rows),
+            block_tables=table,
+            num_singles=rows if queries == 1 else 0,
+            max_query=queries,
+            max_context=context,
+            host_rows=list(range(rows)),
+            host_counts=[queries] * rows,
+            host_context=[context] * rows,
+        )
+
+    def sample(self, rows: int) -> Case:
+        vocab = self.spec.vocab_size
+        logits = [torch.randn(rows, vocab, device=self.device) for _ in copies(4 * rows * vocab)]
+        ones = torch.ones(rows, device=self.device)
+        count = torch.arange(rows, device=self.device)
+        batch = SampleBatch(ones, count.int() * 0 + 40, ones * 0.9, ones * 0, count, count, False, True)
+        work: list[Work] = [lambda x=x: self.ops.sample(x, batch) for x in logits]  # type: ignore[misc]
+        return Case(f"sample top_k 40 top_p 0.9, {rows} x {vocab}", 4.0 * rows * vocab, 0, work)

@@ -1,0 +1,66 @@
+"""Timing of one operation, and the two ceilings of a machine: bytes per second and operations per second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reaches at best, measured: a large copy, and a large matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def seconds(variants: list[Work], device: torch.device, budget: float = 0.3) -> float:
+    """Median seconds of one call. `variants` do the same on different memory, so that no cache makes them fast."""
+    for work in variants:
+        work()
+    return _on_gpu(variants, budget) if device.type == "cuda" else _on_cpu(variants, budget)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    big = device.type == "cuda"
+    source = torch.ones((1 << 30) if big else (1 << 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = seconds([lambda: target.copy_(source)], device)
+    size = 8192 if big else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = seconds([lambda: a @ b], device)
+    return Ceilings(2 * source.numel() / copy, 2 * size**3 / product)
+
+
+def _on_cpu(variants: list[Work], budget: float) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(times) < 3:
+        start = time.perf_counter()
+        variants[len(times) % len(variants)]()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _on_gpu(variants: list[Work], budget: float) -> float:
+    """Replays of one recording of all variants, so that launches from Python do not count."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in variants:
+            work()
+    times: list[float] = []
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(times) < 3:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3 / len(variants))
+    return statistics.median(times)

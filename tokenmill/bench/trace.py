@@ -1,0 +1,47 @@
+"""`tokenmill bench trace`: records decode steps and a mixed step as a Chrome trace (open it in a trace viewer)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenmill.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.llm import LLM
+
+
+def record(llm: LLM, folder: Path, *, rows: int, context: int, steps: int = 4) -> list[Path]:
+    """Bring `rows` requests to `context` tokens, trace some decode steps, then the steps that take in a new prompt."""
+    front = llm._front
+    vocab = front.vocab_size
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64, detokenize=False)
+    prompts = [[(row * 7919 + place * 31) % vocab for place in range(context)] for row in range(rows + 1)]
+    follows = [front.prepare(prompt, params) for prompt in prompts]
+    for follow in follows[:-1]:
+        front.submit(follow)
+    while any(follow.leader.num_output < 8 for follow in follows[:-1]):
+        front.step()
+    written = [_profile(llm, folder / "decode.json", steps)]
+    front.submit(follows[-1])
+    written.append(_profile(llm, folder / "mixed.json", steps))
+    for follow in follows:
+        front.cancel(follow)
+    while front.engine.has_work:
+        front.step()
+    return written
+
+
+def _profile(llm: LLM, target: Path, steps: int) -> Path:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(steps):
+            with torch.profiler.record_function("engine step"):
+                llm._front.step()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(target))
+    return target

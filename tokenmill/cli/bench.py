@@ -1,0 +1,60 @@
+"""`tokenmill bench`: what ops and steps cost on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, Model
+from tokenmill.cli.terminal import progress
+
+bench = typer.Typer(no_args_is_help=True, help="Measure ops and steps on this machine.")
+
+
+@bench.command()
+def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None) -> None:
+    """Time every op at the model's shapes, against this machine's measured ceilings. Reads only the model's config."""
+    from tokenmill.bench.ops import bench_ops
+    from tokenmill.config import EngineConfig
+    from tokenmill.engine.build import choose_device, choose_dtype, open_checkpoint
+    from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.source import resolve
+
+    with progress() as report:
+        files = resolve(model, progress=report)
+    spec = spec_from_config(open_checkpoint(EngineConfig(model=model, load_format="dummy"), files)[1])
+    where = choose_device(device or "auto")
+    bench_ops(spec, where, choose_dtype(dtype or "auto", spec, where)[0], typer.echo)
+
+
+@bench.command()
+def trace(
+    model: Model = DEFAULT_MODEL,
+    out: Annotated[Path, typer.Option(help="Folder for decode.json and mixed.json.")] = Path("traces"),
+    rows: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 8,
+    context: Annotated[int, typer.Option(min=1, help="Tokens each of them has.")] = 128,
+    dummy: Annotated[bool, typer.Option("--dummy", help="Random weights: only the model's config is read.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Write Chrome traces of decode steps, and of steps that take in a new prompt beside them."""
+    from tokenmill import LLM
+    from tokenmill.bench.trace import record
+
+    with (
+        progress() as report,
+        LLM(
+            model,
+            device=device or "auto",
+            dtype=dtype or "auto",
+            load_format="dummy" if dummy else "auto",
+            skip_tokenizer_init=True,
+            max_num_seqs=rows + 1,
+            max_model_len=context + 65,
+            progress=report,
+        ) as llm,
+    ):
+        for path in record(llm, out, rows=rows, context=context):
+            typer.echo(f"wrote {path}")
