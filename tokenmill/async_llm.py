@@ -38,15 +38,14 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream one answer. Raises InvalidRequest or QueueFull before the first output."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._follow(lambda: self._front.prepare(prompt, params, **options))
+        return self._follow(lambda: self._front.encode(prompt), params, options)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to a conversation."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        front = self._front
-        return self._follow(lambda: front.prepare(front.chat_ids(messages), params, **options))
+        return self._follow(lambda: self._front.chat_ids(messages), params, options)
 
     async def reset_prefix_cache(self) -> None:
         await self._call(self._front.engine.reset_prefix_cache)
@@ -60,12 +59,15 @@ class AsyncLLM:
             self._commands.put(None)
             self._thread.join()
 
-    async def _follow(self, prepare: Callable[[], Follow]) -> AsyncGenerator[RequestOutput, None]:
+    async def _follow(
+        self, encode: Callable[[], Prompt], params: SamplingParams, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        prompt = await asyncio.to_thread(encode)  # a long text must hold up neither the engine nor the event loop
         mailbox = _Mailbox(asyncio.get_running_loop())
         started: list[Follow] = []
 
         def start() -> None:
-            follow = prepare()
+            follow = self._front.prepare(prompt, params, **options)
             self._front.submit(follow)
             self._mail[follow.id] = mailbox
             started.append(follow)
@@ -117,8 +119,9 @@ class AsyncLLM:
             self._stop(f"the engine has stopped ({cause}); make a new one")
 
     def _obey(self) -> bool:
-        """Run what was asked for meanwhile; sleep while there is nothing else to do. False: stop."""
-        while True:
+        """Run what was asked for until now; sleep while there is nothing else to do. False: stop."""
+        # What is asked for meanwhile waits for the next step: a storm of commands must not stop those who run.
+        for _ in range(max(1, self._commands.qsize())):
             try:
                 command = self._commands.get(block=not self._front.engine.has_work)
             except queue.Empty:
@@ -126,6 +129,7 @@ class AsyncLLM:
             if command is None:
                 return False
             command.run()
+        return True
 
     def _stop(self, why: str) -> None:
         """Let nobody in any more, and tell everybody who waits."""

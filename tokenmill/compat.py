@@ -26,7 +26,7 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={value!r} cannot be respected: {why}; leave it out")
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))
-    if "dtype" in found:
-        name = str(found["dtype"]).removeprefix("torch.")
+    name = str(found.get("dtype")).removeprefix("torch.")  # torch.float16 and "half" are float16
+    if name in _DTYPES or name != str(found.get("dtype")):
         found["dtype"] = _DTYPES.get(name, name)
     return found

@@ -9,6 +9,7 @@ from tokenmill.compat import translate
 from tokenmill.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+QUANTIZATIONS = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -20,7 +21,7 @@ class EngineConfig:
     load_format: str = "auto"
     dtype: str = "auto"
     device: str = "auto"  # auto, cpu, cuda, cuda:0
-    quantization: str | None = None
+    quantization: str | None = None  # fp8: linear layers in 8 bits, quantized while loading; head and embedding are not
     max_model_len: int | None = None  # longest prompt + output
     max_num_seqs: int | None = None  # rows: requests that run at once
     max_num_batched_tokens: int | None = None  # tokens per step
@@ -29,6 +30,7 @@ class EngineConfig:
     block_size: int | None = None  # tokens per KV block
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
+    shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
     overlap: bool = True  # launch a step before the one before it is committed
     policy: str = "priority"  # priority or fcfs
     max_queued_requests: int = 100_000
@@ -48,7 +50,13 @@ class EngineConfig:
         for name in ("max_queued_requests", "max_queued_tokens"):
             if not _is_positive(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a positive whole number")
-        for name in ("enable_prefix_caching", "cuda_graphs", "overlap", "skip_tokenizer_init"):
+        for name in (
+            "enable_prefix_caching",
+            "cuda_graphs",
+            "shared_prefix_attention",
+            "overlap",
+            "skip_tokenizer_init",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -58,10 +66,10 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
-        if self.quantization is not None:
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise ConfigError(
-                f"quantization={self.quantization!r} is not available yet; leave it unset (GGUF files are dequantized "
-                "as they are loaded)"
+                f"quantization={self.quantization!r} is not available; it may be {', '.join(QUANTIZATIONS)}, "
+                "or leave it unset (GGUF files are dequantized as they are loaded)"
             )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ class Front:
             if self._following.get(sequence.request.id) is follow:
                 del self._following[sequence.request.id]
                 self.engine.cancel(sequence.request.id)
-                sequence.finish = Finish.CANCELLED
+                sequence.finish = sequence.finish or Finish.CANCELLED
 
     def prepare(
         self,
@@ -72,7 +73,7 @@ class Front:
     ) -> Follow:
         """Check a prompt and its parameters and make requests of them. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
-        self._check_params(params, len(ids))
+        params = self._checked_params(params, len(ids))
         _check_timeout(timeout)
         _check_salt(cache_salt)
         request_id = self._new_id() if request_id is None else _checked_id(request_id)
@@ -97,6 +98,11 @@ class Front:
             requests[0].beams = Beams(requests[0])
         end_ids = () if params.ignore_eos else self._eos_ids
         return Follow(text, ids, params, requests, self.tokenizer, end_ids, timeout)
+
+    def encode(self, prompt: Prompt) -> Prompt:
+        """The same prompt with its token ids. Touches no state, so any thread may call it."""
+        text, ids = self._prompt_ids(prompt)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def chat_ids(
         self,
@@ -127,7 +133,8 @@ class Front:
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                prompt = prompt["prompt_token_ids"]
+                given = prompt.get("prompt")
+                return (given if isinstance(given, str) else None), self._prompt_ids(prompt["prompt_token_ids"])[1]
             elif "prompt" in prompt:
                 prompt = prompt["prompt"]
             else:
@@ -154,9 +161,11 @@ class Front:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
         return text, ids
 
-    def _check_params(self, params: SamplingParams, prompt_len: int) -> None:
+    def _checked_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A copy of the parameters, so that what the user does with theirs later does not reach a running request."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, not {_shown(params)}")
+        params = copy.copy(params)
         params.check()  # a field may have been set since it was made
         for name, tokens in (("stop_token_ids", params.stop_ids), ("logit_bias", list(params.logit_bias or {}))):
             for token in tokens:
@@ -178,7 +187,9 @@ class Front:
         if params.bad_words:
             tokenizer = self._need_tokenizer("bad_words")
             spelled = [form for word in params.bad_words for form in (word.lstrip(), " " + word.lstrip())]
-            params.bad_words_ids = [tokenizer.encode(form, add_special_tokens=False) for form in dict.fromkeys(spelled)]
+            encoded = [tokenizer.encode(form, add_special_tokens=False) for form in dict.fromkeys(spelled)]
+            params.bad_words_ids = [word for word in encoded if word]
+        return params
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -195,14 +206,14 @@ class Front:
         moved: dict[int, Follow] = {}
         for delta in deltas:
             follow = self._following.get(delta.request.id)
-            if follow is None:
-                continue  # ended earlier by a stop string
-            matched = follow.take_in(delta)
-            if matched:
+            if follow is None or follow.has_ended(delta.request):
+                continue  # ended earlier, by a stop string
+            if follow.take_in(delta):
                 self.engine.cancel(delta.request.id, Finish.STOP)
-            if delta.finished or matched:
-                del self._following[delta.request.id]
             moved[id(follow)] = follow
+            if follow.finished:  # only now are its ids free: siblings of an ended sequence may still run
+                for sequence in follow.sequences:
+                    del self._following[sequence.request.id]
         return list(moved.values())
 
 
@@ -227,6 +238,7 @@ class Follow:
         self.tokenizer = tokenizer if params.detokenize else None
         self._eos_ids = eos_ids
         self.sequences = [_Sequence(request, self.tokenizer, params) for request in requests]
+        self._prompt_tables: list[LogprobTable] = []
 
     @property
     def id(self) -> str:
@@ -238,10 +250,13 @@ class Follow:
 
     def take_in(self, delta: Delta) -> bool:
         """Returns whether a stop string ended the sequence."""
-        for sequence in self.sequences:
-            if sequence.request is delta.request:
-                return sequence.take_in(delta)
-        raise AssertionError(f"{delta.request} is none of {self.id}'s")
+        return self._sequence_of(delta.request).take_in(delta)
+
+    def has_ended(self, request: Request) -> bool:
+        return self._sequence_of(request).finish is not None
+
+    def _sequence_of(self, request: Request) -> _Sequence:
+        return next(sequence for sequence in self.sequences if sequence.request is request)
 
     def output(self) -> RequestOutput:
         """The request as far as it has come."""
@@ -263,7 +278,7 @@ class Follow:
             return outputs
         if not self.finished:
             return outputs[: self.params.n]
-        best = sorted(outputs, key=lambda o: -(o.cumulative_logprob or 0.0) / max(1, len(o.token_ids)))[: self.params.n]
+        best = sorted(outputs, key=_badness)[: self.params.n]
         for index, output in enumerate(best):
             output.index = index
             output.logprobs = output.logprobs if self.params.logprobs is not None else None
@@ -288,7 +303,10 @@ class Follow:
     def _prompt_logprobs(self) -> list[LogprobTable | None] | None:
         if self.params.prompt_logprobs is None:
             return None
-        return [None, *(_table(one, self.tokenizer) for one in self.leader.prompt_logprobs)]
+        known = self.leader.prompt_logprobs
+        if len(self._prompt_tables) != len(known):  # built once: a stream of outputs would pay for it each time
+            self._prompt_tables = [_table(one, self.tokenizer) for one in known]
+        return [None, *self._prompt_tables]
 
 
 class _Sequence:
@@ -353,6 +371,12 @@ class _Sequence:
         if self.finish is Finish.STOP and tokens and tokens[-1] not in eos_ids:
             return tokens[-1]
         return None
+
+
+def _badness(output: CompletionOutput) -> tuple[bool, float]:
+    """Orders the sequences of best_of: those that were cut off last, then by mean log-probability."""
+    whole = output.finish_reason in (Finish.STOP, Finish.LENGTH) and bool(output.token_ids)
+    return not whole, -(output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
 def _table(one: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobTable:

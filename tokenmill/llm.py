@@ -14,6 +14,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Progress, build
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
 from tokenmill.front import Follow, Front, Message, Prompt
+from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 
@@ -60,13 +61,22 @@ class LLM:
         use_tqdm: bool = True,
         *,
         chat_template: str | None = None,
+        add_generation_prompt: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations, in the model's chat format."""
         self._check_open()
         several = [messages] if _is_conversation(messages) else list(messages)
-        prompts = [self._front.chat_ids(conversation, chat_template) for conversation in several]  # type: ignore[arg-type]
+        prompts = [
+            self._front.chat_ids(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
+            for conversation in several
+        ]
         return self.generate(prompts, sampling_params, use_tqdm, **options)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer: encode, decode, chat_template."""
+        self._check_open()
+        return self._front.tokenizer
 
     def stream(
         self,

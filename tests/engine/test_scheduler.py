@@ -168,6 +168,52 @@ def test_a_request_that_proved_innocent_goes_back_to_its_class(overlap):
     finish(house)
 
 
+def test_two_failures_at_once_do_not_convict_anybody():
+    """A launch fails while the step before it turns out to have failed: both held the same innocent requests."""
+    house = engine()
+    pair = [request(id, first=len(id)) for id in ("one", "other")]
+    for one in pair:
+        house.add(one)
+    fail_steps(house, 1)
+    faults = house.runner.faults
+    faults.fail_at_wait = 1.0
+    house.step()
+    faults.fail_at_launch = 1.0
+    house.step()
+    faults.fail_at_wait = faults.fail_at_launch = 0.0
+    assert [one.failures for one in pair] == [2, 2] and all(one.alone for one in pair)
+    fail_steps(house, 1)
+    finish(house)
+    assert all(one.finish is Finish.LENGTH for one in pair)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_suspect_runs_without_proposals(overlap):
+    house = engine(step_tokens=16, overlap=overlap)
+    one = request("one", 40)
+    house.add(one)
+    fail_steps(house, 2)
+    assert one.alone
+    while house.has_work:
+        propose(house, 5)
+        house.step()
+    assert house.scheduler.stats.failed_steps == 2
+    assert one.output == answer(one)
+
+
+def test_blocks_that_a_realtime_request_needs_are_not_taken_by_growing_batch_requests():
+    house = engine(rows=16, step_tokens=256, blocks=40, overlap=False, watermark=0.0)
+    for number in range(8):
+        house.add(request(f"low-{number}", 24, first=100 * number, priority=BATCH))
+    house.step()
+    assert house.scheduler.kv.pool.num_free == 16, "every one of the eight wants another block in the next step"
+    high = request("high", 80, first=11, priority=REALTIME)
+    house.add(high)
+    house.step()
+    assert high.metrics.first_scheduled is not None
+    finish(house)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_search_goes_on_when_not_all_beams_fit_at_once(overlap):
     house = engine(rows=8, blocks=9, overlap=overlap, watermark=0.3)

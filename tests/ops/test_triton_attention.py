@@ -1,5 +1,7 @@
 """The Triton attention kernels compute what the reference computes, and never look where there is no key."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from cases import attention_case, tolerance
@@ -80,14 +82,34 @@ def test_keys_outside_the_window_are_not_read(count, triton_device):
     torch.testing.assert_close(poisoned.call(attention), case.call(reference.attention), **tolerance(torch.float32))
 
 
-def test_many_splits_equal_one(triton_device, monkeypatch):
+def test_many_parts_equal_one(triton_device, monkeypatch):
     from tokenmill.ops.triton import attention_decode
     from tokenmill.ops.triton.attention import attention
 
-    case = attention_case([1] * 3, [1, 90, 333], device=triton_device)
-    for splits, least in [(1, 1), (2, 1), (5, 1), (11, 1), (64, 1), (7, 3)]:
-        monkeypatch.setattr(attention_decode, "decode_splits", lambda *_, s=splits, t=least: (s, t))
-        torch.testing.assert_close(case.call(attention), case.call(reference.attention), **tolerance(torch.float32))
+    for in_place in (0, 1 << 20):
+        monkeypatch.setattr(attention_decode, "_JOIN_IN_PLACE", in_place)
+        for extra, least in [(1, 1), (2, 1), (5, 1), (11, 1), (64, 1), (7, 3)]:
+            case = attention_case([1] * 3, [1, 90, 333], device=triton_device)
+            monkeypatch.setattr(attention_decode, "decode_splits", lambda *_, e=extra, t=least: (e, t))
+            for _layer in range(2):
+                got, expected = case.call(attention), case.call(reference.attention)
+                torch.testing.assert_close(got, expected, **tolerance(torch.float32))
+
+
+def test_parts_follow_what_rows_have_to_read(triton_device):
+    """One long row among short ones is cut, the short ones are not; every tile is read once."""
+    from tokenmill.ops.triton import attention_decode
+
+    case = attention_case([1] * 6, [40, 3000, 64, 17, 1, 90], device=triton_device)
+    plan = attention_decode._plan(case.q, 2, 16, case.batch, case.mask)
+    items = [item for item in plan.items.tolist() if item[0] >= 0]
+    parts = [sum(item[0] == row for item in items) for row in range(6)]
+    assert parts[1] >= 6 and parts[:1] + parts[2:] == [1] * 5
+    assert plan.joins[:, 0].tolist() == [0, parts[1], 0, 0, 0, 0]
+    for row, context in enumerate(case.batch.host_context):
+        mine = sorted(item[1:3] for item in items if item[0] == row)
+        assert mine[0][0] == 0 and mine[-1][1] == -(-context // plan.tile.block_n)
+        assert all(before[1] == after[0] for before, after in pairwise(mine))
 
 
 def test_padding_rows_without_keys_get_zeros(triton_device):
@@ -133,14 +155,22 @@ def test_tree_masks_are_refused(triton_device):
 
 
 def test_decode_workspace_stays_within_its_promise():
-    from tokenmill.ops.triton.config import DECODE_WORKSPACE_BYTES, decode_splits, decode_tile
+    from tokenmill.ops.triton.config import (
+        DECODE_WORKSPACE_BYTES,
+        decode_splits,
+        decode_tile,
+        partial_bytes,
+        prefix_splits,
+    )
 
-    for rows in (1, 7, 64, 512):
+    device = torch.device("cpu")
+    for rows in (1, 7, 64, 512, 4096):
         for heads, kv_heads, dim in ((32, 8, 128), (128, 1, 512), (9, 3, 64)):
-            for keys in (1, 1000, 131072):
-                tile = decode_tile(heads // kv_heads, dim, dim, torch.bfloat16)
-                splits, _ = decode_splits(rows, kv_heads, heads, dim, keys, keys * rows, tile, torch.device("cpu"))
-                assert splits == 1 or rows * heads * splits * (dim + 2) * 4 <= DECODE_WORKSPACE_BYTES
+            tile = decode_tile(heads // kv_heads, dim, dim, torch.bfloat16)
+            extra, _ = decode_splits(rows, kv_heads, heads, dim, tile, device)
+            assert (extra + min(rows, extra)) * partial_bytes(heads, dim) <= DECODE_WORKSPACE_BYTES
+            splits = prefix_splits(rows, extra + rows, kv_heads, heads, dim, device)
+            assert not splits or (extra + rows * (1 + splits)) * partial_bytes(heads, dim) <= DECODE_WORKSPACE_BYTES
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,5 +1,7 @@
 """The Triton norm, rope and activation kernels compute what the reference computes."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import RopeCase, rope_case, tolerance
@@ -97,9 +99,34 @@ def test_rope_kv_write_equals_reference(shape, dtype, triton_device):
     check_rope(case, rope.rope_kv_write, tolerance(dtype))
 
 
-def check_rope(case: RopeCase, fn, limits: dict[str, float]) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
+def test_rope_kv_write_norms_heads_as_the_reference_does(shape, dtype, triton_device):
+    from tokenmill.ops.triton import rope
+
+    case = rope_case(5, skipped=2, dtype=dtype, device=triton_device, **shape)
+    case.fused *= 3
+    weights = randn(2, case.dim, dtype=torch.float32, device=triton_device, seed=1)
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-3}
+    check_rope(case, partial(rope.rope_kv_write, **norms), tolerance(dtype), partial(reference.rope_kv_write, **norms))
+
+
+def test_reference_rope_kv_write_norms_first_and_rounds_between():
+    case = rope_case(6, dtype=torch.bfloat16)
+    weights = randn(2, case.dim, dtype=torch.bfloat16, device="cpu", seed=1)
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-5}
+    fused, separate = case.copy(), case.copy()
+    got = fused.call(partial(reference.rope_kv_write, **norms))
+    for first, heads, weight in ((0, case.heads, weights[0]), (case.heads * case.dim, case.kv_heads, weights[1])):
+        part = separate.fused[:, first : first + heads * case.dim].view(-1, heads, case.dim)
+        part.copy_(reference.rms_norm(part, weight, 1e-5))
+    for have, want in zip(got, separate.call(reference.rope_kv_write)):
+        assert torch.equal(have, want)
+
+
+def check_rope(case: RopeCase, fn, limits: dict[str, float], definition=reference.rope_kv_write) -> None:
     expected, got = case.copy(), case.copy()
-    for want, have in zip(expected.call(reference.rope_kv_write), got.call(fn)):
+    for want, have in zip(expected.call(definition), got.call(fn)):
         assert (want is None) == (have is None)
         if want is not None:
             torch.testing.assert_close(have, want, **limits)

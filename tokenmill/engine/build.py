@@ -28,6 +28,9 @@ from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.plan.hardware import Hardware, cpu_hardware
 from tokenmill.plan.memory import ModelBytes
 from tokenmill.plan.solve import Settings, solve
+from tokenmill.quant.device import has_small_gemm
+from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.scheme import Dense, QuantScheme, scheme_for
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
 
@@ -52,14 +55,16 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     spec = spec_from_config(model_config)
     dtype, dtype_why = choose_dtype(config.dtype, spec, device)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
-    settings = solve(config, model_bytes(spec, dtype), spec.max_positions, hardware_of(device))
+    scheme = choose_scheme(config.quantization, device)
+    settings = solve(config, model_bytes(spec, dtype, scheme), spec.max_positions, hardware_of(device))
     ops = select(Need(device.type, dtype, spec.attention_head_dim, settings.block_size), config.ops)
-    weights = load(config, spec, checkpoint, dtype, device, tell)
+    weights = load(config, spec, checkpoint, dtype, device, scheme, tell)
     decoder = Decoder(spec, weights, ops, max_len=settings.max_len)
     engine = join(config, settings, decoder, dtype, device)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
+        f"linear       {scheme.name}",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
@@ -89,6 +94,7 @@ def join(
         ),
         KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
         POLICIES[config.policy],
+        find_shared_prefixes=config.shared_prefix_attention and device.type == "cuda" and None in decoder.spec.windows,
     )
     recordable = device.type == "cuda" and decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
     runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=config.cuda_graphs and recordable)
@@ -117,6 +123,17 @@ def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[
     if spec.dtype in ("bfloat16", "float16"):
         return getattr(torch, spec.dtype), "as the checkpoint was saved"
     return torch.bfloat16, "half the bytes of float32"
+
+
+def choose_scheme(wanted: str | None, device: torch.device) -> QuantScheme:
+    if wanted is None:
+        return Dense()
+    if device.type == "cuda" and not has_small_gemm(device):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"quantization is {wanted!r}, which needs Triton and a Hopper GPU or later, but this is {name}; unset it"
+        )
+    return Fp8()
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint | None, dict[str, Any]]:
@@ -152,25 +169,33 @@ def load(
     checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     device: torch.device,
+    scheme: QuantScheme,
     tell: Progress,
 ) -> WeightStore:
     if checkpoint is None:
         from tokenmill.model.weights.dummy import dummy_weights
 
-        return dummy_weights(spec, dtype, device, config.seed)
+        return dummy_weights(spec, dtype, device, config.seed, scheme)
     from tokenmill.model.weights.load import load_weights
 
     return load_weights(
-        spec, checkpoint, dtype, device, progress=lambda done, total: tell(done, total, "loading weights")
+        spec, checkpoint, dtype, device, lambda done, total: tell(done, total, "loading weights"), scheme
     )
 
 
-def model_bytes(spec: DecoderSpec, dtype: torch.dtype) -> ModelBytes:
-    itemsize = dtype.itemsize
+def model_bytes(spec: DecoderSpec, dtype: torch.dtype, scheme: QuantScheme | None = None) -> ModelBytes:
+    itemsize, scheme = dtype.itemsize, scheme or Dense()
+    linear = {name: param.shape for name, param in spec.parameters().items() if param.kind == "linear"}
+    schemes = {name: scheme_for(name, scheme) for name in linear}
+    saved = sum(
+        rows * columns * itemsize - schemes[name].nbytes(rows, columns, dtype)
+        for name, (rows, columns) in linear.items()
+    )
+    input_copy = max(schemes[name].input_bytes(columns) for name, (_, columns) in linear.items())
     return ModelBytes(
-        weights=spec.weight_bytes(itemsize),
+        weights=spec.weight_bytes(itemsize) - saved,
         kv_per_token=spec.kv_bytes_per_token(itemsize),
-        activation_per_token=spec.activation_elements * itemsize,
+        activation_per_token=spec.activation_elements * itemsize + input_copy,
         logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
         vocab=spec.vocab_size,
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),

@@ -71,6 +71,7 @@ class Request:
         "blocks",
         "cumulative_logprob",
         "deadline",
+        "distrustful",
         "drafts",
         "error",
         "failed_at",
@@ -101,9 +102,11 @@ class Request:
         "row",
         "salt",
         "seed",
+        "started_on_others",
         "state",
         "stop_ids",
         "tokens",
+        "void_until",
     )
 
     def __init__(
@@ -156,6 +159,9 @@ class Request:
         self.lane = priority  # effective class, fixed when it is admitted
         self.promoted = False  # admitted above its class because it had waited long
         self.failures = 0
+        self.started_on_others = False  # holds blocks that another request filled
+        self.distrustful = False  # had logits that were no numbers: uses nobody's blocks any more
+        self.void_until = 0  # results of launched steps up to this one are dropped
         self.failed_at = 0  # how far it had come when a step with it failed
         self.alone = False  # suspected of breaking steps: runs without company until past failed_at
         # Siblings that start from this request's prompt (n > 1), and where a fork starts

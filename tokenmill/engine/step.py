@@ -22,6 +22,14 @@ class Admission:
     stop_ids: list[int]  # forbidden while fewer than params.min_tokens tokens are out
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Rows of a step whose block tables begin with the same blocks: a runner may read these once for all of them."""
+
+    tokens: int  # a multiple of the block size; no member computes a position among them
+    members: tuple[int, ...]  # indices into the step's lists; singles only
+
+
 @dataclass(slots=True)
 class Step:
     """One forward pass over some tokens of some rows. Parallel lists, one entry per scheduled row.
@@ -43,6 +51,7 @@ class Step:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # row -> proposed tokens, verified in this step
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
+    shared: SharedPrefix | None = None  # changes the cost of the step, never its result
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
 
     @property

@@ -140,6 +140,12 @@ class KVManager:
                 self.pool.mark_content(block, False)
         self.settle(step)
 
+    def forget(self, request: Holder) -> None:
+        """Nobody may find what lies in the request's blocks."""
+        for block in request.blocks:
+            if self.index.forget(block):
+                self.pool.mark_content(block, False)
+
     def release(self, request: Holder, fence: int) -> None:
         """Take back everything the request holds, once step `fence` is settled."""
         self.pool.release(request.blocks, fence)

@@ -14,7 +14,7 @@ from tokenmill.model.layers import (
     MoEWeights,
     WeightStore,
 )
-from tokenmill.model.moe import route
+from tokenmill.model.moe import experts_of
 from tokenmill.model.rope import rope_table
 from tokenmill.model.spec import DecoderSpec, MLASpec
 from tokenmill.ops.registry import Ops
@@ -109,9 +109,10 @@ class Decoder:
         q = q.view(-1, spec.heads, spec.head_dim)
         k = k.view(-1, spec.kv_heads, spec.head_dim)
         v = v.view(-1, spec.kv_heads, spec.head_dim)
-        if spec.qk_norm == "head":
-            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
-        self.ops.rope_kv_write(q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots)
+        head_norms = (weights.q_norm, weights.k_norm) if spec.qk_norm == "head" else (None, None)
+        self.ops.rope_kv_write(
+            q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots, *head_norms, spec.norm_eps
+        )
         out = self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
         return weights.o(out.flatten(1))
 
@@ -144,7 +145,6 @@ class Decoder:
         if isinstance(weights, MLPWeights):
             return weights.down(self.ops.act_mul(weights.gate_up(x), self.spec.activation))
         assert self.spec.moe is not None
-        scores = F.linear(x.to(weights.router.dtype), weights.router)
-        share, experts = route(scores, self.spec.moe)
+        share, experts = experts_of(x, weights.router, self.spec.moe, self.ops)
         out = self.ops.moe(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
         return out if weights.shared is None else out + self._mlp(x, weights.shared)

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from tokenmill.model.spec import MoESpec
+from tokenmill.ops.registry import Ops
+
+
+def experts_of(
+    x: torch.Tensor,  # [tokens, hidden]
+    router: torch.Tensor,  # [experts, hidden], float32 or wider
+    moe: MoESpec,
+    ops: Ops,
+) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k], experts [tokens, top_k] integers
+    """Routing in one op where the device has one for it (plain softmax routing), in torch elsewhere."""
+    fused = ops.chosen.get("route")
+    if fused is None or moe.groups > 1 or router.dtype != torch.float32:
+        return route(F.linear(x.to(router.dtype), router), moe)
+    weights, experts = fused.fn(x, router, moe.top_k, moe.normalize, moe.scale)
+    return weights, experts
 
 
 def route(

@@ -40,8 +40,14 @@ def rope_kv_write(
     k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
     v_cache: torch.Tensor | None,  # [blocks, block_size, kv_heads, v_dim]
     slots: torch.Tensor,  # [tokens]: block * block_size + offset; negative: do not write
+    q_norm: torch.Tensor | None = None,  # [dim]: heads of q and k are normed before they are rotated
+    k_norm: torch.Tensor | None = None,  # [dim]: both or neither
+    eps: float = 0.0,
 ) -> None:
     """Rotate the first rot_dim dims of q and k (half-split pairs), and store k and v at their slots."""
+    if q_norm is not None and k_norm is not None:
+        q.copy_(rms_norm(q, q_norm, eps))
+        k = rms_norm(k, k_norm, eps)
     half = cos_sin.shape[1] // 2
     angles = cos_sin[positions.long()].to(_wide(q.dtype))
     cos, sin = angles[:, None, :half], angles[:, None, half:]

@@ -35,6 +35,10 @@ class AttentionBatch:
     host_counts: list[int]
     host_context: list[int]
     tree: torch.Tensor | None = None  # [tokens, max_query] bool: which of its row's new tokens a query sees
+    # Singles whose block tables begin with the same blocks, so that these may be read once for all of them. It changes
+    # nothing about the answer, and an implementation may ignore it. Positions beyond the last member hold -1.
+    shared_members: torch.Tensor | None = None  # [at most n] int32: which of the n rows
+    shared_tokens: torch.Tensor | None = None  # [n] int32: length of the common beginning; 0: the row is no member
     cache: dict[str, Any] = field(default_factory=dict)  # what an implementation derives once for all layers
 
 

@@ -8,7 +8,22 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from tokenmill.quant.device import arrivals_for, has_small_gemm
+
 Storage = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Activations that are float8 already, one scale per row: what a fused norm or activation may hand over."""
+
+    values: torch.Tensor  # [..., in] float8
+    scale: torch.Tensor  # [...] float32
+    dtype: torch.dtype  # of the model, and so of the product
+
+    def widen(self) -> torch.Tensor:  # [..., in]
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return (self.values.to(wide) * self.scale[..., None]).to(self.dtype)
 
 
 class QuantScheme(Protocol):
@@ -22,13 +37,25 @@ class QuantScheme(Protocol):
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage: ...
 
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Bytes of such a matrix, for the memory plan."""
+        ...
+
+    def input_bytes(self, columns: int) -> int:
+        """Bytes per token of the copy that `matmul` makes of its input."""
+        ...
+
+    def wants_quantized(self, storage: Storage, rows: int, dtype: torch.dtype) -> bool:
+        """Whether `matmul` would quantize so many rows itself: whoever makes them may then hand them over quantized."""
+        ...
+
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
         """Store weight [n, in] as rows first_row, ..., converting it to the storage's own form and device."""
         ...
 
     def matmul(
         self,
-        x: torch.Tensor,  # [..., in]
+        x: torch.Tensor | QuantizedRows,  # [..., in]
         storage: Storage,
         bias: torch.Tensor | None,  # [out]
     ) -> torch.Tensor:  # [..., out]
@@ -41,13 +68,30 @@ class Dense:
     name = "dense"
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        return {"weight": torch.empty(rows, columns, dtype=dtype, device=device)}
+        return {"weight": torch.empty(rows, columns, dtype=dtype, device=device), **arrivals_for(rows, device)}
+
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        return rows * columns * dtype.itemsize
+
+    def input_bytes(self, columns: int) -> int:
+        return 0
+
+    def wants_quantized(self, storage: Storage, rows: int, dtype: torch.dtype) -> bool:
+        return False
 
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
         storage["weight"][first_row : first_row + weight.shape[0]].copy_(weight)
 
-    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, storage["weight"], bias)
+    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = storage["weight"]
+        if isinstance(x, QuantizedRows):
+            x = x.widen()
+        if x.dim() == 2 and has_small_gemm(x.device):
+            from tokenmill.ops.triton.gemm_small import beats_library, small_gemm
+
+            if beats_library(x, weight):
+                return small_gemm(x, weight, bias, arrivals=storage.get("arrivals"))
+        return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -58,5 +102,16 @@ class Linear:
     storage: Storage
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         return self.scheme.matmul(x, self.storage, self.bias)
+
+    def wants_quantized(self, rows: int, dtype: torch.dtype) -> bool:
+        return self.scheme.wants_quantized(self.storage, rows, dtype)
+
+
+def scheme_for(name: str, scheme: QuantScheme) -> QuantScheme:
+    """The scheme of a linear layer, by its canonical name.
+
+    The head stays dense, as the embedding does (and often is): errors there reach the logits undamped.
+    """
+    return Dense() if name == "lm_head" else scheme

@@ -171,7 +171,8 @@ class Sampler:
     ) -> None:
         longest = max(positions[entry] for entry in penalized)
         known = self.tokens[:, :longest]
-        size = max(1, _PENALTY_SCRATCH // (4 * logits.element_size() * logits.shape[1]))
+        per_row = 4 * logits.element_size() * logits.shape[1] + 24 * longest  # counts; the row's tokens as indices
+        size = max(1, _PENALTY_SCRATCH // per_row)
         for part in torch.split(entries, size):
             mine = words.index_select(1, part)
             repetition, presence, frequency = mine[4:7].view(torch.float32)

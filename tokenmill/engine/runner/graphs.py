@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenmill.engine.runner.inputs import Ints, block_writes, shared_lengths
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.step import Step
+from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampler
@@ -28,6 +29,56 @@ class _Recording:
     tokens: torch.Tensor | None = None  # [bucket]: where a replay leaves the sampled tokens
 
 
+class _Staging:
+    """Pinned memory that the host writes while older steps are still being copied from the other buffers."""
+
+    def __init__(self, words: int, buffers: int = 4) -> None:
+        self._buffers = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(buffers)]
+        self._copied = [torch.cuda.Event() for _ in range(buffers)]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def send(self, parts: list[Ints], target: torch.Tensor) -> torch.Tensor:
+        """Start the copy of these parts, one after the other, to the beginning of `target`; returns that."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        copied = self._copied[self._turn]
+        if not copied.query():  # type: ignore[no-untyped-call]
+            copied.synchronize()  # more steps are under way than there are buffers
+        count = sum(map(len, parts))
+        buffer = self._buffers[self._turn][:count]
+        np.concatenate(parts, out=buffer.numpy())
+        target = target[:count]
+        target.copy_(buffer, non_blocking=True)
+        copied.record()
+        return target
+
+
+class _Columns:
+    """The inputs that seldom change from step to step, as arrays: rows, and who shares a prefix."""
+
+    def __init__(self, scratch_row: int) -> None:
+        self._scratch_row = scratch_row
+        self._rows: list[int] = []
+        self._rows_column: Ints = np.zeros(0, dtype=np.int64)
+        self._shared: tuple[SharedPrefix, int] | None = None
+        self._shared_columns: list[Ints] = []
+
+    def rows(self, rows: list[int], bucket: int) -> Ints:  # [bucket]
+        """Padding rows point at the scratch row."""
+        if bucket != len(self._rows_column) or rows != self._rows:
+            self._rows = rows
+            self._rows_column = np.full(bucket, self._scratch_row, dtype=np.int64)
+            self._rows_column[: len(rows)] = rows
+        return self._rows_column
+
+    def shared(self, shared: SharedPrefix, bucket: int) -> list[Ints]:  # [bucket] members (-1 after them), tokens
+        if self._shared is None or self._shared[0] is not shared or self._shared[1] != bucket:
+            members = np.full(bucket, -1, dtype=np.int64)
+            members[: len(shared.members)] = shared.members
+            self._shared = shared, bucket
+            self._shared_columns = [members, shared_lengths(shared, bucket)]
+        return self._shared_columns
+
+
 class DecodeGraphs:
     """Input preparation, forward pass, sampling and the write to the token table in one replay.
 
@@ -38,10 +89,13 @@ class DecodeGraphs:
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
         self._decoder, self._state, self._sampler = decoder, state, sampler
         self._sizes = bucket_sizes(max_rows)
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._recordings: dict[tuple[int, int, bool], _Recording] = {}
         device = state.tokens.device
-        # [rows | starts | block_at | block_value], each section as long as the bucket
-        self._inputs = torch.zeros(4 * max_rows, dtype=torch.int64, device=device)
+        # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
+        # where there is one; then [block_at | block_value]
+        self._inputs = torch.zeros(6 * max_rows, dtype=torch.int64, device=device)
+        self._staging = _Staging(6 * max_rows)
+        self._columns = _Columns(state.scratch_row)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -56,51 +110,48 @@ class DecodeGraphs:
         """Launch the step; `traits` says how its rows are sampled."""
         bucket = self._sizes[bisect_left(self._sizes, len(step.rows))]
         self._send(step, bucket)
-        recording = self._recordings.setdefault((bucket, traits), _Recording())
+        shared = step.shared is not None
+        recording = self._recordings.setdefault((bucket, traits, shared), _Recording())
         recording.uses += 1
         if recording.uses == 1:
-            return self._decode(bucket, traits)[: len(step.rows)]
+            return self._decode(bucket, traits, shared)[: len(step.rows)]
         if recording.graph is None:
-            self._record(recording, bucket, traits)
+            self._record(recording, bucket, traits, shared)
         assert recording.graph is not None and recording.tokens is not None
         recording.graph.replay()
         return recording.tokens[: len(step.rows)]
 
     def _send(self, step: Step, bucket: int) -> None:
-        """One copy to the device; padding rows point at the scratch row and have no context."""
-        count = len(step.rows)
-        words = np.zeros(2 * bucket, dtype=np.int64)
-        words[:count] = step.rows
-        words[count:bucket] = self._state.scratch_row
-        words[bucket : bucket + count] = step.starts
-        at = [row * self._state.max_blocks + first + n for row, first, new in step.blocks for n in range(len(new))]
-        if at:
-            values = [block for _, _, new in step.blocks for block in new]
-            words = np.concatenate([words, np.array(at + values, dtype=np.int64)])
-        packed = torch.from_numpy(words).pin_memory()
-        inputs = self._inputs[: len(words)]
-        inputs.copy_(packed, non_blocking=True)
-        if at:
-            block_at, block_value = inputs[2 * bucket :].chunk(2)
-            self._state.block_tables.view(-1).scatter_(0, block_at, block_value.int())
+        """One copy to the device, and new entries of the block tables where rows grew."""
+        starts = np.zeros(bucket, dtype=np.int64)
+        starts[: len(step.starts)] = step.starts
+        parts = [self._columns.rows(step.rows, bucket), starts]
+        if step.shared is not None:
+            parts += self._columns.shared(step.shared, bucket)
+        block_at, block_value = block_writes(step, self._state.max_blocks)
+        inputs = self._staging.send([*parts, block_at, block_value], self._inputs)
+        if len(block_at):
+            at, value = inputs[len(parts) * bucket :].chunk(2)
+            self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _record(self, recording: _Recording, bucket: int, traits: int) -> None:
+    def _record(self, recording: _Recording, bucket: int, traits: int, shared: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                recording.tokens = self._decode(bucket, traits)
+                recording.tokens = self._decode(bucket, traits, shared)
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
         recording.graph = graph
 
-    def _decode(self, bucket: int, traits: int) -> torch.Tensor:  # [bucket]
+    def _decode(self, bucket: int, traits: int, shared: bool) -> torch.Tensor:  # [bucket]
         """The whole step in terms of the static inputs."""
         state = self._state
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
+        members, lengths = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if shared else (None, None)
         live = rows != state.scratch_row
         attention = AttentionBatch(
             rows=rows.int(),
@@ -109,10 +160,12 @@ class DecodeGraphs:
             block_tables=state.block_tables,
             num_singles=bucket,
             max_query=1,
-            max_context=state.max_len,  # a recording must serve any context, so work is cut for the longest
+            max_context=state.max_len,  # a recording must serve any context
             host_rows=[0] * bucket,
             host_counts=[1] * bucket,
             host_context=[state.max_len] * bucket,
+            shared_members=members,
+            shared_tokens=lengths,
         )
         batch = TokenBatch(
             ids=state.tokens[rows, starts],

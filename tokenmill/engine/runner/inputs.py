@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenmill.engine.step import Step
+from tokenmill.engine.step import SharedPrefix, Step
 
 Ints = npt.NDArray[np.int64]
 
@@ -28,7 +28,7 @@ def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
     Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
     Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
-    copy_from/copy_to (blocks).
+    copy_from/copy_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
     """
     rows, starts, counts, samples = (
         np.array(column, dtype=np.int64) for column in (step.rows, step.starts, step.counts, step.samples)
@@ -46,7 +46,7 @@ def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
     back = samples[entry_owner] - within  # 1 for a row's last token
     entry_rows, entry_positions = rows[entry_owner], ends[entry_owner] - back + 1
     token_at, token_value = _token_writes(step, max_len)
-    block_at, block_value = _block_writes(step, max_blocks)
+    block_at, block_value = block_writes(step, max_blocks)
     copies = np.array(step.copies, dtype=np.int64).reshape(-1, 2)
     named = {
         "rows": rows,
@@ -63,12 +63,21 @@ def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
         "block_value": block_value,
         "copy_from": copies[:, 0],
         "copy_to": copies[:, 1],
+        "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
+        "shared_tokens": shared_lengths(step.shared, len(rows)) if step.shared else np.zeros(0, dtype=np.int64),
     }
     sections, at = {}, 0
     for name, part in named.items():
         sections[name] = slice(at, at + len(part))
         at += len(part)
     return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), entry_positions.tolist())
+
+
+def shared_lengths(shared: SharedPrefix, rows: int) -> Ints:  # [rows]
+    """How many tokens each row shares with the others; 0 for those that share none."""
+    lengths = np.zeros(rows, dtype=np.int64)
+    lengths[list(shared.members)] = shared.tokens
+    return lengths
 
 
 def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
@@ -90,9 +99,14 @@ def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
     return _joined(at), _joined(value)
 
 
-def _block_writes(step: Step, max_blocks: int) -> tuple[Ints, Ints]:
-    at = [row * max_blocks + np.arange(first, first + len(blocks)) for row, first, blocks in step.blocks]
-    return _joined(at), _joined([np.array(blocks, dtype=np.int64) for _, _, blocks in step.blocks])
+def block_writes(step: Step, max_blocks: int) -> tuple[Ints, Ints]:
+    """Where in the flattened block tables entries changed, and what they are now."""
+    if not step.admissions:  # rows grow by a block now and then: lists are faster than many small arrays
+        at = [row * max_blocks + first + n for row, first, blocks in step.blocks for n in range(len(blocks))]
+        value = [block for _, _, blocks in step.blocks for block in blocks]
+        return np.array(at, dtype=np.int64), np.array(value, dtype=np.int64)
+    ranges = [row * max_blocks + np.arange(first, first + len(blocks)) for row, first, blocks in step.blocks]
+    return _joined(ranges), _joined([np.array(blocks, dtype=np.int64) for _, _, blocks in step.blocks])
 
 
 def _joined(parts: list[Ints]) -> Ints:

@@ -76,6 +76,8 @@ class TorchRunner:
                 host_rows=step.rows,
                 host_counts=step.counts,
                 host_context=context,
+                shared_members=part["shared_members"].int() if step.shared else None,
+                shared_tokens=part["shared_tokens"].int() if step.shared else None,
             ),
         )
 

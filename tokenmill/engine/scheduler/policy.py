@@ -63,6 +63,7 @@ class WaitingQueue:
         self._entry: dict[str, int] = {}  # id -> ticket of its live heap entry; others are stale
         self._size: dict[str, int] = {}  # id -> tokens it had when it was queued
         self._ticket = 0
+        self._stale = 0  # removed since the heaps were last cleaned, at most
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -86,8 +87,18 @@ class WaitingQueue:
         self.num_tokens += len(request.tokens)
 
     def remove(self, request: Request) -> None:
-        if self._entry.pop(request.id, None) is not None:
-            self.num_tokens -= self._size.pop(request.id)
+        if self._entry.pop(request.id, None) is None:
+            return
+        self.num_tokens -= self._size.pop(request.id)
+        self._stale += 1
+        if self._stale > 64 + len(self._entry):  # the heaps hold more of the gone than of the waiting
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        for lane, heap in self._lanes.items():
+            self._lanes[lane] = [entry for entry in heap if self._entry.get(entry[2].id) == entry[1]]
+            heapq.heapify(self._lanes[lane])
+        self._stale = 0
 
     def head(self, now: float, may_promote: bool) -> tuple[int, Request] | None:
         """The next request and its effective lane, or None."""

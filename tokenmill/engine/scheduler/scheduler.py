@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import Finish, Request, State
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
+from tokenmill.engine.scheduler.shared import SharedPrefixFinder
 from tokenmill.engine.step import Admission, Step, StepResult, TokenLogprobs
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
@@ -61,7 +62,9 @@ class Scheduler:
     decodes its token, then deals what is left of the token budget to prefills and newcomers, lane by lane.
     """
 
-    def __init__(self, limits: Limits, kv: KVManager, policy: Policy | None = None) -> None:
+    def __init__(
+        self, limits: Limits, kv: KVManager, policy: Policy | None = None, *, find_shared_prefixes: bool = False
+    ) -> None:
         if limits.max_step_tokens < limits.max_rows:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
         self.limits = limits
@@ -75,10 +78,14 @@ class Scheduler:
         self._suspects: deque[Request] = deque()
         # Alive but not queued: followers that wait for their leader's prompt, preempted beams that wait for their round
         self._dormant: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, str]] = []  # a heap
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
+        self._registered = 0
         self._num_promoted = 0
+        self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
+        self._promised_above = 0  # a lane
         self._events: list[Delta] = []  # finished outside of a commit
         self._number = 0
+        self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
 
     # -- what the engine calls ------------------------------------------------------------------------------
 
@@ -115,6 +122,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a launched step is committed."""
         self._expire(now)
+        self._promised = 0
         step = Step(number=self._number + 1)
         shares: list[Share] = []
         if self._suspects:
@@ -138,7 +146,7 @@ class Scheduler:
             samples = step.samples[index]
             if samples:
                 request.pending -= 1
-            if request.state is FINISHED:
+            if request.state is FINISHED or step.number <= request.void_until:
                 continue
             if request.failures and step.starts[index] + step.counts[index] >= request.failed_at:
                 self._acquit(request)
@@ -183,6 +191,8 @@ class Scheduler:
                 self._preempt(request)
             elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
                 self.waiting.push(request)
+            if request.alone and len(involved) > 1:
+                continue  # it is convicted only by steps that it had to itself
             request.failures += 1
             self._judge(request, cause, now)
         self.kv.void(newest)
@@ -220,6 +230,7 @@ class Scheduler:
                 return
             while victims and not self._fits(rows, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
                 self._preempt(victims.pop())
+            self._promised, self._promised_above = blocks, lane
 
     def _fits(self, rows: int, blocks: int, free: int) -> bool:
         """Whether newcomers leave enough blocks for those who run to grow."""
@@ -304,27 +315,28 @@ class Scheduler:
                 self._preempt(self.running[-1])
                 hits, need = self._admission_need(suspect)
             self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
+        suspect.drafts = []
         count = min(suspect.work(), self.limits.max_step_tokens)
         if count:
             self._deal(step, shares, suspect, count)
 
     def _grow(self, step: Step, request: Request, tokens: int) -> bool:
         """Give the request blocks for `tokens`, preempting the least important if there are none."""
-        held = len(request.blocks)
-        fresh = self.kv.grow(request, tokens)
-        if fresh is None:
-            missing = self.kv.blocks_for(tokens) - held - self.kv.pool.num_free - self.kv.pool.num_parked
-            while missing > 0 and self.running:
-                victim = self.running[-1]
-                missing -= self._freed_by(victim)
-                self._preempt(victim)
-                if victim is request:
-                    return False
-            fresh = self.kv.grow(request, tokens)  # blocks of a launched step come back only after its commit
-            if fresh is None:
+        pool, held = self.kv.pool, len(request.blocks)
+        need = self.kv.blocks_for(tokens) - held
+        if request.lane > self._promised_above:
+            need += self._promised
+        missing = need - pool.num_free - pool.num_parked
+        while missing > 0:
+            victim = self.running[-1]
+            missing -= self._freed_by(victim)
+            self._preempt(victim)
+            if victim is request:
                 return False
-        if fresh:
-            step.blocks.append((request.row, held, fresh))
+        fresh = self.kv.grow(request, tokens) if need <= pool.num_free else None
+        if fresh is None:  # blocks of a launched step come back only after its commit
+            return False
+        step.blocks.append((request.row, held, fresh))
         return True
 
     def _admission_need(self, request: Request) -> tuple[list[int], int]:
@@ -332,12 +344,13 @@ class Scheduler:
         if self._can_fork(request):
             whole = request.fork_tokens // self.kv.block_size
             return [], self.kv.blocks_for(len(request.tokens)) - whole
-        hits = [] if request.params.prompt_logprobs is not None else self.kv.match(request)
+        fresh_start = request.params.prompt_logprobs is not None or request.distrustful
+        hits = [] if fresh_start else self.kv.match(request)
         return hits, self.kv.needed(request, hits, len(request.tokens))
 
     def _can_fork(self, request: Request) -> bool:
         parent = request.fork_from
-        if parent is None or parent.state is not RUNNING:
+        if parent is None or parent.state is not RUNNING or request.distrustful:
             return False
         # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
         dealt_now = parent.last_step == self._number + 1
@@ -371,7 +384,9 @@ class Scheduler:
         else:
             self.kv.admit(request, hits)
         request.fork_from = None
-        request.prompt_logprobs = []  # they come again: it starts at its first token when it wants them
+        request.started_on_others = request.num_computed > 0
+        if request.num_computed == 0:
+            request.prompt_logprobs = []  # they come again
         if self.kv.grow(request, len(request.tokens)) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
         insort(self.running, request, key=_importance)
@@ -416,6 +431,9 @@ class Scheduler:
                 step.chosen.append((request.row, start, request.tokens[start]))
             if start < request.prompt_len and request.params.prompt_logprobs is not None:
                 step.prompt_logprobs[request.row] = (request.params.prompt_logprobs, request.prompt_len)
+        if self._shared_prefixes is not None:
+            together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
+            step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))
         self.stats.steps += 1
         self.stats.tokens += step.num_tokens
 
@@ -435,8 +453,7 @@ class Scheduler:
         kept = 0
         for token in tokens:
             if token < 0:
-                request.error = "the model's logits were not finite; try dtype float32, or check the weights"
-                self._finish(request, Finish.ERROR, now, report=False)
+                self._not_finite(request, now)
                 break
             kept += 1
             request.tokens.append(token)
@@ -453,6 +470,18 @@ class Scheduler:
             request.logprobs += logprobs
             request.cumulative_logprob += sum(one.logprob for one in logprobs)
         return Delta(request, tokens[:kept], logprobs, request.state is FINISHED)
+
+    def _not_finite(self, request: Request, now: float) -> None:
+        """Its logits were no numbers. Others may have filled the blocks it started on, so it tries once on its own."""
+        self.kv.forget(request)
+        if request.started_on_others and not request.distrustful:
+            request.distrustful = True
+            request.void_until = request.last_step
+            if request.state is RUNNING:
+                self._preempt(request)
+            return
+        request.error = "the model's logits were not finite; try dtype float32, or check the weights"
+        self._finish(request, Finish.ERROR, now, report=False)
 
     def _preempt(self, request: Request) -> None:
         """Give up row and blocks; the tokens stay, and are computed again when there is room."""
@@ -511,6 +540,7 @@ class Scheduler:
                 request.error = f"this request failed {request.failures} times, the last ones alone: {cause}"
                 self._finish(request, Finish.ERROR, now)
         elif request.failures >= MAX_FAILURES:
+            request.failures = MAX_FAILURES
             request.alone = True
             self._suspects.append(request)
 
@@ -548,12 +578,16 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         self.requests[request.id] = request
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.id))
+            self._registered += 1
+            heapq.heappush(self._deadlines, (request.deadline, self._registered, request))
+            if len(self._deadlines) > 64 + 2 * len(self.requests):  # most of them ended long before their deadline
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+                heapq.heapify(self._deadlines)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] < now:
-            request = self.requests.get(heapq.heappop(self._deadlines)[1])
-            if request is not None:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.finished:
                 request.error = f"its deadline passed {now - request.arrival:.3f} s after it arrived"
                 self._finish(request, Finish.DEADLINE, now)
 

@@ -8,7 +8,7 @@ import torch
 
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec, ParamSpec
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.scheme import Dense, Linear, QuantScheme, scheme_for
 
 _CHUNK = 1 << 25  # elements made at once, so that nothing but the weights themselves needs room
 
@@ -27,7 +27,7 @@ def dummy_weights(
     for name, param in spec.parameters().items():
         # 32 bits, since torch's CPU generator ignores the rest.
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        weights[name] = weight = allocate(spec, param, dtype, place, scheme)
+        weights[name] = weight = allocate(spec, param, dtype, place, scheme_for(name, scheme))
         _fill(weight, param, dtype, generator)
     return ResidentWeights(spec, weights)
 

@@ -11,7 +11,7 @@ from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocat
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import Checkpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.scheme import Dense, Linear, QuantScheme, scheme_for
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -33,7 +33,7 @@ def load_weights(
     total, done = sum(param.numel for param in params.values()), 0
     weights: dict[str, Weight] = {}
     for name, param in params.items():
-        weight = allocate(spec, param, dtype, place, scheme)
+        weight = allocate(spec, param, dtype, place, scheme_for(name, scheme))
         for piece in chosen[name]:
             _fill(weight, piece, _read(checkpoint, spelled[piece.source], piece))
         weights[name] = weight

@@ -1,12 +1,14 @@
 """Triton kernels; importing this package needs triton, so the registry does it only where they may be used."""
 
 from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton import activation, attention, norm, rope, sample
+from tokenmill.ops.triton import activation, attention, moe, moe_route, norm, rope, sample
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *norm.IMPLEMENTATIONS,
     *rope.IMPLEMENTATIONS,
     *attention.IMPLEMENTATIONS,
     *activation.IMPLEMENTATIONS,
+    *moe_route.IMPLEMENTATIONS,
+    *moe.IMPLEMENTATIONS,
     *sample.IMPLEMENTATIONS,
 )

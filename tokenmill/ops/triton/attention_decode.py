@@ -1,15 +1,47 @@
-"""Attention for rows with one query: keys are cut into parts that run side by side, and a second kernel joins them."""
+"""Attention for rows with one query: the device deals parts of their keys to programs, and joins what they find."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import MAX_SPLITS, decode_splits, decode_tile, power_of_two, split_head
+from tokenmill.ops.triton.attention_shared import prefix_attention
+from tokenmill.ops.triton.config import (
+    Tile,
+    decode_splits,
+    decode_tile,
+    power_of_two,
+    prefix_splits,
+    prefix_tile,
+    split_head,
+)
 from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
+
+_FIELDS = tl.constexpr(8)  # of an item: row, first tile, end tile, part, parts to join, table row, context, first key
+# The program that ends last joins a row's parts where they are small; elsewhere a second kernel, spread over heads.
+_JOIN_IN_PLACE = 2048  # elements of one part
+_JOIN_TILE = 4096  # elements that a join holds at once
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Who reads which keys: made on the device once per step, for all layers with the same mask."""
+
+    tile: Tile
+    head_tiles: int
+    shared: bool  # the rows' common beginning is computed apart
+    prefix_tile: Tile
+    prefix_splits: int
+    num_items: int  # programs per kv head
+    num_slots: int  # rows of partial results that parts of the rows' own keys may take
+    items: torch.Tensor  # [num_items, 8] int32
+    joins: torch.Tensor  # [rows, 3] int32: how many parts the row has to join (0: none), its first slot, is it a member
+    counters: torch.Tensor  # [num_slots, kv_heads] int32: parts that are done; zero between layers
 
 
 def decode_attention(
@@ -24,85 +56,173 @@ def decode_attention(
     rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
     block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     group = heads // kv_heads
-    tile = decode_tile(group, key_dim, value_dim, q.dtype)
-    head_tiles = triton.cdiv(group, tile.block_m)
-    longest, total = _keys_to_read(batch, mask)
-    splits, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, longest, total, tile, q.device)
-    partial, stats = _workspace(out, rows, heads, splits, value_dim)
-    head = split_head(key_dim)
+    plan = _plan(q, kv_heads, value_dim, batch, mask)
+    tile, head = plan.tile, split_head(key_dim)
+    value_block = max(16, power_of_two(value_dim))
+    # Parts of the rows' own keys come first, then prefix_splits parts per row of what they share.
+    slots = plan.num_slots + rows * plan.prefix_splits
+    partial = torch.empty(slots, heads, value_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(slots, heads, 2, dtype=torch.float32, device=q.device)
+    if plan.shared:
+        first = plan.num_slots
+        prefix_attention(
+            q, k_cache, v_cache, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile,
+            plan.prefix_splits,
+        )  # fmt: skip
+    join_heads = power_of_two(group)
+    in_place = plan.head_tiles == 1 and join_heads * value_block <= _JOIN_IN_PLACE
     cap_scale, score_scale = score_scales(scale, mask.softcap)
-    window, sinks = mask.window or 0, mask.sinks
-    _decode_kernel[(kv_heads * head_tiles, splits, rows)](
-        q, k_cache, v_cache, out, partial, stats, batch.rows, batch.context, batch.block_tables,
+    _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
+        q, k_cache, v_cache, out, partial, stats, plan.items, plan.joins, plan.counters, batch.block_tables,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
-        batch.block_tables.stride(0), heads, splits, least_tiles, window, sinks, cap_scale, score_scale,
-        GROUP=group, HEAD_TILES=head_tiles, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
-        VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SPLIT=splits > 1,
+        batch.block_tables.stride(0), heads, plan.num_slots, plan.prefix_splits,
+        mask.window or 0, mask.sinks, cap_scale, score_scale,
+        GROUP=group, HEAD_TILES=plan.head_tiles, SAME_LAYOUT=k_cache.stride() == v_cache.stride(),
+        BLOCK_SIZE=block_size, KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
+        VALUE_BLOCK=value_block, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None,
+        JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, _JOIN_TILE // (join_heads * value_block)),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    if splits > 1:
+    if not in_place:
         _join_kernel[(heads, rows)](
-            partial, stats, out, batch.context, out.stride(0), out.stride(1),
-            heads, splits, least_tiles, window, sinks,
-            VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), SPLITS=MAX_SPLITS,
-            BLOCK_N=tile.block_n, WINDOWED=mask.window is not None, num_warps=4,
+            partial, stats, out, plan.joins, out.stride(0), out.stride(1), heads, plan.num_slots, plan.prefix_splits,
+            VALUE_DIM=value_dim, VALUE_BLOCK=value_block, JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
         )  # fmt: skip
 
 
-def _keys_to_read(batch: AttentionBatch, mask: Mask) -> tuple[int, int]:
-    """The most keys that one single reads, and the sum over the singles; counted once for all layers."""
-    limit = batch.max_context if mask.window is None else min(batch.max_context, mask.window + mask.sinks)
-    name = f"decode keys, at most {limit} per row"
+def _plan(q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask) -> DecodePlan:
+    heads, key_dim = q.shape[1:]
+    name = f"decode plan: {heads} {kv_heads} {key_dim} {value_dim} {mask.window} {mask.sinks}"
     if name not in batch.cache:
-        contexts = [min(context, limit) for context in batch.host_context[: batch.num_singles]]
-        # A graph is captured with the bound of what its rows may grow to; beside chunks, the rows are what they are.
-        longest = limit if batch.num_singles == len(batch.host_context) else max(contexts)
-        batch.cache[name] = longest, sum(contexts)
-    keys: tuple[int, int] = batch.cache[name]
-    return keys
+        batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask)
+    plan: DecodePlan = batch.cache[name]
+    return plan
 
 
-def _workspace(
-    out: torch.Tensor, rows: int, heads: int, splits: int, value_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums [rows, heads, splits, v_dim] and their (top, total) [rows, heads, splits, 2]; float32."""
-    if splits == 1:
-        return out, out  # not touched
-    space = torch.empty(rows * heads * splits * (value_dim + 2), dtype=torch.float32, device=out.device)
-    return space.split(rows * heads * splits * value_dim)[0], space[rows * heads * splits * value_dim :]
+def _make_plan(q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask) -> DecodePlan:
+    rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
+    group = heads // kv_heads
+    tile = decode_tile(group, key_dim, value_dim, q.dtype)
+    head_tiles = triton.cdiv(group, tile.block_m)
+    extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
+    # Rows in several parts have at most `extra` parts more than there are of them; of members every part is joined.
+    num_slots = extra + min(rows, extra)
+    together, splits = tile, 0
+    if batch.shared_members is not None and mask.window is None:
+        queries = len(batch.shared_members) * group
+        together = prefix_tile(queries, key_dim, value_dim, q.dtype)
+        programs = kv_heads * triton.cdiv(queries, together.block_m)
+        splits = prefix_splits(rows, extra + rows, programs, heads, value_dim, q.device)
+        num_slots = extra + rows if splits else num_slots
+    device = q.device
+    plan = DecodePlan(
+        tile=tile,
+        head_tiles=head_tiles,
+        shared=splits > 0,
+        prefix_tile=together,
+        prefix_splits=splits,
+        num_items=rows + extra,
+        num_slots=num_slots,
+        items=torch.empty(rows + extra, _FIELDS.value, dtype=torch.int32, device=device),
+        joins=torch.empty(rows, 3, dtype=torch.int32, device=device),
+        counters=torch.empty(num_slots, kv_heads, dtype=torch.int32, device=device),
+    )
+    _plan_kernel[(1,)](
+        plan.items, plan.joins, plan.counters, batch.rows, batch.context,
+        batch.shared_tokens if plan.shared else batch.context,
+        rows, plan.num_items, plan.counters.numel(), extra, least_tiles, mask.window or 0, mask.sinks,
+        WINDOWED=mask.window is not None, SHARED=plan.shared, BLOCK_N=tile.block_n, ROWS=max(256, power_of_two(rows)),
+        num_warps=4,
+    )  # fmt: skip
+    return plan
 
 
 @triton.jit
-def _part_of_row(split, splits, least_tiles, context, window, sinks, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tiles [begin, end) of this split, and how the row's tiles are numbered: sinks first, then from `first` on."""
-    first = 0
-    sink_tiles = 0
-    tiles = tl.cdiv(context, BLOCK_N)
-    if WINDOWED:
-        first = tl.maximum(context - window, 0) // BLOCK_N
-        sink_tiles = tl.minimum(tl.cdiv(sinks, BLOCK_N), first)
-        tiles = tiles - first + sink_tiles
-    each = tl.maximum(tl.cdiv(tiles, splits), least_tiles)
-    return split * each, tl.minimum((split + 1) * each, tiles), first, sink_tiles
+def _windowed_tiles(context, window, sinks, BLOCK_N: tl.constexpr):
+    """A windowed row's tiles are numbered sinks first, then from `first` on: how many of both kinds, and `first`."""
+    first = tl.maximum(context - window, 0) // BLOCK_N
+    sink_tiles = tl.minimum(tl.cdiv(sinks, BLOCK_N), first)
+    return tl.cdiv(context, BLOCK_N) - first + sink_tiles, first, sink_tiles
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
 @triton.jit(
-    do_not_specialize=["splits", "least_tiles", "window", "sinks"],
-    do_not_specialize_on_alignment=["rows", "contexts", "tables"],
+    do_not_specialize=["rows", "num_items", "num_counters", "extra", "least_tiles", "window", "sinks"],
+    do_not_specialize_on_alignment=["table_rows", "contexts", "shared"],
+)
+def _plan_kernel(
+    items,  # [num_items, 8]
+    joins,  # [rows, 3]
+    counters,  # [num_counters]
+    table_rows,  # [rows]
+    contexts,  # [rows]
+    shared,  # [rows]; not read unless SHARED
+    rows,
+    num_items,
+    num_counters,
+    extra,
+    least_tiles,
+    window,
+    sinks,
+    WINDOWED: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Cut rows that have far more than their share of all keys, and list the parts of all rows."""
+    row = tl.arange(0, ROWS)
+    live = row < rows
+    context = tl.load(contexts + row, mask=live, other=0)
+    table_row = tl.load(table_rows + row, mask=live, other=0)
+    start = tl.zeros_like(context)
+    if SHARED:
+        start = tl.minimum(tl.load(shared + row, mask=live, other=0), context)
+    tiles = tl.cdiv(context - start, BLOCK_N)
+    if WINDOWED:
+        tiles, _, _ = _windowed_tiles(context, window, sinks, BLOCK_N)
+    most = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), least_tiles)
+    # A padding row has no keys, but its zeros must be written, too.
+    parts = tl.where(live, tl.maximum(tl.cdiv(tiles, most), 1), 0)
+    end = tl.cumsum(parts, 0)
+    joined = tl.where((parts > 1) | (start > 0), parts, 0)
+    slot = tl.cumsum(joined, 0) - joined
+    tl.store(joins + row * 3, joined, mask=live)
+    tl.store(joins + row * 3 + 1, slot, mask=live)
+    tl.store(joins + row * 3 + 2, (start > 0).to(tl.int32), mask=live)
+    for part in range(0, tl.max(parts, 0)):
+        mine = part < parts
+        item = items + (end - parts + part) * _FIELDS
+        tl.store(item, row, mask=mine)
+        tl.store(item + 1, part * tiles // tl.maximum(parts, 1), mask=mine)
+        tl.store(item + 2, (part + 1) * tiles // tl.maximum(parts, 1), mask=mine)
+        tl.store(item + 3, part, mask=mine)
+        tl.store(item + 4, joined, mask=mine)
+        tl.store(item + 5, table_row, mask=mine)
+        tl.store(item + 6, context, mask=mine)
+        tl.store(item + 7, start, mask=mine)
+    used = tl.sum(parts, 0)
+    for at in range(0, num_items, ROWS):
+        tl.store(items + (at + row) * _FIELDS, -1, mask=(at + row >= used) & (at + row < num_items))
+    for at in range(0, num_counters, ROWS):
+        tl.store(counters + at + row, 0, mask=at + row < num_counters)
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "prefix_splits", "window", "sinks"],
+    do_not_specialize_on_alignment=["tables"],
 )
 def _decode_kernel(
     q,  # [tokens, heads, KEY_DIM]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
     out,  # [tokens, heads, VALUE_DIM]
-    partial,  # [rows, heads, splits, VALUE_DIM] float32
-    stats,  # [rows, heads, splits, 2] float32
-    rows,  # [rows]
-    contexts,  # [rows]
+    partial,  # [slots, heads, VALUE_DIM] float32
+    stats,  # [slots, heads, 2] float32
+    items,  # [items, 8]
+    joins,  # [rows, 3]
+    counters,  # [num_slots, kv_heads]
     tables,  # [max_rows, max_blocks]
     stride_q_token,
     stride_q_head,
@@ -116,8 +236,8 @@ def _decode_kernel(
     stride_out_head,
     stride_table,
     heads,
-    splits,
-    least_tiles,
+    num_slots,
+    prefix_splits,
     window,
     sinks,
     cap_scale,
@@ -135,19 +255,25 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    JOIN_HEADS: tl.constexpr,  # 0: another kernel joins
+    JOIN_PARTS: tl.constexpr,
 ):
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
-    split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    context = tl.load(contexts + row)
-    begin, end, first, sink_tiles = _part_of_row(split, splits, least_tiles, context, window, sinks, WINDOWED, BLOCK_N)
-    if SPLIT and begin >= end:
+    item = items + tl.program_id(1) * _FIELDS
+    row = tl.load(item).to(tl.int64)
+    begin = tl.load(item + 1)
+    end = tl.load(item + 2)
+    part = tl.load(item + 3)
+    parts = tl.load(item + 4)
+    table = tables + tl.load(item + 5).to(tl.int64) * stride_table
+    context = tl.load(item + 6)
+    own = tl.load(item + 7)
+    if row < 0:
         return
+    first_slot = tl.load(joins + row * 3 + 1).to(tl.int64)
     in_group = (tl.program_id(0) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = in_group < GROUP
     head = kv_head * GROUP + in_group
-    table = tables + tl.load(rows + row).to(tl.int64) * stride_table
     k_head = k_cache + kv_head * stride_k_head
     v_head = v_cache + kv_head * stride_v_head
 
@@ -156,11 +282,14 @@ def _decode_kernel(
     q_rest = q_first
     if REST > 0:
         q_rest = load_rows(q + FIRST, q_offsets, live, KEY_DIM - FIRST, REST)
+    first, sink_tiles = 0, 0
+    if WINDOWED:
+        _, first, sink_tiles = _windowed_tiles(context, window, sinks, BLOCK_N)
     acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for tile in range(begin, end):
-        start = tile * BLOCK_N
+        start = own + tile * BLOCK_N
         if WINDOWED:
             start = tl.where(tile < sink_tiles, tile, tile - sink_tiles + first) * BLOCK_N
         position = start + tl.arange(0, BLOCK_N)
@@ -178,59 +307,103 @@ def _decode_kernel(
 
     dim = tl.arange(0, VALUE_BLOCK)
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
-    if SPLIT:
-        place = (row * heads + head) * splits + split
-        tl.store(partial + place[:, None] * VALUE_DIM + dim[None, :], acc, mask=inside)
-        tl.store(stats + place * 2, top, mask=live)
-        tl.store(stats + place * 2 + 1, total, mask=live)
-    else:
+    if parts == 0:
         # A padding row has no keys at all: it gets zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         place = row * stride_out_token + head * stride_out_head
         tl.store(out + place[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        return
+    place = (first_slot + part) * heads + head
+    tl.store(partial + place[:, None] * VALUE_DIM + dim[None, :], acc, mask=inside)
+    tl.store(stats + place * 2, top, mask=live)
+    tl.store(stats + place * 2 + 1, total, mask=live)
+    if JOIN_HEADS > 0:
+        tl.debug_barrier()  # all threads have written their share of the part before one of them says so
+        counter = counters + first_slot * tl.num_programs(0) + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != parts - 1:
+            return
+        tl.store(counter, 0)  # for the next layer
+        joint = _joined(
+            partial, stats, first_slot, parts, num_slots + row * prefix_splits, tl.where(own > 0, prefix_splits, 0),
+            kv_head * GROUP, heads, GROUP, VALUE_DIM, VALUE_BLOCK, JOIN_HEADS, JOIN_PARTS,
+        )  # fmt: skip
+        in_join = tl.arange(0, JOIN_HEADS)
+        place = row * stride_out_token + (kv_head * GROUP + in_join) * stride_out_head
+        inside = (in_join < GROUP)[:, None] & (dim < VALUE_DIM)[None, :]
+        tl.store(out + place[:, None] + dim[None, :], joint.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits", "least_tiles", "window", "sinks"], do_not_specialize_on_alignment=["contexts"])
+@triton.jit(do_not_specialize=["num_slots", "prefix_splits"])
 def _join_kernel(
-    partial,  # [rows, heads, splits, VALUE_DIM] float32
-    stats,  # [rows, heads, splits, 2] float32
+    partial,  # [slots, heads, VALUE_DIM] float32
+    stats,  # [slots, heads, 2] float32
     out,  # [tokens, heads, VALUE_DIM]
-    contexts,  # [rows]
+    joins,  # [rows, 3]
     stride_out_token,
     stride_out_head,
     heads,
-    splits,
-    least_tiles,
-    window,
-    sinks,
+    num_slots,
+    prefix_splits,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    JOIN_PARTS: tl.constexpr,
 ):
-    CHUNK: tl.constexpr = 8
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    context = tl.load(contexts + row)
-    begin, end, _, _ = _part_of_row(split, splits, least_tiles, context, window, sinks, WINDOWED, BLOCK_N)
-    written = (split < splits) & (begin < end)
-    place = (row * heads + head) * splits
-    tops = tl.load(stats + (place + split) * 2, mask=written, other=float("-inf"))
-    totals = tl.load(stats + (place + split) * 2 + 1, mask=written, other=0.0)
-    top = tl.max(tops, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(totals * tl.exp2(tops - top), 0)
-
+    parts = tl.load(joins + row * 3)
+    first_slot = tl.load(joins + row * 3 + 1).to(tl.int64)
+    prefix_parts = tl.load(joins + row * 3 + 2) * prefix_splits
+    if parts == 0:
+        return
+    joint = _joined(
+        partial, stats, first_slot, parts, num_slots + row * prefix_splits, prefix_parts,
+        head, heads, 1, VALUE_DIM, VALUE_BLOCK, 1, JOIN_PARTS,
+    )  # fmt: skip
     dim = tl.arange(0, VALUE_BLOCK)
-    acc = tl.zeros([VALUE_BLOCK], tl.float32)
-    parts = tl.sum(written.to(tl.int32), 0)
-    for start in range(0, parts, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        weight = tl.exp2(tl.load(stats + (place + part) * 2, mask=part < parts, other=float("-inf")) - top)
-        values = load_rows(partial, (place + part) * VALUE_DIM, part < parts, VALUE_DIM, VALUE_BLOCK)
-        acc += tl.sum(values * weight[:, None], 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
     target = out + row * stride_out_token + head * stride_out_head + dim
-    tl.store(target, acc.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
+    tl.store(target[None, :], joint.to(out.dtype.element_ty), mask=(dim < VALUE_DIM)[None, :])
+
+
+@triton.jit
+def _joined(
+    partial,  # [slots, heads, VALUE_DIM] float32
+    stats,  # [slots, heads, 2] float32
+    first_slot,
+    parts,
+    prefix_slot,
+    prefix_parts,
+    first_head,
+    heads,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    JOIN_HEADS: tl.constexpr,
+    JOIN_PARTS: tl.constexpr,
+):  # [JOIN_HEADS, VALUE_BLOCK] float32
+    """The attention of some heads of a row, from its own parts and those of its prefix; in one pass."""
+    in_group = tl.arange(0, JOIN_HEADS)
+    dim = tl.arange(0, VALUE_BLOCK)
+    acc = tl.zeros([JOIN_HEADS, VALUE_BLOCK], tl.float32)
+    top = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([JOIN_HEADS], tl.float32)
+    count = parts + prefix_parts
+    for at in tl.range(0, count, JOIN_PARTS, num_stages=1):
+        part = at + tl.arange(0, JOIN_PARTS)
+        slot = tl.where(part < parts, first_slot + part, prefix_slot + part - parts)
+        place = slot[:, None] * heads + first_head + in_group[None, :]
+        known = (part < count)[:, None] & (in_group < GROUP)[None, :]
+        # Other programs wrote these: not from this multiprocessor's own cache.
+        tops = tl.load(stats + place * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial + place[:, :, None] * VALUE_DIM + dim[None, None, :],
+            mask=known[:, :, None] & (dim < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tops - base[None, :])
+        shrink = tl.exp2(top - base)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        top = new_top
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import power_of_two, prefill_tile, split_head
+from tokenmill.ops.triton.attention_fresh import fresh_attention, fresh_plan, numbered
+from tokenmill.ops.triton.config import Tile, power_of_two, prefill_tile, split_head
 from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -22,11 +23,27 @@ def prefill_attention(
     mask: Mask,
     scale: float,
 ) -> None:
+    plan = fresh_plan(q, k_cache, v_cache, batch, mask)
+    if plan is not None:
+        fresh_attention(q, k_cache, v_cache, out, batch, plan, mask, scale)
+    if plan is None or len(plan.members) < len(batch.host_counts) - batch.num_singles:
+        _paged_attention(q, k_cache, v_cache, out, batch, plan.members if plan else frozenset(), mask, scale)
+
+
+def _paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    batch: AttentionBatch,
+    done: frozenset[int],  # rows that need nothing more
+    mask: Mask,
+    scale: float,
+) -> None:
     heads, key_dim = q.shape[1], q.shape[2]
     block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     group = heads // kv_heads
-    tile = prefill_tile(batch.max_query * group, key_dim, value_dim, q.dtype)
-    tiles = _tile_list(batch, group, tile.block_m, q.device)
+    tile, tiles = _launch_list(q, kv_heads, value_dim, batch, done)
     head = split_head(key_dim)
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     _prefill_kernel[(kv_heads * tiles.shape[0],)](
@@ -42,25 +59,34 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def _tile_list(batch: AttentionBatch, group: int, block_m: int, device: torch.device) -> torch.Tensor:
-    """[tiles, 2] int32: (row, tile of the row), those with most keys first; built and copied once per step."""
-    name = f"prefill tiles of {block_m} with groups of {group}"
+def _launch_list(
+    q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, done: frozenset[int]
+) -> tuple[Tile, torch.Tensor]:
+    """The launch shape, and [tiles, 2] int32: (row, tile of the row), made and copied once per step."""
+    group, device = q.shape[1] // kv_heads, q.device
+    name = f"prefill tiles with groups of {group}, without {len(done)} rows"  # equal in many layers
     if name not in batch.cache:
-        host = torch.from_numpy(_host_tile_list(batch, group, block_m))
-        batch.cache[name] = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-    tiles: torch.Tensor = batch.cache[name]
-    return tiles
+        most = max(batch.host_counts[i] for i in _chunks(batch, done))
+        tile = prefill_tile(most * group, q.shape[2], value_dim, q.dtype)
+        host = torch.from_numpy(_host_tile_list(batch, group, tile.block_m, done))
+        batch.cache[name] = tile, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    found: tuple[Tile, torch.Tensor] = batch.cache[name]
+    return found
 
 
-def _host_tile_list(batch: AttentionBatch, group: int, block_m: int) -> np.ndarray:
-    counts = np.asarray(batch.host_counts[batch.num_singles :], dtype=np.int64)
-    context = np.asarray(batch.host_context[batch.num_singles :], dtype=np.int64)
-    per_row = -(-counts * group // block_m)
-    row = np.repeat(np.arange(len(counts)), per_row)
-    tile = np.arange(per_row.sum()) - np.repeat(per_row.cumsum() - per_row, per_row)
-    keys = (context - counts)[row] + (tile + 1) * block_m // group
+def _chunks(batch: AttentionBatch, done: frozenset[int]) -> list[int]:
+    return [i for i in range(batch.num_singles, len(batch.host_counts)) if i not in done]
+
+
+def _host_tile_list(batch: AttentionBatch, group: int, block_m: int, done: frozenset[int] = frozenset()) -> np.ndarray:
+    """Tiles with most keys first, so that the last ones to end are short."""
+    rows = _chunks(batch, done)
+    counts = np.asarray([batch.host_counts[i] for i in rows], dtype=np.int64)
+    context = np.asarray([batch.host_context[i] for i in rows], dtype=np.int64)
+    owner, tile = numbered(-(-counts * group // block_m))
+    keys = (context - counts)[owner] + (tile + 1) * block_m // group
     order = np.argsort(-keys, kind="stable")
-    return np.stack([row + batch.num_singles, tile], axis=1)[order].astype(np.int32)
+    return np.stack([np.asarray(rows)[owner], tile], axis=1)[order].astype(np.int32)
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.

@@ -19,8 +19,8 @@ DECODE_WORKSPACE_BYTES = 32 << 20
 
 # Programs per multiprocessor that a decode aims at: enough to keep memory busy and to even out the tail.
 _DECODE_WAVES = 8
-MAX_SPLITS = 128
-_SPLIT_AT_LEAST = 2048  # tokens: a row far longer than the others is cut at least this fine
+_FEW_ROWS_WAVES = 4  # where one row fills the machine, more parts only make its join longer
+_MOST_PREFIX_SPLITS = 8
 
 
 def declare(
@@ -103,27 +103,54 @@ def prefill_tile(queries: int, key_dim: int, value_dim: int, dtype: torch.dtype)
 
 def decode_splits(
     rows: int,
-    kv_programs: int,  # programs that one split of one row takes
+    kv_programs: int,  # programs that one part of one row takes
     heads: int,
     value_dim: int,
-    max_keys: int,  # the most keys one row reads
-    total_keys: int,  # over all rows
     tile: Tile,
     device: torch.device,
 ) -> tuple[int, int]:
-    """Into how many parts the keys of a row are cut at most, and the fewest tiles a part may have.
+    """How many parts there may be beyond one per row, and the fewest tiles a part may have.
 
-    From host numbers alone, so choosing costs no sync, and a captured graph keeps what it was captured with:
-    each row then divides whatever keys it has into that many parts.
+    The device deals the parts to the rows by what they really have to read, so a recorded step stays balanced.
     """
     programs = max(rows * kv_programs, 1)
-    target = _DECODE_WAVES * multiprocessors(device)
-    keys_each = max(total_keys * kv_programs // target, tile.block_n)
-    splits = max(-(-max_keys // keys_each), -(-max_keys // _SPLIT_AT_LEAST))
-    room = DECODE_WORKSPACE_BYTES // (4 * (value_dim + 2) * max(rows * heads, 1))
-    splits = max(1, min(splits, MAX_SPLITS, room))
+    waves = _DECODE_WAVES if programs >= multiprocessors(device) else _FEW_ROWS_WAVES
+    extra = waves * multiprocessors(device) // kv_programs
+    room = DECODE_WORKSPACE_BYTES // 2 // partial_bytes(heads, value_dim)
+    extra = max(1, min(extra, max(room - rows, room // 2)))
     least_keys = 256 if programs >= multiprocessors(device) else 64
-    return splits, max(1, least_keys // tile.block_n)
+    return extra, max(1, least_keys // tile.block_n)
+
+
+def partial_bytes(heads: int, value_dim: int) -> int:
+    """What a partial result of one row takes: a sum, its largest score and its total per head, in float32."""
+    return 4 * heads * (value_dim + 2)
+
+
+def prefix_tile(queries: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+    """`queries`: rows that share the prefix x group."""
+    widest = max(key_dim, value_dim)
+    if dtype == torch.float32:
+        return Tile(16, 32 if widest <= 128 else 16, 4 if widest <= 256 else 8, 2)
+    if widest > 256:
+        return Tile(64, 16, 8, 3)
+    if queries <= 64 or widest > 128:
+        return Tile(64, 64 if widest <= 128 else 32, 4, 3)
+    return Tile(128, 64, 8, 3)
+
+
+def prefix_splits(
+    rows: int,
+    own_parts: int,  # partial results that the rows' own keys may take
+    programs: int,  # programs that one split of the prefix takes
+    heads: int,
+    value_dim: int,
+    device: torch.device,
+) -> int:
+    """Into how many parts a shared prefix is cut; 0 if there is no room for their partial results."""
+    room = DECODE_WORKSPACE_BYTES // partial_bytes(heads, value_dim) - own_parts
+    wanted = max(1, 2 * multiprocessors(device) // programs)
+    return max(0, min(wanted, _MOST_PREFIX_SPLITS, room // rows))
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Rotary embedding and the KV write in one kernel: rotate q in place, rotate k into the cache, copy v into it."""
+"""Head norms, rotary embedding and the KV write in one kernel: q in place, k and v into the cache."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ def rope_kv_write(
     k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
     v_cache: torch.Tensor | None,  # [blocks, block_size, kv_heads, v_dim]
     slots: torch.Tensor,  # [tokens]: block * block_size + offset; negative: do not write
+    q_norm: torch.Tensor | None = None,  # [dim]: heads of q and k are normed before they are rotated
+    k_norm: torch.Tensor | None = None,  # [dim]: both or neither
+    eps: float = 0.0,
 ) -> None:
     tokens, heads, dim = q.shape
     kv_heads, rotated = k.shape[1], cos_sin.shape[1]
@@ -29,13 +32,14 @@ def rope_kv_write(
     q_programs = triton.cdiv(heads, heads_each)
     _rope_kernel[(tokens, q_programs + triton.cdiv(kv_heads, heads_each))](
         q, k, values, cos_sin, positions, k_cache, value_cache, slots,
+        cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), values.stride(0), values.stride(1), cos_sin.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
         heads, kv_heads, q_programs,
         HALF=rotated // 2, HALF_BLOCK=power_of_two(rotated // 2), DIM=dim, TAIL_BLOCK=power_of_two(dim - rotated),
         VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), BLOCK_SIZE=k_cache.shape[1], HEADS=heads_each,
-        num_warps=4,
+        NORM=q_norm is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -49,6 +53,9 @@ def _rope_kernel(
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
     slots,  # [tokens]
+    q_norm,  # [DIM]
+    k_norm,  # [DIM]
+    eps,
     stride_q_token,
     stride_q_head,
     stride_k_token,
@@ -73,6 +80,7 @@ def _rope_kernel(
     VALUE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -80,7 +88,8 @@ def _rope_kernel(
     if part < q_programs:
         head = part * HEADS + tl.arange(0, HEADS)
         rows = q + token * stride_q_token + head[:, None] * stride_q_head
-        _rotate(rows, rows, cos_sin + position * stride_angle, head < heads, HALF, HALF_BLOCK)
+        angles = cos_sin + position * stride_angle
+        _turn(rows, rows, q_norm, eps, angles, head < heads, HALF, HALF_BLOCK, DIM, TAIL_BLOCK, NORM, NORM)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -89,9 +98,8 @@ def _rope_kernel(
             block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             source = k + token * stride_k_token + head[:, None] * stride_k_head
             target = k_cache + block * stride_kc_block + offset * stride_kc_token + head[:, None] * stride_kc_head
-            _rotate(source, target, cos_sin + position * stride_angle, live, HALF, HALF_BLOCK)
-            if DIM > 2 * HALF:
-                _copy(source + 2 * HALF, target + 2 * HALF, live, DIM - 2 * HALF, TAIL_BLOCK)
+            angles = cos_sin + position * stride_angle
+            _turn(source, target, k_norm, eps, angles, live, HALF, HALF_BLOCK, DIM, TAIL_BLOCK, NORM, True)
             if VALUE_DIM > 0:
                 source = v + token * stride_v_token + head[:, None] * stride_v_head
                 target = v_cache + block * stride_vc_block + offset * stride_vc_token + head[:, None] * stride_vc_head
@@ -99,21 +107,54 @@ def _rope_kernel(
 
 
 @triton.jit
-def _rotate(source, target, angles, live, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
-    """Turn the pairs (i, HALF + i) of each row; source and target are [HEADS, 1] pointers, perhaps the same."""
+def _turn(
+    source,  # [HEADS, 1] pointers
+    target,  # [HEADS, 1] pointers, perhaps the same
+    norm,  # [DIM]
+    eps,
+    angles,
+    live,  # [HEADS]
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    TAIL: tl.constexpr,  # whether what is not rotated must be written, too
+):
+    """Norm each head if asked to, turn its pairs (i, HALF + i), and keep the rest."""
+    dim = tl.arange(0, HALF_BLOCK)[None, :]
+    rest = 2 * HALF + tl.arange(0, TAIL_BLOCK)[None, :]
+    in_half = live[:, None] & (dim < HALF)
+    in_rest = live[:, None] & (rest < DIM)
+    # Rounded to the dtype of the source after each stage: so would separate ops, and the cache may be of another one.
+    kind = source.dtype.element_ty
     if HALF > 0:
-        dim = tl.arange(0, HALF_BLOCK)
-        cos = tl.load(angles + dim, mask=dim < HALF, other=0.0)[None, :]
-        sin = tl.load(angles + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
-        inside = live[:, None] & (dim < HALF)[None, :]
-        raw = tl.load(source + dim[None, :], mask=inside, other=0.0)
-        left = raw.to(tl.float32)
-        right = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        # Rounded to the dtype of the source first: the cache may be of another one.
-        turned_left = (left * cos - right * sin).to(raw.dtype)
-        turned_right = (right * cos + left * sin).to(raw.dtype)
-        tl.store(target + dim[None, :], turned_left.to(target.dtype.element_ty), mask=inside)
-        tl.store(target + HALF + dim[None, :], turned_right.to(target.dtype.element_ty), mask=inside)
+        left = tl.load(source + dim, mask=in_half, other=0.0).to(tl.float32)
+        right = tl.load(source + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
+    if TAIL and DIM > 2 * HALF:
+        tail = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.zeros(live.shape, tl.float32)
+        if HALF > 0:
+            squares += tl.sum(left * left + right * right, 1)
+        if DIM > 2 * HALF:
+            squares += tl.sum(tail * tail, 1)
+        inverse = tl.rsqrt(squares / DIM + eps)[:, None]
+        if HALF > 0:
+            left = left * inverse * tl.load(norm + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+            right = right * inverse * tl.load(norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+            left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
+        if DIM > 2 * HALF:
+            tail = tail * inverse * tl.load(norm + rest, mask=rest < DIM, other=0.0).to(tl.float32)
+    if HALF > 0:
+        cos = tl.load(angles + dim, mask=dim < HALF, other=0.0)
+        sin = tl.load(angles + HALF + dim, mask=dim < HALF, other=0.0)
+        turned_left = (left * cos - right * sin).to(kind)
+        turned_right = (right * cos + left * sin).to(kind)
+        tl.store(target + dim, turned_left.to(target.dtype.element_ty), mask=in_half)
+        tl.store(target + HALF + dim, turned_right.to(target.dtype.element_ty), mask=in_half)
+    if TAIL and DIM > 2 * HALF:
+        tl.store(target + rest, tail.to(kind).to(target.dtype.element_ty), mask=in_rest)
 
 
 @triton.jit

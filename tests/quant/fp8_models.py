@@ -1,0 +1,37 @@
+"""Runs a prompt through a decoder on the CPU, for fp8 as one row meets it and as many do."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
+from tokenmill.ops.registry import Need, select
+from tokenmill.ops.types import AttentionBatch
+from tokenmill.quant.fp8 import Fp8, quantize_rows
+
+
+class QuantizedInputs(Fp8):
+    """What many rows meet on a GPU: inputs in 8 bits too."""
+
+    def matmul(self, x, storage, bias):
+        return super().matmul(quantize_rows(x), storage, bias)
+
+
+def logits_of(spec, weights, ids: list[int]) -> torch.Tensor:  # [len(ids), vocab]
+    need = Need(device="cpu", dtype=weights.dtype, head_dim=spec.attention_head_dim, block_size=len(ids))
+    decoder = Decoder(spec, weights, select(need), max_len=len(ids))
+    kv = [
+        LayerKV(*(torch.zeros(1, len(ids), shape.kv_heads, dim) for dim in (shape.k_dim, shape.v_dim)))
+        for shape in spec.kv_shapes
+    ]
+    positions = torch.arange(len(ids))
+    batch = AttentionBatch(
+        rows=torch.tensor([0], dtype=torch.int32),
+        q_start=torch.tensor([0, len(ids)], dtype=torch.int32),
+        context=torch.tensor([len(ids)], dtype=torch.int32),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        num_singles=0, max_query=len(ids), max_context=len(ids),
+        host_rows=[0], host_counts=[len(ids)], host_context=[len(ids)],
+    )  # fmt: skip
+    with torch.inference_mode():
+        return decoder.logits(decoder.forward(TokenBatch(torch.tensor(ids), positions, positions, batch), kv))

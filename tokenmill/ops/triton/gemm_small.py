@@ -1,0 +1,284 @@
+"""Products of a few rows with a large matrix: the weight is read once, at the speed of memory, in one launch.
+
+One row is a sum per weight row on the ordinary cores (`_gemv_kernel`). More rows go through the tensor cores with the
+weight as the left operand, so that few rows waste little (`_gemm_kernel`); where that gives too few programs, the
+inner dimension is cut into parts, and whoever finishes an output tile last adds its parts up, always in the same order.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.config import multiprocessors, power_of_two
+
+# From these sizes on the matrix library is as fast with a plain weight.
+LIBRARY_ROWS = 16
+LIBRARY_ELEMENTS = 100 << 20
+MAX_SPLITS = 8
+MOST_ROWS_OF_A_TILE = 128
+LEAST_TILE = 64  # output columns of the smallest tile: `arrivals` needs one counter for each such tile
+
+
+@dataclass(frozen=True)
+class GemvShape:
+    """How one row is multiplied: weight rows per program and columns per turn of its loop."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """How several rows are multiplied: the tile of the weight, the parts of the inner dimension, the pipeline."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def counters_for(columns: int) -> int:
+    """How many `arrivals` a matrix with this many output columns may need."""
+    return -(-columns // LEAST_TILE)
+
+
+def small_gemm(
+    x: torch.Tensor,  # [rows, inner]; bfloat16, float16, or float8 with x_scale
+    weight: torch.Tensor,  # [columns, inner]; x's dtype, or float8
+    bias: torch.Tensor | None = None,  # [columns]
+    *,
+    scale: torch.Tensor | None = None,  # [columns] float32: what a float8 weight row is multiplied with
+    x_scale: torch.Tensor | None = None,  # [rows] float32
+    arrivals: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
+    dtype: torch.dtype | None = None,  # of the result, by default x's
+    shape: GemvShape | GemmShape | None = None,  # by default chosen by rule
+) -> torch.Tensor:  # [rows, columns]
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    assert weight.is_contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(rows, columns, dtype=dtype or x.dtype, device=x.device)
+    if shape is None:
+        itemsizes = x.dtype.itemsize, weight.dtype.itemsize
+        shape = choose_shape(rows, columns, inner, *itemsizes, x.device, may_split=arrivals is not None)
+    if isinstance(shape, GemvShape):
+        _launch_gemv(x, weight, bias, scale, x_scale, out, shape)
+    else:
+        _launch_gemm(x, weight, bias, scale, x_scale, out, arrivals, shape)
+    return out
+
+
+def beats_library(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a plain product should come here: few rows, and a matrix so small that the library wastes bandwidth."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1:
+        return False
+    aligned = x.shape[1] % 64 == 0 and x.stride(0) % 8 == 0
+    return aligned and 0 < x.shape[0] <= LIBRARY_ROWS and weight.numel() <= LIBRARY_ELEMENTS
+
+
+def choose_shape(
+    rows: int,
+    columns: int,
+    inner: int,
+    x_itemsize: int,
+    itemsize: int,  # of the weight
+    device: torch.device,
+    *,
+    may_split: bool,
+) -> GemvShape | GemmShape:
+    if rows == 1:
+        # Every thread has one 16-byte load of each weight row of the program on its way.
+        block_k = min(2048 // itemsize, power_of_two(inner))
+        return GemvShape(4 if itemsize > 1 and columns >= 4096 else 2, max(block_k, 64), 4)
+    few = rows <= 32
+    block_n, num_warps = (64, 4) if few else (128, 8)
+    block_k = min(128, max(32, power_of_two(inner)))
+    splits = 1
+    if may_split:
+        # About two programs per multiprocessor, each with a loop long enough to pay for its start.
+        wanted = 2 * multiprocessors(device) // triton.cdiv(columns, block_n)
+        splits = max(1, min(wanted, inner // (3 * block_k), MAX_SPLITS))
+    # A long pipeline; of narrow tiles two or three programs share a multiprocessor.
+    stage_bytes = block_k * (block_n * itemsize + _rows_of_a_tile(rows) * x_itemsize)
+    num_stages = min(6, (112 << 10) // stage_bytes) if few else min(4, (200 << 10) // stage_bytes)
+    return GemmShape(block_n, block_k, 1 << (splits.bit_length() - 1), num_warps, num_stages)
+
+
+def _rows_of_a_tile(rows: int) -> int:
+    return min(MOST_ROWS_OF_A_TILE, max(16, power_of_two(rows)))
+
+
+def _launch_gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    shape: GemvShape,
+) -> None:
+    columns, inner = weight.shape
+    _gemv_kernel[(triton.cdiv(columns, shape.block_n),)](
+        x, weight, bias, scale, x_scale, out, columns, inner,
+        BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, EVEN_N=columns % shape.block_n == 0,
+        EVEN_K=inner % shape.block_k == 0, num_warps=shape.num_warps,
+    )  # fmt: skip
+
+
+def _launch_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    arrivals: torch.Tensor | None,
+    shape: GemmShape,
+) -> None:
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    block_m = _rows_of_a_tile(rows)
+    row_tiles, tiles = triton.cdiv(rows, block_m), triton.cdiv(columns, shape.block_n)
+    splits = shape.splits if row_tiles == 1 else 1  # more rows than a tile: there is enough to do
+    partial = None
+    if splits > 1:
+        assert arrivals is not None and arrivals.numel() >= tiles
+        partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=torch.float32, device=x.device)
+    turns = triton.cdiv(triton.cdiv(inner, shape.block_k), splits)
+    _gemm_kernel[(row_tiles, tiles, splits)](
+        x, weight, bias, scale, x_scale, out, partial, arrivals, rows, columns, inner, turns, x.stride(0),
+        SPLITS=splits, BLOCK_M=block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+        EVEN_K=inner % (shape.block_k * splits) == 0, num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gemv_kernel(
+    x,  # [1, inner]
+    weight,  # [columns, inner]
+    bias,  # [columns] or None
+    scale,  # [columns] or None
+    x_scale,  # [1] or None
+    out,  # [1, columns]
+    columns,
+    inner,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = column if EVEN_N else tl.minimum(column, columns - 1)  # what lies outside is read again and not stored
+    k = tl.arange(0, BLOCK_K)
+    place = row.to(tl.int64)[:, None] * inner + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, inner, BLOCK_K):
+        if EVEN_K:
+            w = tl.load(weight + place + start)
+            value = tl.load(x + start + k)
+        else:
+            inside = start + k < inner
+            w = tl.load(weight + place + start, mask=inside[None, :], other=0.0)
+            value = tl.load(x + start + k, mask=inside, other=0.0)
+        acc += w.to(tl.float32) * value.to(tl.float32)[None, :]
+    total = tl.sum(acc, 1)
+    if scale is not None:
+        total *= tl.load(scale + row)
+    if x_scale is not None:
+        total *= tl.load(x_scale)
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["rows", "turns"])
+def _gemm_kernel(
+    x,  # [rows, inner]
+    weight,  # [columns, inner]
+    bias,  # [columns] or None
+    scale,  # [columns] or None
+    x_scale,  # [rows] or None
+    out,  # [rows, columns]
+    partial,  # [SPLITS, tiles, BLOCK_N, BLOCK_M] float32 or None
+    arrivals,  # [tiles] int32 or None
+    rows,
+    columns,
+    inner,
+    turns,
+    stride_x,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = split * turns * BLOCK_K
+    k = begin + tl.arange(0, BLOCK_K)
+    # What lies outside is read again from the last row and not stored.
+    weights = weight + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * inner + k[None, :]
+    inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride_x + k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for turn in range(0, turns):
+        if EVEN_K:
+            w = tl.load(weights)
+            value = tl.load(inputs)
+        else:
+            inside = k < inner - turn * BLOCK_K
+            w = tl.load(weights, mask=inside[None, :], other=0.0)
+            value = tl.load(inputs, mask=inside[:, None], other=0.0)
+        acc = tl.dot(_as_input(w, value.dtype), value, acc, input_precision="ieee")
+        weights += BLOCK_K
+        inputs += BLOCK_K
+
+    if SPLITS > 1:
+        tiles = tl.num_programs(1)
+        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        mine = partial + tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + cell
+        part = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
+        tl.store(mine + split * part, acc, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrivals + tile, 0)  # ready for the next launch
+            acc = tl.load(mine, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                acc += tl.load(mine + other * part, cache_modifier=".cg")
+            _finish(acc, bias, scale, x_scale, out, row, column, rows, columns)
+    else:
+        _finish(acc, bias, scale, x_scale, out, row, column, rows, columns)
+
+
+@triton.jit
+def _as_input(w, dtype: tl.constexpr):
+    """A float8 weight in the dtype of the input. All steps are exact; the way round through float32 takes
+    instructions of four times the rate of the direct one from float16 to bfloat16.
+    """
+    if w.dtype != dtype:
+        w = w.to(tl.float16)
+        if dtype != tl.float16:
+            w = w.to(tl.float32).to(dtype)
+    return w
+
+
+@triton.jit
+def _finish(acc, bias, scale, x_scale, out, row, column, rows, columns):
+    """Scale, add the bias, and store the tile [columns, rows] where it belongs."""
+    if scale is not None:
+        acc *= tl.load(scale + column, mask=column < columns, other=0.0)[:, None]
+    if x_scale is not None:
+        acc *= tl.load(x_scale + row, mask=row < rows, other=0.0)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
+    place = row.to(tl.int64)[None, :] * columns + column[:, None]
+    inside = (row < rows)[None, :] & (column < columns)[:, None]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)

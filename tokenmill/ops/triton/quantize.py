@@ -1,0 +1,157 @@
+"""Rows of activations as float8, each with its own scale: of a tensor as it is, of a norm, of a gated activation.
+
+All three take one pass over memory; the fused ones round to the model's dtype before they quantize, as two ops would.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.config import power_of_two
+from tokenmill.ops.triton.numeric import tanh
+
+E4M3_MAX = tl.constexpr(448.0)
+
+
+def quantize_rows(
+    x: torch.Tensor,  # [rows, inner]
+) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, inner] float8_e4m3fn, [rows] float32
+    """values * scale[:, None] is x, up to the rounding of three bits of mantissa; a row of zeros has scale one."""
+    rows, inner = x.shape
+    assert x.stride(1) == 1
+    values, scale = _empty(rows, inner, x.device)
+    block = power_of_two(inner)
+    _quantize_kernel[(rows,)](
+        x, values, scale, inner, x.stride(0), BLOCK=block, EVEN=block == inner, num_warps=_warps(block)
+    )
+    return values, scale
+
+
+def add_rms_norm_quantized(
+    x: torch.Tensor,  # [rows, dim]
+    residual: torch.Tensor,  # [rows, dim], overwritten with the sum
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm of x + residual as float8 [rows, dim] and its scale [rows], and the new residual."""
+    rows, dim = x.shape
+    assert x.dtype == residual.dtype and x.stride(1) == residual.stride(1) == 1
+    values, scale = _empty(rows, dim, x.device)
+    block = power_of_two(dim)
+    _add_norm_kernel[(rows,)](
+        x, residual, weight, values, scale, eps, x.stride(0), residual.stride(0),
+        DIM=dim, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return values, scale, residual
+
+
+def act_mul_quantized(
+    x: torch.Tensor,  # [rows, 2 * inner]: gate, then up
+    kind: str,  # "silu" or "gelu_tanh"
+) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, inner] float8_e4m3fn, [rows] float32
+    if kind not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation {kind!r} is not one of silu, gelu_tanh")
+    rows, inner = x.shape[0], x.shape[1] // 2
+    assert x.stride(1) == 1
+    values, scale = _empty(rows, inner, x.device)
+    block = power_of_two(inner)
+    _act_mul_kernel[(rows,)](
+        x, values, scale, inner, x.stride(0), SILU=kind == "silu", BLOCK=block, num_warps=_warps(block)
+    )
+    return values, scale
+
+
+def _empty(rows: int, inner: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty(rows, dtype=torch.float32, device=device)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+@triton.jit
+def _quantize_kernel(
+    x,  # [rows, inner]
+    values,  # [rows, inner]
+    scale,  # [rows]
+    inner,
+    stride_row,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < inner
+    if EVEN:
+        wide = tl.load(x + row * stride_row + k).to(tl.float32)
+    else:
+        wide = tl.load(x + row * stride_row + k, mask=inside, other=0.0).to(tl.float32)
+    quantized, factor = to_float8(wide)
+    tl.store(scale + row, factor)
+    tl.store(values + row * inner + k, quantized.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_norm_kernel(
+    x,  # [rows, DIM]
+    residual,  # [rows, DIM]
+    weight,  # [DIM]
+    values,  # [rows, DIM]
+    scale,  # [rows]
+    eps,
+    stride_x,
+    stride_residual,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK)
+    inside = dim < DIM
+    residual += row * stride_residual
+    addend = tl.load(x + row * stride_x + dim, mask=inside, other=0.0).to(tl.float32)
+    total = (tl.load(residual + dim, mask=inside, other=0.0).to(tl.float32) + addend).to(residual.dtype.element_ty)
+    tl.store(residual + dim, total, mask=inside)
+    wide = total.to(tl.float32)
+    gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
+    quantized, factor = to_float8(normed.to(x.dtype.element_ty).to(tl.float32))
+    tl.store(scale + row, factor)
+    tl.store(values + row * DIM + dim, quantized.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _act_mul_kernel(
+    x,  # [rows, 2 * inner]
+    values,  # [rows, inner]
+    scale,  # [rows]
+    inner,
+    stride_row,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < inner
+    dtype = x.dtype.element_ty
+    gate = tl.load(x + row * stride_row + k, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * stride_row + inner + k, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        active = gate / (1.0 + tl.exp(-gate))
+    else:
+        active = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    product = (active.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+    quantized, factor = to_float8(product)
+    tl.store(scale + row, factor)
+    tl.store(values + row * inner + k, quantized.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def to_float8(wide):
+    """One row in float32 as numbers of at most 448, ready for the cast, and the factor that undoes it."""
+    top = tl.max(tl.abs(wide), 0)
+    factor = tl.where(top == 0.0, 1.0, top / E4M3_MAX)
+    return tl.clamp(wide / factor, -E4M3_MAX, E4M3_MAX), factor
