@@ -83,7 +83,7 @@ def test_hopper_kernel_equals_reference(dim, block_n, triton_device, monkeypatch
     from tokenmill.ops.triton import attention_fresh
     from tokenmill.ops.triton.config import Tile
 
-    if not attention_fresh.is_hopper(torch.device(triton_device)):
+    if not attention_fresh.has_hopper_kernel(torch.device(triton_device)):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(attention_fresh, "_GATHER", 64)
     shape = attention_fresh.Launch(Tile(128, block_n, 4, 2), hopper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
+        # The current device belongs to the thread, and streams, events and kernels follow it.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            return self._launch(step)
+
+    def _launch(self, step: Step) -> Pending:
         if self._graphs is not None and self._graphs.takes(step):
             traits = self._sampler.plain_traits(step.rows)
             if traits is not None:

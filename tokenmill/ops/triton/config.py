@@ -19,7 +19,8 @@ DECODE_WORKSPACE_BYTES = 32 << 20
 
 # Programs per multiprocessor that a decode aims at: enough to keep memory busy and to even out the tail.
 _DECODE_WAVES = 8
-_FEW_ROWS_WAVES = 4  # where one row fills the machine, more parts only make its join longer
+_FEW_ROWS_WAVES = 4
+_ONE_ROW_WAVES = 1  # more parts of a lone row only make its join longer
 _MOST_PREFIX_SPLITS = 8
 
 
@@ -115,6 +116,7 @@ def decode_splits(
     """
     programs = max(rows * kv_programs, 1)
     waves = _DECODE_WAVES if programs >= multiprocessors(device) else _FEW_ROWS_WAVES
+    waves = _ONE_ROW_WAVES if rows == 1 else waves
     extra = waves * multiprocessors(device) // kv_programs
     room = DECODE_WORKSPACE_BYTES // 2 // partial_bytes(heads, value_dim)
     extra = max(1, min(extra, max(room - rows, room // 2)))
@@ -136,7 +138,7 @@ def prefix_tile(queries: int, key_dim: int, value_dim: int, dtype: torch.dtype) 
         return Tile(64, 16, 8, 3)
     if queries <= 64 or widest > 128:
         return Tile(64, 64 if widest <= 128 else 32, 4, 3)
-    return Tile(128, 64, 8, 3)
+    return Tile(128, 64, 8, 5)
 
 
 def prefix_splits(
@@ -149,7 +151,7 @@ def prefix_splits(
 ) -> int:
     """Into how many parts a shared prefix is cut; 0 if there is no room for their partial results."""
     room = DECODE_WORKSPACE_BYTES // partial_bytes(heads, value_dim) - own_parts
-    wanted = max(1, 2 * multiprocessors(device) // programs)
+    wanted = max(1, multiprocessors(device) // programs)
     return max(0, min(wanted, _MOST_PREFIX_SPLITS, room // rows))
 
 

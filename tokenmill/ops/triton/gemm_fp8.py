@@ -7,10 +7,11 @@ import torch
 from tokenmill.ops.triton.gemm_small import small_gemm
 from tokenmill.ops.triton.quantize import quantize_rows
 
-# Up to here reading the weights is all that counts: rows stay in their own dtype, and no launch quantizes them.
-WIDE_INPUT_ROWS = 64
-# From here on the library's row-wise float8 product is ahead of ours.
-LIBRARY_ROWS = 192
+# Up to here rows stay in their own dtype; with more, float8 on both sides is faster in spite of the quantizing launch.
+WIDE_INPUT_ROWS = 1
+# Where the library is ahead of ours (scripts/gpu_gemm.py): many rows, or fewer of a wide matrix.
+LIBRARY_ROWS = 129
+LIBRARY_ROWS_WIDE, WIDE_COLUMNS = 65, 16384
 _LIBRARY_ALIGNMENT = 16  # both dims of the weight, elements
 
 
@@ -36,7 +37,8 @@ def fp8_gemm_quantized(
     arrivals: torch.Tensor,  # see small_gemm
     dtype: torch.dtype,  # of the result
 ) -> torch.Tensor:  # [rows, columns]
-    if values.shape[0] < LIBRARY_ROWS or not _library_takes(weight, dtype):
+    most = LIBRARY_ROWS_WIDE if weight.shape[0] >= WIDE_COLUMNS else LIBRARY_ROWS
+    if values.shape[0] < most or not _library_takes(weight, dtype):
         return small_gemm(values, weight, bias, scale=scale, x_scale=x_scale, arrivals=arrivals, dtype=dtype)
     out = torch._scaled_mm(
         values, weight.t(), x_scale[:, None], scale[None, :], out_dtype=dtype, use_fast_accum=True

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from tokenmill.ops.triton.config import multiprocessors, power_of_two
 
-# From these sizes on the matrix library is as fast with a plain weight.
-LIBRARY_ROWS = 16
-LIBRARY_ELEMENTS = 100 << 20
+# Where a plain product is faster here than in the matrix library, as measured on an H200 (scripts/gpu_gemm.py).
+NARROW_COLUMNS, NARROW_INNER, NARROW_ROWS = 4096, 2048, 32  # few output columns, a long sum: the library splits badly
+VOCABULARY_COLUMNS, VOCABULARY_ROWS = 100_000, (8, 64)
 MAX_SPLITS = 8
 MOST_ROWS_OF_A_TILE = 128
 LEAST_TILE = 64  # output columns of the smallest tile: `arrivals` needs one counter for each such tile
@@ -76,11 +76,16 @@ def small_gemm(
 
 
 def beats_library(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a plain product should come here: few rows, and a matrix so small that the library wastes bandwidth."""
+    """Whether a plain product should come here: a single row always, several where the library wastes bandwidth."""
     if x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1:
         return False
-    aligned = x.shape[1] % 64 == 0 and x.stride(0) % 8 == 0
-    return aligned and 0 < x.shape[0] <= LIBRARY_ROWS and weight.numel() <= LIBRARY_ELEMENTS
+    rows, inner = x.shape
+    if rows == 0 or inner % 64 or x.stride(0) % 8:
+        return False
+    columns = weight.shape[0]
+    if columns >= VOCABULARY_COLUMNS:
+        return rows == 1 or VOCABULARY_ROWS[0] <= rows <= VOCABULARY_ROWS[1]
+    return rows == 1 or (rows <= NARROW_ROWS and columns <= NARROW_COLUMNS and inner >= NARROW_INNER)
 
 
 def choose_shape(
@@ -94,9 +99,9 @@ def choose_shape(
     may_split: bool,
 ) -> GemvShape | GemmShape:
     if rows == 1:
-        # Every thread has one 16-byte load of each weight row of the program on its way.
-        block_k = min(2048 // itemsize, power_of_two(inner))
-        return GemvShape(4 if itemsize > 1 and columns >= 4096 else 2, max(block_k, 64), 4)
+        return _gemv_shape(columns, inner, itemsize)
+    if x_itemsize == itemsize == 1 and inner >= 1024:
+        return _fp8_shape(rows, columns, inner, may_split)
     few = rows <= 32
     block_n, num_warps = (64, 4) if few else (128, 8)
     block_k = min(128, max(32, power_of_two(inner)))
@@ -109,6 +114,28 @@ def choose_shape(
     stage_bytes = block_k * (block_n * itemsize + _rows_of_a_tile(rows) * x_itemsize)
     num_stages = min(6, (112 << 10) // stage_bytes) if few else min(4, (200 << 10) // stage_bytes)
     return GemmShape(block_n, block_k, 1 << (splits.bit_length() - 1), num_warps, num_stages)
+
+
+def _gemv_shape(columns: int, inner: int, itemsize: int) -> GemvShape:
+    """Every thread has 16-byte loads of several weight rows on their way; float8 wants fewer threads for that."""
+    most = max(64, power_of_two(inner))
+    if itemsize == 1:
+        return GemvShape(4, min(512, most), 1) if columns > 4096 else GemvShape(4, min(1024, most), 2)
+    if inner >= 8192:
+        return GemvShape(1, 1024, 4)
+    return GemvShape(4 if columns >= 4096 else 2, min(1024, most), 4)
+
+
+def _fp8_shape(rows: int, columns: int, inner: int, may_split: bool) -> GemmShape:
+    """Both sides float8: long tiles of the inner dimension, since a byte is all that an element takes."""
+    splits = 2 if may_split and inner >= 8192 else 1
+    if rows <= 64:
+        if columns >= 16384 and rows > 32:
+            return GemmShape(128, 128, 1, 8, 4)
+        return GemmShape(64, 256, splits, 4, 5 if rows <= 32 else 4)
+    if inner >= 8192:
+        return GemmShape(128, 256, 4 if may_split else 1, 8, 3)
+    return GemmShape(64, 128, 1, 4, 4)
 
 
 def _rows_of_a_tile(rows: int) -> int:
