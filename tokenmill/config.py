@@ -31,7 +31,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
     shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
-    overlap: bool = True  # launch a step before the one before it is committed
+    overlap: bool | None = None  # launch a step before the one before it is committed; unset: on GPUs
     policy: str = "priority"  # priority or fcfs
     max_queued_requests: int = 100_000
     max_queued_tokens: int = 50_000_000
@@ -54,11 +54,12 @@ class EngineConfig:
             "enable_prefix_caching",
             "cuda_graphs",
             "shared_prefix_attention",
-            "overlap",
             "skip_tokenizer_init",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.overlap not in (None, True, False):
+            raise ConfigError(f"overlap is {self.overlap!r}; it must be True, False, or unset to be solved")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
         if self.block_size is not None and self.block_size & (self.block_size - 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,11 @@ def test_the_default_model_stays_within_its_planned_activations(default_model: s
             tensors = [linear.storage["weight"] for linear in linears] + [layer.before_attention, layer.before_mlp]
             held |= {id(tensor): tensor.nbytes for tensor in tensors}
         assert sum(held.values()) == memory.weights
+
+
+@pytest.mark.parametrize(("flops_per_token", "expected"), [(1e9, 16384), (1.4e10, 8192), (0.0, 8192)])
+def test_a_gpu_step_takes_more_tokens_where_the_model_is_small(flops_per_token: float, expected: int) -> None:
+    """Running answers wait for a step of prompts, so it may not take long; a small model needs fewer launches."""
+    model = dataclasses.replace(SMALL, flops_per_token=flops_per_token)
+    hardware = Hardware("cuda", "a large GPU", 140 << 30, 139 << 30)
+    assert solve(EngineConfig(), model, 8192, hardware).max_step_tokens == expected

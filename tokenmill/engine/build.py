@@ -98,7 +98,9 @@ def join(
     )
     recordable = device.type == "cuda" and decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
     runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=config.cuda_graphs and recordable)
-    return Engine(scheduler, runner, overlap=config.overlap)
+    # A CPU computes a step while launching it: to be a step behind would only hold answers back.
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    return Engine(scheduler, runner, overlap=overlap)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -199,6 +201,7 @@ def model_bytes(spec: DecoderSpec, dtype: torch.dtype, scheme: QuantScheme | Non
         logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
         vocab=spec.vocab_size,
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
+        flops_per_token=2.0 * spec.active_parameters,
     )
 
 

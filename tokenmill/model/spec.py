@@ -172,6 +172,16 @@ class DecoderSpec:
             for param in self.parameters().values()
         )
 
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: all but the embedding and the experts it does not choose."""
+        found = self.parameters()
+        total = sum(param.numel for name, param in found.items() if name not in ("embed", "lm_head"))
+        if self.moe is not None:
+            idle = 1 - self.moe.top_k / self.moe.experts
+            total -= int(idle * sum(param.numel for name, param in found.items() if ".experts_" in name))
+        return total
+
     def stored_wide(self, kind: ParamKind) -> bool:
         """Small weights kept in float32: routers, since rounding would change who is chosen, and 1 + w norms."""
         return kind == "router" or (kind == "norm" and self.norm_offset)

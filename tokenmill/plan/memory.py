@@ -25,6 +25,7 @@ class ModelBytes:
     logits_per_row: int  # bytes of one row of logits in the model's dtype and in float32
     vocab: int
     rope_per_position: int = 512
+    flops_per_token: float = 0.0  # of a forward pass; 0: not known
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from tokenmill.plan.hardware import Hardware
 from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
 
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
-DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+CPU_STEP_TOKENS = 512
+GPU_STEP_TOKENS = (8192, 16384)
+SHORT_STEP_FLOPS = 1e14  # about a fifth of a second on a large GPU
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,7 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
     where = hardware.device
     block_size = choose("block_size", config.block_size, 16, "little waste at the end of a sequence, whole cache lines")
     max_rows = choose("max_num_seqs", config.max_num_seqs, DEFAULT_ROWS[where], f"enough to fill a {where} device")
-    step_tokens = max(DEFAULT_STEP_TOKENS[where], max_rows)
-    step_why = "fills the device" if where == "cuda" else "keeps steps short, so that running answers keep flowing"
+    step_tokens, step_why = _step_tokens(where, model, max_rows)
     max_step_tokens = choose("max_num_batched_tokens", config.max_num_batched_tokens, step_tokens, step_why)
     if max_step_tokens < max_rows:
         raise ConfigError(
@@ -72,3 +73,13 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         memory=memory,
         reasons=tuple(reasons),
     )
+
+
+def _step_tokens(where: str, model: ModelBytes, max_rows: int) -> tuple[int, str]:
+    """More tokens per step cost fewer launches; but who decodes waits for the whole step."""
+    if where == "cpu":
+        return max(CPU_STEP_TOKENS, max_rows), "keeps steps short, so that running answers keep flowing"
+    usual, many = GPU_STEP_TOKENS
+    if 0 < model.flops_per_token * many <= SHORT_STEP_FLOPS:
+        return max(many, max_rows), "a step of prompts stays short with a model of this size"
+    return max(usual, max_rows), "fills the device"
