@@ -1,10 +1,11 @@
-"""Scripts written for other engines move over by changing an import."""
+"""Scripts written for other engines move over: names are the same, and what has no counterpart says so."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tokenmill.compat import did_you_mean
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 
@@ -20,8 +21,40 @@ def test_common_options_of_other_engines_are_understood() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("tensor_parallel_size", 2), ("trust_remote_code", True), ("enable_chunked_prefill", False)],
+    [
+        ("disable_log_stats", True),
+        ("disable_log_stats", False),
+        ("swap_space", 4),
+        ("max_seq_len_to_capture", 8192),
+        ("kv_cache_dtype", "auto"),
+        ("revision", None),
+        ("tokenizer", None),
+        ("tokenizer", "m"),
+        ("quantization", None),
+        ("enable_lora", False),
+    ],
 )
-def test_what_cannot_be_respected_is_refused_with_the_reason(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{option}=.*leave it out"):
-        EngineConfig.from_options(**{option: value})
+def test_options_that_change_no_answer_are_dropped(option: str, value: object) -> None:
+    assert EngineConfig.from_options(model="m", **{option: value}) == EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("tensor_parallel_size", 2, "one device"),
+        ("trust_remote_code", True, "never run"),
+        ("enable_chunked_prefill", False, "always computed in chunks"),
+        ("kv_cache_dtype", "fp8", "dtype of the model"),
+        ("revision", "v1", "give its path"),
+        ("tokenizer", "other", "the tokenizer comes with the model"),
+        ("enable_lora", True, "merge them"),
+    ],
+)
+def test_what_cannot_be_respected_is_refused_with_the_reason(option: str, value: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}=.*{why}.*; leave it out"):
+        EngineConfig.from_options(model="m", **{option: value})
+
+
+def test_an_unknown_name_is_answered_with_the_closest_one_or_with_all() -> None:
+    assert did_you_mean("temprature", ["top_p", "temperature"]) == "did you mean 'temperature'?"
+    assert did_you_mean("colour", ["top_p", "n"]) == "there are n, top_p"

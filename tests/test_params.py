@@ -1,7 +1,10 @@
 """SamplingParams refuses what cannot be served with one sentence that names the field and the value."""
 
+import copy
+import inspect
 import math
-from dataclasses import fields
+import pickle
+from dataclasses import fields, replace
 
 import pytest
 
@@ -65,6 +68,26 @@ NAN, INF = math.nan, math.inf
 def test_impossible_settings_are_refused_with_name_and_value(settings, message):
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(
+    "name,hint",
+    [
+        ("temprature", "did you mean 'temperature'\\?"),
+        ("max_token", "did you mean 'max_tokens'\\?"),
+        ("colour", "there are .*beam_width"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_closest_one(name, hint):
+    with pytest.raises(InvalidRequest, match=f"no sampling parameter '{name}'; {hint}"):
+        SamplingParams(**{name: 1})
+
+
+def test_the_check_of_names_leaves_the_dataclass_as_it_was():
+    params = SamplingParams(0.5, 3, seed=7)
+    assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
+    assert copy.copy(params) == pickle.loads(pickle.dumps(params)) == replace(params) == params
+    assert replace(params, seed=8).seed == 8
 
 
 JUNK = [None, -1, 3, 2**70, 1.5, NAN, True, "", "x", b"x", [], [None], ["a"], [1.5], [[1]], [[-1]], [["a"]], {}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from tokenmill.errors import ConfigError
@@ -13,20 +15,41 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "one device is used"),
     "pipeline_parallel_size": (1, "one device is used"),
     "enable_chunked_prefill": (True, "prompts are always computed in chunks beside running answers"),
+    "enable_lora": (False, "adapters are not supported; merge them into the weights"),
+    "kv_cache_dtype": ("auto", "the KV cache has the dtype of the model"),
+    "revision": (None, "the newest revision on the hub is used; download another one and give its path"),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
 }
 
+# These tune machinery that this engine does not have, and no value of them changes an answer.
+_WITHOUT_EFFECT = ("disable_log_stats", "max_seq_len_to_capture", "swap_space")
+
 
 def translate(options: dict[str, Any]) -> dict[str, Any]:
     """The same options in this engine's names."""
-    found = dict(options)
+    found = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
     for name, (neutral, why) in _FIXED.items():
-        if name in found and (value := found.pop(name)) != neutral:
-            raise ConfigError(f"{name}={value!r} cannot be respected: {why}; leave it out")
+        if name in found:
+            _check_neutral(name, found.pop(name), (neutral,), why)
+    if "tokenizer" in found:
+        own = (None, found.get("model", "default"))
+        _check_neutral("tokenizer", found.pop("tokenizer"), own, "the tokenizer comes with the model")
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))
     name = str(found.get("dtype")).removeprefix("torch.")  # torch.float16 and "half" are float16
     if name in _DTYPES or name != str(found.get("dtype")):
         found["dtype"] = _DTYPES.get(name, name)
     return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: the closest known one, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+
+
+def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], why: str) -> None:
+    if value not in neutral:
+        raise ConfigError(f"{name}={value!r} cannot be respected: {why}; leave it out")

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
+from tokenmill.compat import did_you_mean
 from tokenmill.errors import InvalidRequest
 
 MAX_LOGPROBS = 1024
 MAX_STOP_STRINGS = 64
 MAX_LENGTH = 2**31 - 1
 
+T = TypeVar("T")
 
+
+def _refuses_unknown_names(cls: type[T]) -> type[T]:
+    """A dataclass whose constructor answers a misspelt name with the closest right one."""
+    init = cls.__init__
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, *values: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"there is no sampling parameter {name!r}; {did_you_mean(name, known)}")
+        init(self, *values, **options)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_refuses_unknown_names
 @dataclass
 class SamplingParams:
     """How the tokens of one request are chosen.

@@ -69,4 +69,4 @@ def test_too_long_a_prompt_is_one_line_that_says_what_to_do():
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr.startswith("error: the prompt has")
-    assert "64" in result.stderr
+    assert "prompt and answer share max_model_len = 64" in result.stderr

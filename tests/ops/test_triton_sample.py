@@ -144,3 +144,12 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary(triton_device):
     padded = torch.full((4, VOCAB + 56), float("nan"), device=triton_device)
     padded[:, :VOCAB] = logits
     assert torch.equal(sample(padded[:, :VOCAB], batch), sample(logits, batch))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.8}], ids=str)
+def test_logits_in_half_precision_are_widened_as_they_are_read(filters, triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    logits, batch = sample_case(4, VOCAB, temperature=[0.0, 1.0, 0.7, 1.3], device=triton_device, **filters)
+    logits = logits.half()
+    assert torch.equal(sample(logits, batch), sample(logits.float(), batch))

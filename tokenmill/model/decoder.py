@@ -65,9 +65,13 @@ class Decoder:
             update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
         return self._add_norm(update, residual, self.weights.final_norm)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, vocab] float32, or float64
+    def logits(
+        self,
+        hidden: torch.Tensor,  # [n, hidden]
+        wide: bool = True,  # False: a copy in float32 is not needed, the reader widens what it reads
+    ) -> torch.Tensor:  # [n, vocab] float32, or float64
         logits = self.weights.lm_head(hidden)
-        if logits.dtype != torch.float64:
+        if logits.dtype != torch.float64 and (wide or self.spec.logit_softcap is not None):
             logits = logits.float()
         if self.spec.logit_softcap is not None:
             logits = torch.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap

@@ -105,13 +105,13 @@ class Tokenizer:
         """The ids of `text`. With `max_tokens`, a longer text is refused, an absurd one without tokenizing it."""
         # A token covers a bounded number of characters, and normalization shortens a text a few times at most.
         if max_tokens is not None and len(text) > 4 * self._pieces.longest * (max_tokens + 1):
-            raise InvalidRequest(f"the prompt has {len(text)} characters, too many for {max_tokens} tokens; shorten it")
+            raise InvalidRequest(_too_long(f"{len(text)} characters", max_tokens))
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError):
             raise InvalidRequest("the prompt is not valid Unicode text; remove unpaired surrogates") from None
         if max_tokens is not None and len(ids) > max_tokens:
-            raise InvalidRequest(f"the prompt has {len(ids)} tokens; at most {max_tokens} fit, so shorten it")
+            raise InvalidRequest(_too_long(f"{len(ids)} tokens", max_tokens))
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -129,6 +129,13 @@ class Tokenizer:
 
     def is_special(self, id: int) -> bool:
         return id in self._special
+
+
+def _too_long(length: str, max_tokens: int) -> str:
+    return (
+        f"the prompt has {length}, but prompt and answer share max_model_len = {max_tokens} tokens; "
+        "shorten it, or raise max_model_len if the model allows more"
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

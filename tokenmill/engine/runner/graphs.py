@@ -173,7 +173,7 @@ class DecodeGraphs:
             slots=torch.where(live, state.slots(rows, starts), -1),
             attention=attention,
         )
-        logits = self._decoder.logits(self._decoder.forward(batch, state.kv))
+        logits = self._decoder.logits(self._decoder.forward(batch, state.kv), wide=False)
         tokens = self._sampler.sample_plain(logits, rows, starts + 1, traits)
         state.tokens[rows, starts + 1] = tokens.clamp_min(0).int()
         return tokens

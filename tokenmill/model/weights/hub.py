@@ -34,6 +34,8 @@ def download_file(repo: str, file: str, progress: Progress, cache_dir: Path | No
     cached = hub.try_to_load_from_cache(repo, file, cache_dir=cache_dir)
     if isinstance(cached, str):  # weights do not change under a name; asking the network would only cost time
         return Path(cached)
+    # Asked for once here: the download itself would ask an unreachable hub again and again for half a minute.
+    _call(repo, lambda: hub.get_hf_file_metadata(hub.hf_hub_url(repo, file)).location)
     return _call(repo, hub.hf_hub_download, repo, file, cache_dir=cache_dir, tqdm_class=_reporter(hub, progress))
 
 
@@ -84,11 +86,12 @@ def _call(repo: str, download: Callable[..., str], *arguments: Any, **options: A
         raise ModelError(f"{repo} is gated on the hub; accept its terms there and run `hf auth login`") from None
     except (errors.RepositoryNotFoundError, errors.RemoteEntryNotFoundError, errors.HFValidationError):
         raise ModelError(f"{repo} (or the file named in it) is not on the hub; check the spelling") from None
-    except Exception as error:  # many kinds of network trouble, from several libraries
-        raise ModelError(
-            f"{repo} is not on this machine and could not be downloaded ({type(error).__name__}); "
-            "check the network, or pass the path of a model"
-        ) from None
+    except OSError as error:
+        if error.errno is None:  # not the disk, but one of the many kinds of network trouble
+            raise ModelError(_unreachable(repo)) from None
+        raise ModelError(f"{repo} cannot be kept in the hub's cache ({error.strerror}); make room there") from None
+    except Exception:  # network trouble of other libraries
+        raise ModelError(_unreachable(repo)) from None
 
 
 def _reporter(hub: Any, progress: Progress) -> type[Any]:

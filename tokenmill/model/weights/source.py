@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import sys
@@ -51,9 +52,10 @@ def resolve(
         return _local(local)
     match = _HUB_NAME.fullmatch(name)
     if match is None or name.startswith((".", "~")):
+        close = difflib.get_close_matches(name.lower(), _DEFAULT_NAMES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else 'check the path, or use the model "default"'
         raise ModelError(
-            f"model {name!r} is neither a file nor a directory here, nor a hub name such as org/name; "
-            "check the path, or leave the model out to use the default one"
+            f"model {name!r} is neither a file nor a directory here, nor a hub name such as org/name; {hint}"
         )
     return _from_hub(match["repo"], match["file"], progress or _ignore, cache_dir)
 

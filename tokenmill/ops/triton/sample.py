@@ -17,7 +17,7 @@ _MAX_CHUNKS = 64
 
 
 def sample(
-    logits: torch.Tensor,  # [n, vocab] float32
+    logits: torch.Tensor,  # [n, vocab] float32, or the model's dtype: what is read is widened exactly
     batch: SampleBatch,
 ) -> torch.Tensor:  # [n] int64; -1 where the row's logits hold a NaN or no finite value
     rows, vocab = logits.shape
@@ -71,7 +71,7 @@ def _best_kernel(
     broken = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + token, mask=token < end, other=float("-inf"))
+        x = tl.load(logits + token, mask=token < end, other=float("-inf")).to(tl.float32)
         broken = broken | (x != x).to(tl.int32)
         top = tl.maximum(top, x)
         value = x
@@ -129,7 +129,7 @@ def _filtered_kernel(
     possible = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
+        x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         broken = broken | (x != x).to(tl.int32)
         possible += (x > float("-inf")).to(tl.int32)
         choices = tl.where(x > lanes, token, choices)
@@ -191,7 +191,7 @@ def _count(logits, vocab, heat, first, second, third, BLOCK: tl.constexpr):
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
-        y = tl.div_rn(tl.load(logits + token, mask=inside, other=float("-inf")), heat)
+        y = tl.div_rn(tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32), heat)
         at_first += (inside & (y >= first)).to(tl.int32)
         at_second += (inside & (y >= second)).to(tl.int32)
         at_third += (inside & (y >= third)).to(tl.int32)
@@ -230,7 +230,7 @@ def _noisy_best(logits, vocab, heat, top, mass_floor, floor, key, ABOVE: tl.cons
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        y = tl.div_rn(tl.load(logits + token, mask=token < vocab, other=float("-inf")), heat)
+        y = tl.div_rn(tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32), heat)
         if ABOVE:
             weighed = y > mass_floor
             allowed = y > floor
