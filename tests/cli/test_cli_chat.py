@@ -148,6 +148,12 @@ def test_help_names_every_command(invoke):
         assert name in stderr
 
 
+def test_other_names_of_commands_work_too(invoke):
+    stub = StubLLM()
+    assert invoke(stub, "chat", stdin="one\n/clear\ntwo\n/exit\nthree\n").stderr == "(the conversation starts anew)\n"
+    assert [said(stub, turn) for turn in range(len(stub.asked))] == [["user:one"], ["user:two"]]
+
+
 def test_stats_count_all_answers(invoke):
     stderr = invoke(StubLLM("one two", "three"), "chat", stdin="a\nb\n/stats\n").stderr
     assert "4 messages" in stderr

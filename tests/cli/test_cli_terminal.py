@@ -39,15 +39,17 @@ def test_sizes_read_well(count, text):
     assert terminal.size(count) == text
 
 
-def test_log_gets_a_line_only_for_what_takes_long(monkeypatch):
+def test_log_gets_one_line_and_only_for_what_takes_long(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     with terminal.progress() as report:
         report(1, 10, "loading")
-        monkeypatch.setattr(terminal, "LINE_EVERY", 0.0)
+        assert log.getvalue() == ""
+        monkeypatch.setattr(terminal, "SLOW", 0.0)
         report(5, 10, "loading")
+        report(6, 10, "loading")
         report(7, 0, "downloading")
-    assert log.getvalue() == "loading: 50%\ndownloading ...\n"
+    assert log.getvalue() == "(loading ...)\n(downloading ...)\n"
 
 
 def test_terminal_gets_a_bar_that_shows_the_name_as_it_is(monkeypatch):

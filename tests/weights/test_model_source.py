@@ -1,5 +1,6 @@
 """A model name leads to files, or to one sentence that says what to do."""
 
+import errno
 import hashlib
 import os
 import sys
@@ -155,6 +156,12 @@ def test_names_that_lead_nowhere_are_refused(name, tmp_path, monkeypatch):
         source.resolve(name)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("defualt", "default"), ("smollm-135m-instruct", default_model.NAME)])
+def test_a_misspelt_default_model_is_answered_with_its_name(name, meant):
+    with pytest.raises(ModelError, match=f"did you mean '{meant}'"):
+        source.resolve(name)
+
+
 def test_ambiguous_directories_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"neither config\.json nor a \.gguf"):
         source.resolve(str(tmp_path))
@@ -192,11 +199,26 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, tmp_path):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no\nnetwork")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", offline)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("retries for half a minute"))
     for name in ("org/name", "org/name:sub/file.gguf"):
-        with pytest.raises(ModelError, match="check the network") as caught:
+        with pytest.raises(ModelError) as caught:
             source.resolve(name, cache_dir=tmp_path / "cache")
-        assert "\n" not in str(caught.value)
+        assert str(caught.value) == (
+            "org/name is not on this machine and the model hub cannot be reached; "
+            "check the network, or pass the path of a model"
+        )
+
+
+def test_a_full_disk_is_not_blamed_on_the_network(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ModelError, match=r"cannot be kept .*\(No space left on device\)"):
+        source.resolve("org/name", cache_dir=tmp_path / "cache")
 
 
 def test_finding_models_does_not_import_torch():

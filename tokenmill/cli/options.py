@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli.terminal import progress
+from tokenmill.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tokenmill import LLM
@@ -18,8 +19,17 @@ Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 System = Annotated[str | None, typer.Option(help="A system message that precedes the conversation.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell what was planned and why, and how fast it ran.")]
 
+
+def _at_least_one(value: int) -> int:
+    if value < 1:
+        raise InvalidRequest(f"--max-tokens is {value}; it must be 1 or more")
+    return value
+
+
 _HOW = "How tokens are chosen"
-MaxTokens = Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=_HOW)]
+MaxTokens = Annotated[
+    int, typer.Option(help="Stop after this many tokens.", callback=_at_least_one, rich_help_panel=_HOW)
+]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.", rich_help_panel=_HOW)]
 TopP = Annotated[
     float, typer.Option(help="Choose among the likeliest tokens of this total probability.", rich_help_panel=_HOW)

@@ -26,6 +26,7 @@ class Command:
 def obey(chat: Chat, line: str) -> None:
     """Carry out one line that starts with a slash."""
     name, _, argument = line.partition(" ")
+    name = ALIASES.get(name, name)
     if name not in COMMANDS:
         raise InvalidRequest(f"there is no command {name}; /help lists them")
     COMMANDS[name].act(chat, argument.strip())
@@ -95,13 +96,15 @@ COMMANDS = {
     command.usage.split()[0]: command
     for command in (
         Command("/help", "list the commands", _help),
-        Command("/reset", "forget the conversation; the system message stays", _reset),
+        Command("/reset", "forget the conversation (also /clear); the system message stays", _reset),
         Command("/system TEXT", "set the system message; without TEXT, remove it", _system),
         Command("/set NAME VALUE", "change how tokens are chosen; /set alone shows the settings", _set),
         Command("/regenerate", "answer the last message again", _regenerate),
         Command("/save FILE", "write the conversation to a file", _save),
         Command("/load FILE", "go on with a saved conversation", _load),
         Command("/stats", "speed of the last answer and totals", _stats),
-        Command("/quit", "leave", _quit),
+        Command("/quit", "leave (also /exit)", _quit),
     )
 }
+
+ALIASES = {"/exit": "/quit", "/clear": "/reset"}  # as other programs call them

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Report = Callable[[int, int, str], None]  # (done, total, what): bytes of a download, tensors of a load
 
 QUICK = 0.3  # seconds: whatever is over by then needs no progress bar
-LINE_EVERY = 5.0  # seconds between plain progress lines
+SLOW = 5.0  # seconds: whatever takes longer is mentioned in a log, once
 
 # Models can be made to write escape sequences that reprogram a terminal; tabs and newlines are all a text needs.
 _CONTROL = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
@@ -94,16 +94,17 @@ def _rich_progress() -> Progress:
 
 
 class _Lines:
-    """Now and then a plain line, for logs."""
+    """For logs: one plain line for each thing that takes long."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic()
+        self._began: dict[str, float] = {}
+        self._told: set[str] = set()
 
     def report(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if now - self._last >= LINE_EVERY:
-            self._last = now
-            note(f"{what}: {100 * done // total}%" if total else f"{what} ...")
+        if now - self._began.setdefault(what, now) >= SLOW and what not in self._told:
+            self._told.add(what)
+            note(f"({what} ...)")
 
     def close(self) -> None:
         pass

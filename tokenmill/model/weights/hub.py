@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,15 @@ Progress = Callable[[int, int, str], None]
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 _UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def download_model(repo: str, progress: Progress, cache_dir: Path | None) -> Path:
     """The directory of a model's files; without a network, as they were downloaded before."""
     hub = _package()
-    return _call(
-        repo,
-        hub.snapshot_download,
-        repo,
-        allow_patterns=_WANTED,
-        ignore_patterns=_UNWANTED,
-        cache_dir=cache_dir,
-        tqdm_class=_reporter(hub, progress),
-    )
+    options = {"cache_dir": cache_dir, "tqdm_class": _reporter(hub, progress)}
+    with _explained(repo):
+        return Path(hub.snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, **options))
 
 
 def download_file(repo: str, file: str, progress: Progress, cache_dir: Path | None) -> Path:
@@ -34,9 +31,10 @@ def download_file(repo: str, file: str, progress: Progress, cache_dir: Path | No
     cached = hub.try_to_load_from_cache(repo, file, cache_dir=cache_dir)
     if isinstance(cached, str):  # weights do not change under a name; asking the network would only cost time
         return Path(cached)
-    # Asked for once here: the download itself would ask an unreachable hub again and again for half a minute.
-    _call(repo, lambda: hub.get_hf_file_metadata(hub.hf_hub_url(repo, file)).location)
-    return _call(repo, hub.hf_hub_download, repo, file, cache_dir=cache_dir, tqdm_class=_reporter(hub, progress))
+    with _explained(repo):
+        # Asked once here, because the download itself asks an unreachable hub again and again for half a minute.
+        hub.get_hf_file_metadata(hub.hf_hub_url(repo, file))
+        return Path(hub.hf_hub_download(repo, file, cache_dir=cache_dir, tqdm_class=_reporter(hub, progress)))
 
 
 def list_cached(cache_dir: Path | None) -> Iterator[tuple[str, Path, int]]:
@@ -78,20 +76,26 @@ def _package() -> Any:
     return huggingface_hub
 
 
-def _call(repo: str, download: Callable[..., str], *arguments: Any, **options: Any) -> Path:
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """Says in one sentence what went wrong between this machine and the hub."""
     errors = _package().errors
     try:
-        return Path(download(*arguments, **options))
+        yield
     except errors.GatedRepoError:
         raise ModelError(f"{repo} is gated on the hub; accept its terms there and run `hf auth login`") from None
     except (errors.RepositoryNotFoundError, errors.RemoteEntryNotFoundError, errors.HFValidationError):
         raise ModelError(f"{repo} (or the file named in it) is not on the hub; check the spelling") from None
-    except OSError as error:
-        if error.errno is None:  # not the disk, but one of the many kinds of network trouble
-            raise ModelError(_unreachable(repo)) from None
-        raise ModelError(f"{repo} cannot be kept in the hub's cache ({error.strerror}); make room there") from None
-    except Exception:  # network trouble of other libraries
-        raise ModelError(_unreachable(repo)) from None
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "an error")
+        raise ModelError(f"the model hub answered {status} when asked for {repo}; try again later") from None
+    except Exception as error:  # many kinds of network trouble, from several libraries
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            raise ModelError(f"{repo} cannot be kept in the hub's cache ({error.strerror}); make room there") from None
+        raise ModelError(
+            f"{repo} is not on this machine and the model hub cannot be reached; "
+            "check the network, or pass the path of a model"
+        ) from None
 
 
 def _reporter(hub: Any, progress: Progress) -> type[Any]:
