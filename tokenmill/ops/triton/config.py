@@ -83,7 +83,7 @@ def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype) ->
         return Tile(min(block_m, 64), 32, 8, 3 if block_m <= 32 else 2)
     if token_bytes > 512:
         return Tile(min(block_m, 32), 32, 4, 5)
-    return Tile(min(block_m, 64), 64, 4, 5)
+    return Tile(min(block_m, 64), 64, 2 if block_m == 16 else 4, 5)
 
 
 def prefill_tile(queries: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
