@@ -19,8 +19,10 @@ help:
 	@echo "make check      ruff, and mypy --strict on the package"
 	@echo "make clean      remove the virtual environment and everything built"
 
+# The prompt travels in the environment, as it was typed: neither make nor the shell looks for $ or quotes in it.
+run: export prompt := $(value PROMPT)
 run: $(venv)/.installed
-	@$(venv)/bin/tokenmill run "$(PROMPT)" < /dev/null
+	@$(venv)/bin/tokenmill run -- "$$prompt" < /dev/null
 
 chat: $(venv)/.installed
 	@$(venv)/bin/tokenmill chat
@@ -34,7 +36,7 @@ test-slow: $(venv)/.installed-dev
 	$(python) -m pytest -n $(WORKERS) -m slow
 
 check: $(venv)/.installed-dev
-	$(venv)/bin/ruff check tokenmill tests
+	$(venv)/bin/ruff check tokenmill tests scripts
 	$(venv)/bin/mypy
 
 clean:

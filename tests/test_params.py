@@ -4,10 +4,12 @@ import copy
 import inspect
 import math
 import pickle
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
 
 import pytest
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
 
@@ -145,3 +147,12 @@ def test_the_widest_of_the_searches_decides_how_many_sequences_run():
 def test_only_penalties_and_edits_shape_logits(settings):
     assert SamplingParams(**settings).shapes_logits
     assert not SamplingParams(temperature=0.3, top_k=3, top_p=0.4, min_p=0.1).shapes_logits
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_the_usage_page_lists_every_field_with_its_default(kind):
+    page = (Path(__file__).parents[1] / "docs" / "usage.md").read_text()
+    for field in fields(kind):
+        default = field.default if field.default is not MISSING else field.default_factory()
+        shown = f'"{default}"' if isinstance(default, str) else repr(default)
+        assert f"| `{field.name}` | `{shown}` |" in page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tokenmill.compat import translate
+from tokenmill.compat import did_you_mean, translate
 from tokenmill.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -80,11 +80,7 @@ class EngineConfig:
         known = {field.name for field in fields(cls)}
         for name in options:
             if name not in known:
-                import difflib
-
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"settings are {', '.join(sorted(known))}"
-                raise ConfigError(f"there is no setting {name!r}; {hint}")
+                raise ConfigError(f"there is no setting {name!r}; {did_you_mean(name, known)}")
         return cls(**options)
 
 

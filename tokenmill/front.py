@@ -11,13 +11,13 @@ from tokenmill.engine.beams import Beams
 from tokenmill.engine.build import Built
 from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Request
 from tokenmill.engine.scheduler import Delta
-from tokenmill.engine.step import TokenLogprobs
 from tokenmill.errors import InvalidRequest
 from tokenmill.model.chat_template import render
 from tokenmill.model.detokenizer import IncrementalDetokenizer, StopStrings
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, Logprob, LogprobTable, RequestOutput
 from tokenmill.params import SamplingParams
+from tokenmill.sampling.records import TokenLogprobs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}
 Message = Mapping[str, Any]

@@ -235,4 +235,4 @@ def _progress_bar(total: int) -> Any:
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True)
+    return tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True, disable=None)  # None: only at a terminal

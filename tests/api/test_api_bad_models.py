@@ -60,7 +60,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SETTING_REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "close to a setting": ({"max_modle_len": 5}, ["no setting 'max_modle_len'", "did you mean 'max_model_len'"]),
-    "like no setting": ({"zzz": 5}, ["no setting 'zzz'", "settings are", "block_size"]),
+    "like no setting": ({"zzz": 5}, ["no setting 'zzz'", "there are", "block_size"]),
     "wrong dtype": ({"dtype": "int8"}, ["dtype is 'int8'", "float32, bfloat16"]),
     "dtype of another type": ({"dtype": 32}, ["dtype is 32", "float32"]),
     "wrong load format": ({"load_format": "pickle"}, ["load_format is 'pickle'", "safetensors, gguf, dummy"]),

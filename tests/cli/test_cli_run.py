@@ -73,6 +73,21 @@ def test_wrong_sampling_value_is_one_line_and_loads_nothing(invoke):
     assert not stub.opened_with
 
 
+def test_debug_after_two_dashes_is_a_prompt(invoke):
+    stub = StubLLM()
+    assert invoke(stub, "run", "--", "--debug").exit_code == 0
+    assert stub.asked[0][0] == [{"role": "user", "content": "--debug"}]
+
+
+@pytest.mark.parametrize("command", [["run", "Hi"], ["chat"]])
+def test_no_tokens_at_all_is_refused_before_the_model_is_loaded(invoke, command):
+    stub = StubLLM()
+    result = invoke(stub, *command, "--max-tokens", "0")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --max-tokens is 0; it must be 1 or more\n"
+    assert stub.opened_with == {}
+
+
 def test_error_is_one_line_and_the_engine_is_shut_down(invoke):
     stub = StubLLM(ModelError("the file x.gguf is cut short; download it again"))
     result = invoke(stub, "run", "Hi")
@@ -90,8 +105,9 @@ def test_request_that_fails_on_the_way_is_an_error_after_what_came(invoke):
     assert result.stderr == "error: the logits were not finite; try float32\n"
 
 
-def test_debug_lets_the_error_through_with_its_traceback(invoke):
-    result = invoke(StubLLM(InvalidRequest("no")), "--debug", "run", "Hi")
+@pytest.mark.parametrize("words", [["--debug", "run", "Hi"], ["run", "--debug", "Hi"], ["run", "Hi", "--debug"]])
+def test_debug_lets_the_error_through_with_its_traceback(invoke, words):
+    result = invoke(StubLLM(InvalidRequest("no")), *words)
     assert isinstance(result.exception, InvalidRequest)
 
 

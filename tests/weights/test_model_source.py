@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import subprocess
 import sys
 import threading
 import zipfile
@@ -210,6 +211,13 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, tmp_path):
         )
 
 
+def test_a_fresh_process_without_a_network_says_the_same(tmp_path):
+    code = f"from tokenmill.model.weights import source; source.resolve('org/name', cache_dir={str(tmp_path)!r})"
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True)
+    assert "ModelError: org/name is not on this machine and the model hub cannot be reached" in result.stderr
+
+
 def test_a_full_disk_is_not_blamed_on_the_network(monkeypatch, tmp_path):
     import huggingface_hub
 
@@ -222,7 +230,5 @@ def test_a_full_disk_is_not_blamed_on_the_network(monkeypatch, tmp_path):
 
 
 def test_finding_models_does_not_import_torch():
-    import subprocess
-
     code = "import sys; import tokenmill.model.weights.source; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -26,8 +26,8 @@ class QuietGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Let --debug stand anywhere: people add it at the end of the command that failed."""
         end = args.index("--") if "--" in args else len(args)
-        rest = [word for word in args[:end] if word != "--debug"]
-        return super().parse_args(ctx, [*["--debug"] * (len(rest) < end), *rest, *args[end:]])
+        words = sorted(args[:end], key=lambda word: word != "--debug")  # stable: the others keep their order
+        return super().parse_args(ctx, [*words, *args[end:]])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -66,7 +66,9 @@ def tokenmill(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback behind an error; may stand anywhere.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback behind an error; may stand anywhere.")
+    ] = False,
 ) -> None:
     """Run language models on this machine.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.engine.request import Finish, Request
-from tokenmill.engine.step import TokenLogprobs
 from tokenmill.sampling.beam import BeamGroup
+from tokenmill.sampling.records import TokenLogprobs
 
 
 @dataclass

@@ -10,7 +10,7 @@ from tokenmill.params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenmill.engine.beams import Beams
-    from tokenmill.engine.step import TokenLogprobs
+    from tokenmill.sampling.records import TokenLogprobs
 
 
 class State(enum.Enum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from tokenmill.sampling.records import TokenLogprobs
+
 if TYPE_CHECKING:
     from tokenmill.engine.request import Request
     from tokenmill.params import SamplingParams
@@ -57,16 +59,6 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
-
-
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the token itself, its rank, and the best ones."""
-
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]  # (token, logprob), best first
 
 
 @dataclass(slots=True)

@@ -30,10 +30,6 @@ class CacheStats:
     hit: int = 0
     evicted_blocks: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        return self.hit / self.queried if self.queried else 0.0
-
 
 class KVManager:
     """The only code that moves blocks between requests, the prefix index and the pool.
@@ -53,10 +49,6 @@ class KVManager:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.pool.num_blocks * self.block_size
 
     def match(self, request: Holder) -> list[int]:
         """Cached blocks that hold the request's first tokens; at least one token is left to compute."""

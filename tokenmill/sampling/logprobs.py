@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.engine.step import TokenLogprobs
+from tokenmill.sampling.records import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenmill.engine.step import Admission
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import SampleBatch
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.logprobs import LogprobTensors, measure
 from tokenmill.sampling.shaping import ANY_TOKEN, RowEdits, add_bias, forbid, forbid_words, penalize
+
+if TYPE_CHECKING:
+    from tokenmill.engine.step import Admission
 
 # What the device knows about a row: 32-bit words, in this order, one table row per word.
 _WORDS = [

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenmill.engine.step import Admission, Pending, Step, StepResult, TokenLogprobs
+from tokenmill.engine.step import Admission, Pending, Step, StepResult
 from tokenmill.errors import StepFailed
+from tokenmill.sampling.records import TokenLogprobs
 
 ROOT = 0x5EED  # what the first position of every sequence is hashed with
 _MASK = (1 << 64) - 1

@@ -12,9 +12,10 @@ from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import Finish, Request, State
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.step import Admission, Step, StepResult, TokenLogprobs
+from tokenmill.engine.step import Admission, Step, StepResult
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
+from tokenmill.sampling.records import TokenLogprobs
 
 MAX_FAILURES = 2  # after this many failed steps a request is tried alone
 MAX_FAILURES_ALONE = 2  # and after this many failures alone it is given up

@@ -69,6 +69,7 @@ def _package() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.errors
+        import huggingface_hub.utils
     except ImportError:
         raise ModelError(
             "hub names need the huggingface_hub package; run `pip install huggingface_hub`, or pass a local path"
