@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -316,12 +318,21 @@ def test_the_plan_is_told_line_by_line(tiny: LLM) -> None:
     assert "max_num_seqs = 8  (as set)" in text
 
 
-def test_a_progress_bar_counts_this_calls_requests_only(tiny: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_progress_bar_counts_this_calls_requests_only_and_only_at_a_terminal(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
     pytest.importorskip("tqdm")
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
     stream = tiny.stream(PROMPT, GREEDY)
     next(stream)
     tiny.generate(PROMPTS, LONG, use_tqdm=True)
-    assert "12/12" in capsys.readouterr().err.rsplit("\r", 1)[-1]
+    assert ("12/12" in screen.getvalue().rsplit("\r", 1)[-1]) is terminal
 
 
 def test_after_shutdown_every_call_says_so(tiny_model: str) -> None:
