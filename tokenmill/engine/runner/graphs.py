@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ def bucket_sizes(max_rows: int) -> list[int]:
 @dataclass
 class _Recording:
     uses: int = 0
+    refused: bool = False  # could not be recorded: it is run plainly
     graph: torch.cuda.CUDAGraph | None = None
     tokens: torch.Tensor | None = None  # [bucket]: where a replay leaves the sampled tokens
 
@@ -113,11 +115,10 @@ class DecodeGraphs:
         shared = step.shared is not None
         recording = self._recordings.setdefault((bucket, traits, shared), _Recording())
         recording.uses += 1
-        if recording.uses == 1:
-            return self._decode(bucket, traits, shared)[: len(step.rows)]
-        if recording.graph is None:
+        if recording.uses > 1 and recording.graph is None and not recording.refused:
             self._record(recording, bucket, traits, shared)
-        assert recording.graph is not None and recording.tokens is not None
+        if recording.graph is None or recording.tokens is None:
+            return self._decode(bucket, traits, shared)[: len(step.rows)]
         recording.graph.replay()
         return recording.tokens[: len(step.rows)]
 
@@ -138,14 +139,18 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                recording.tokens = self._decode(bucket, traits, shared)
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    recording.tokens = self._decode(bucket, traits, shared)
+                finally:
+                    graph.capture_end()
+            recording.graph = graph
+        except RuntimeError as error:  # slower, but the answers go on
+            recording.refused = True
+            warnings.warn(f"steps of {bucket} rows cannot be recorded and are run plainly: {error}", stacklevel=2)
         current.wait_stream(self._stream)
-        recording.graph = graph
 
     def _decode(self, bucket: int, traits: int, shared: bool) -> torch.Tensor:  # [bucket]
         """The whole step in terms of the static inputs."""

@@ -34,7 +34,7 @@ class DeviceState:
         self.block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=device)
         shapes = set(spec.kv_shapes)
         if len(shapes) != 1:
-            raise ModelError(f"the layers of this model cache keys of different shapes, which has no arena yet: {shapes}")
+            raise ModelError(f"layers that cache keys of different shapes are not supported: {shapes}")
         shape = shapes.pop()
         # [layers, key and value (or only key), blocks, block_size, kv_heads, dim]: one copy moves a block of all layers
         parts = 2 if shape.v_dim else 1
