@@ -22,7 +22,7 @@ help:
 # The prompt travels in the environment, as it was typed: neither make nor the shell looks for $ or quotes in it.
 run: export prompt := $(value PROMPT)
 run: $(venv)/.installed
-	@$(venv)/bin/tokenmill run -- "$$prompt" < /dev/null
+	@$(venv)/bin/tokenmill run --temperature 0 -- "$$prompt" < /dev/null
 
 chat: $(venv)/.installed
 	@$(venv)/bin/tokenmill chat
