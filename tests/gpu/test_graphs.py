@@ -1,4 +1,4 @@
-"""Recorded decode steps give the tokens of plain ones, without allocations or waits in steady state."""
+"""Recorded decode steps give the tokens of plain ones, with hardly an allocation and no wait in steady state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_replayed_steps_give_the_tokens_of_plain_ones(checkpoint: str) -> None:
     assert agreement(answers(checkpoint, device="cuda", cuda_graphs=True), plain) >= 0.95
 
 
-def test_steady_decode_neither_allocates_nor_waits(checkpoint: str) -> None:
+def test_steady_decode_hardly_allocates_and_never_waits(checkpoint: str) -> None:
     """Counted by the allocator, and by torch's own check for synchronizing calls while steps are launched."""
     with LLM(checkpoint, device="cuda", skip_tokenizer_init=True, max_num_seqs=16) as llm:
         front = llm._front
@@ -39,5 +39,4 @@ def test_steady_decode_neither_allocates_nor_waits(checkpoint: str) -> None:
         for _ in range(200):
             front.step()
         after = torch.cuda.memory_stats()["allocation.all.allocated"]
-        # A row that crosses into a new block brings one small upload, whose cast is the only allocation left.
-        assert after - before <= 200
+        assert after - before <= 200  # at most one per step: the cast of new block table entries
