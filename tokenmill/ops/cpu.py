@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tokenmill.ops.noise import key, mix
+from tokenmill.ops.noise import TOKEN_OFFSET, gumbel, key, mix
 from tokenmill.ops.reference import act_mul, visible
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
@@ -233,7 +233,7 @@ def sample(
     top, best = logits.max(-1)
     finite = torch.isfinite(top)
     if not batch.all_greedy:
-        tokens = _mix(np.arange(logits.shape[1], dtype=np.uint32) + np.uint32(0x9E3779B9))
+        tokens = _mix(np.arange(logits.shape[1], dtype=np.uint32) + np.uint32(TOKEN_OFFSET))
         keys = key(batch.seed, batch.position).numpy().astype(np.uint32)
         warm = finite & (batch.temperature >= 1e-5)
         for i in warm.nonzero()[:, 0].tolist():
@@ -248,8 +248,7 @@ def sample(
 
 
 def _gumbel(words: npt.NDArray[np.uint32]) -> torch.Tensor:  # [words] float32
-    uniform = (torch.from_numpy(_mix(words)).to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform.clamp(2.0**-33, 1.0 - 2.0**-24)))
+    return gumbel(torch.from_numpy(_mix(words)))
 
 
 def _floor(

@@ -8,6 +8,7 @@ import torch
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B
 _WORD = 0xFFFFFFFF
+TOKEN_OFFSET = 0x9E3779B9  # so that token 0 is not hashed from 0, which the hash maps to itself
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +30,11 @@ def gumbel_noise(
     vocab: int,
 ) -> torch.Tensor:  # [n, vocab] float32
     token = torch.arange(vocab, device=seed.device, dtype=torch.int64)
-    bits = mix(key(seed, position)[:, None] ^ mix(token + 0x9E3779B9)[None, :])
+    return gumbel(mix(key(seed, position)[:, None] ^ mix(token + TOKEN_OFFSET)[None, :]))
+
+
+def gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise, float32, from 32 random bits each."""
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
     # Rounding may give exactly 1: -log(1) = 0 and the noise would be infinite.
     return -torch.log(-torch.log(uniform.clamp(2.0**-33, 1.0 - 2.0**-24)))
