@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import countOf
+from typing import Any, cast
+
+import numpy as np
 
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.build import Built
@@ -35,7 +39,7 @@ class Front:
         self.max_len = built.settings.max_len
         self._eos_ids = tuple(self.tokenizer.eos_ids if self.tokenizer else ()) or built.spec.eos_ids
         self._seeds = random.Random(seed)
-        self._following: dict[str, Follow] = {}  # by id of each of its sequences
+        self._following: dict[str, _Sequence] = {}  # by request id; siblings stay until all have ended
         self._count = 0
 
     # -- in -------------------------------------------------------------------------------------------------
@@ -51,12 +55,12 @@ class Front:
                 sequence.request.deadline = now + follow.timeout
         self.engine.add(follow.leader)
         for sequence in follow.sequences:
-            self._following[sequence.request.id] = follow
+            self._following[sequence.request.id] = sequence
 
     def cancel(self, follow: Follow) -> None:
         """End a request now; if it was running it is finished on return, and no later step mentions it."""
         for sequence in follow.sequences:
-            if self._following.get(sequence.request.id) is follow:
+            if self._following.get(sequence.request.id) is sequence:
                 del self._following[sequence.request.id]
                 self.engine.cancel(sequence.request.id)
                 sequence.finish = sequence.finish or Finish.CANCELLED
@@ -146,7 +150,7 @@ class Front:
             text = prompt
             ids = self._need_tokenizer("a text prompt").encode(prompt, max_tokens=self.max_len)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and _all_whole(prompt):
-            ids = [int(token) for token in prompt]
+            ids = list(cast(Sequence[int], prompt))
         else:
             raise InvalidRequest(f"a prompt must be text or a list of token ids, not {_shown(prompt)}")
         if not ids:
@@ -156,7 +160,7 @@ class Front:
                 f"the prompt has {len(ids)} tokens or more, but prompt and answer together may have {self.max_len}; "
                 "shorten it, or raise max_model_len"
             )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
+        if not _all_below(ids, self.vocab_size):
             wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self.vocab_size}")
         return text, ids
@@ -203,18 +207,20 @@ class Front:
         return self.take_in(self.engine.step())
 
     def take_in(self, deltas: list[Delta]) -> list[Follow]:
-        moved: dict[int, Follow] = {}
+        moved: dict[Follow, None] = {}  # a set that keeps the order
         for delta in deltas:
-            follow = self._following.get(delta.request.id)
-            if follow is None or follow.has_ended(delta.request):
+            sequence = self._following.get(delta.request.id)
+            if sequence is None or sequence.finish is not None:
                 continue  # ended earlier, by a stop string
-            if follow.take_in(delta):
+            stopped = sequence.take_in(delta)
+            if stopped:
                 self.engine.cancel(delta.request.id, Finish.STOP)
-            moved[id(follow)] = follow
-            if follow.finished:  # only now are its ids free: siblings of an ended sequence may still run
-                for sequence in follow.sequences:
-                    del self._following[sequence.request.id]
-        return list(moved.values())
+            follow = sequence.follow
+            moved[follow] = None
+            if (stopped or delta.finished) and follow.finished:
+                for sibling in follow.sequences:  # only now are its ids free: siblings of an ended one may still run
+                    del self._following[sibling.request.id]
+        return list(moved)
 
 
 class Follow:
@@ -237,7 +243,7 @@ class Follow:
         self.leader = requests[0]
         self.tokenizer = tokenizer if params.detokenize else None
         self._eos_ids = eos_ids
-        self.sequences = [_Sequence(request, self.tokenizer, params) for request in requests]
+        self.sequences = [_Sequence(self, request, params) for request in requests]
         self._prompt_tables: list[LogprobTable] = []
 
     @property
@@ -247,16 +253,6 @@ class Follow:
     @property
     def finished(self) -> bool:
         return all(sequence.finish is not None for sequence in self.sequences)
-
-    def take_in(self, delta: Delta) -> bool:
-        """Returns whether a stop string ended the sequence."""
-        return self._sequence_of(delta.request).take_in(delta)
-
-    def has_ended(self, request: Request) -> bool:
-        return self._sequence_of(request).finish is not None
-
-    def _sequence_of(self, request: Request) -> _Sequence:
-        return next(sequence for sequence in self.sequences if sequence.request is request)
 
     def output(self) -> RequestOutput:
         """The request as far as it has come."""
@@ -312,17 +308,19 @@ class Follow:
 class _Sequence:
     """One sequence's tokens and text so far."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(self, follow: Follow, request: Request, params: SamplingParams) -> None:
+        self.follow = follow
         self.request = request
         self.finish: Finish | None = None
         self.text = ""
         self.num_tokens = 0  # taken in; a stop string may end the sequence before the engine does
-        self._tokenizer = tokenizer
+        self._tokenizer = follow.tokenizer
         self._logprobs: list[LogprobTable] | None = None if params.logprobs is None else []
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
     def take_in(self, delta: Delta) -> bool:
+        """Returns whether a stop string ended the sequence."""
         if self._tokenizer is None or self.request.beams is not None:
             self.num_tokens += len(delta.tokens)
         else:
@@ -422,7 +420,15 @@ def _checked_id(id: Any) -> str:
 
 
 def _all_whole(tokens: Sequence[Any]) -> bool:
-    return all(type(token) is int for token in tokens)
+    return countOf(map(type, tokens), int) == len(tokens)
+
+
+def _all_below(tokens: list[int], limit: int) -> bool:
+    """Whether every token is in [0, limit)."""
+    try:
+        return int(np.frombuffer(array("I", tokens), dtype=np.uintc).max()) < limit
+    except OverflowError:  # negative, or far too large
+        return False
 
 
 def _shown(value: object) -> str:

@@ -71,6 +71,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.check()
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it, other than through the model."""
+        return self.penalized or bool(self.bad_words_ids)
+
+    @property
+    def penalized(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
     def check(self) -> None:
         """Bring lists into one form and raise InvalidRequest for the first field that cannot be."""
         if isinstance(self.stop, str):
@@ -105,14 +114,7 @@ class SamplingParams:
     @property
     def shapes_logits(self) -> bool:
         """Whether anything beyond temperature and the filters touches the logits of this request."""
-        return bool(
-            self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.bad_words_ids
-            or self.min_tokens
-        )
+        return bool(self.penalized or self.logit_bias or self.bad_words_ids or self.min_tokens)
 
     def _check_numbers(self) -> None:
         _number("temperature", self.temperature, low=0.0, high=100.0)

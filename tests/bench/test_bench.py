@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from tokenmill import LLM
+from tokenmill.bench.timeline import Span, Timeline, draw
 from tokenmill.bench.timing import seconds
 from tokenmill.bench.trace import record
 from tokenmill.cli.app import app
@@ -34,6 +36,19 @@ def test_traces_hold_the_steps(tiny_model: str, tmp_path: Path) -> None:
     with LLM(tiny_model, load_format="dummy", skip_tokenizer_init=True, device="cpu", max_num_seqs=3) as llm:
         paths = record(llm, tmp_path, rows=2, context=40)
         llm._front.engine.scheduler.check_integrity()
-    for path in paths:
+    assert [path.name for path in paths] == ["decode.json", "decode.svg", "mixed.json", "mixed.svg"]
+    for path in paths[::2]:
+        ET.parse(path.with_suffix(".svg"))
         events = json.loads(path.read_text())["traceEvents"]
         assert sum(event.get("name") == "engine step" for event in events) >= 4
+
+
+def test_gaps_of_the_device_are_found_and_blamed_on_what_the_host_did() -> None:
+    device = [Span("first", 0, 10), Span("beside", 2, 30), Span("second", 31, 40), Span("third", 90, 100)]
+    timeline = Timeline([Span("engine step", 0, 100)], [Span("cudaLaunchKernel", 41, 80)], device)
+    assert timeline.gaps() == [(40, 90)]  # a microsecond between launches is no gap
+    assert timeline.cause((40, 90)) == "cudaLaunchKernel"
+    assert timeline.cause((0, 30)) == "host: Python between launches"
+    picture = draw(timeline, "a <title>")
+    assert "gap 1: 50 us, cudaLaunchKernel" in picture and "a &lt;title&gt;" in picture
+    ET.fromstring(picture)

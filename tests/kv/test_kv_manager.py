@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tokenmill.kv.manager import KVManager
-from tokenmill.kv.prefix import PrefixIndex, block_identity, root_identity
+from tokenmill.kv.prefix import IdentityChains, PrefixIndex, block_identity, root_identity
 
 
 @dataclass(eq=False)
@@ -40,6 +40,16 @@ def chain(tokens, size, salt=""):
 
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=40)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=24), st.sampled_from(["", "other"])), max_size=8))
+def test_chains_of_sequences_that_begin_alike_are_those_of_each_alone(sequences):
+    chains = IdentityChains(4)
+    for tokens, salt in sequences:
+        names = []
+        for count in {len(tokens) // 8, len(tokens) // 4}:  # in one go, and continued
+            chains.extend(names, salt, tokens, max(count, len(names)))
+        assert names == chain(tokens, 4, salt)[: len(names)]
 
 
 @given(tokens=token_lists, data=st.data())

@@ -65,7 +65,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data):
         block = data.draw(st.sampled_from(sorted(set(self.references()) | self.content)))
-        self.pool.share(block)
+        self.pool.share([block])
         self.lru = [other for other in self.lru if other != block]
         self.holdings.append([block])
 
@@ -73,7 +73,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def share_what_is_empty(self, data):
         with pytest.raises(RuntimeError, match="free and empty"):
-            self.pool.share(data.draw(st.sampled_from(sorted(self.free() - self.content))))
+            self.pool.share([data.draw(st.sampled_from(sorted(self.free() - self.content)))])
 
     @precondition(lambda self: self.holdings)
     @rule(data=st.data(), ahead=st.integers(-1, 3))

@@ -1,4 +1,4 @@
-"""`tokenmill bench trace`: records decode steps and a mixed step as a Chrome trace (open it in a trace viewer)."""
+"""`tokenmill bench trace`: records decode steps and mixed steps as Chrome traces, and draws them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenmill.bench.timeline import draw, read
 from tokenmill.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ def record(llm: LLM, folder: Path, *, rows: int, context: int, steps: int = 4) -
         front.submit(follow)
     while any(follow.leader.num_output < 8 for follow in follows[:-1]):
         front.step()
-    written = [_profile(llm, folder / "decode.json", steps)]
+    title = f"{rows} rows at {context} tokens, {steps} steps"
+    written = _profile(llm, folder / "decode.json", steps, f"decode: {title}")
     front.submit(follows[-1])
-    written.append(_profile(llm, folder / "mixed.json", steps))
+    written += _profile(llm, folder / "mixed.json", steps, f"mixed: {title}, a prompt of {context} tokens comes in")
     for follow in follows:
         front.cancel(follow)
     while front.engine.has_work:
@@ -34,7 +36,7 @@ def record(llm: LLM, folder: Path, *, rows: int, context: int, steps: int = 4) -
     return written
 
 
-def _profile(llm: LLM, target: Path, steps: int) -> Path:
+def _profile(llm: LLM, target: Path, steps: int, title: str) -> list[Path]:
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -42,6 +44,10 @@ def _profile(llm: LLM, target: Path, steps: int) -> Path:
         for _ in range(steps):
             with torch.profiler.record_function("engine step"):
                 llm._front.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     target.parent.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(target))
-    return target
+    picture = target.with_suffix(".svg")
+    picture.write_text(draw(read(target), title))
+    return [target, picture]

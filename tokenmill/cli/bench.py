@@ -32,14 +32,14 @@ def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None
 @bench.command()
 def trace(
     model: Model = DEFAULT_MODEL,
-    out: Annotated[Path, typer.Option(help="Folder for decode.json and mixed.json.")] = Path("traces"),
+    out: Annotated[Path, typer.Option(help="Folder for decode.json, mixed.json and their pictures.")] = Path("traces"),
     rows: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens each of them has.")] = 128,
     dummy: Annotated[bool, typer.Option("--dummy", help="Random weights: only the model's config is read.")] = False,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Write Chrome traces of decode steps, and of steps that take in a new prompt beside them."""
+    """Write Chrome traces and pictures of decode steps, and of steps that take in a new prompt beside them."""
     from tokenmill import LLM
     from tokenmill.bench.trace import record
 

@@ -22,6 +22,7 @@ class Admission:
     params: SamplingParams
     seed: int  # noise is a function of (seed, position), so it survives preemption and batching
     stop_ids: list[int]  # forbidden while fewer than params.min_tokens tokens are out
+    num_computed: int = 0  # leading tokens whose keys and values are there already (prefix cache, fork)
 
 
 @dataclass(frozen=True, slots=True)

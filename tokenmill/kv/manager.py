@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokenmill.kv.pool import BlockPool
-from tokenmill.kv.prefix import PrefixIndex, block_identity, root_identity
+from tokenmill.kv.prefix import IdentityChains, PrefixIndex
 
 
 class Holder(Protocol):
@@ -43,6 +43,7 @@ class KVManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex()
+        self._chains = IdentityChains(block_size)
         self.pool = BlockPool(num_blocks, on_evict=self._evicted)
         self.stats = CacheStats()
         self._unproven: list[tuple[int, int]] = []  # (step, block): can be found, though the step is not done yet
@@ -54,23 +55,17 @@ class KVManager:
         """Cached blocks that hold the request's first tokens; at least one token is left to compute."""
         if not self.prefix_caching:
             return []
-        hits: list[int] = []
-        for identity in self._identities(request, (len(request.tokens) - 1) // self.block_size):
-            block = self.index.find(identity)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        return self.index.find_leading(self._identities(request, (len(request.tokens) - 1) // self.block_size))
 
     def needed(self, request: Holder, hits: list[int], tokens: int) -> int:
         """Free blocks that admitting the request with these hits takes out of the pool."""
-        revived = sum(1 for block in hits if self.pool.references[block] == 0)
+        references = self.pool.references
+        revived = sum([references[block] == 0 for block in hits])
         return self.blocks_for(tokens) - len(hits) + revived
 
     def admit(self, request: Holder, hits: list[int]) -> None:
         """Start the request on its cached prefix."""
-        for block in hits:
-            self.pool.share(block)
+        self.pool.share(hits)
         request.blocks = list(hits)
         request.num_computed = len(hits) * self.block_size
         request.num_published = len(hits)
@@ -161,11 +156,9 @@ class KVManager:
 
     def _identities(self, request: Holder, full_blocks: int) -> list[bytes]:
         chain = request.identities
-        while len(chain) < full_blocks:
-            first = len(chain) * self.block_size
-            parent = chain[-1] if chain else root_identity(request.salt)
-            chain.append(block_identity(parent, request.tokens[first : first + self.block_size]))
-        return chain[:full_blocks]
+        if len(chain) < full_blocks:
+            self._chains.extend(chain, request.salt, request.tokens, full_blocks)
+        return chain if len(chain) == full_blocks else chain[:full_blocks]
 
     def _evicted(self, block: int) -> None:
         self.index.forget(block)

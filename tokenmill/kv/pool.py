@@ -42,12 +42,15 @@ class BlockPool:
         self.references[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        if self.references[block] == 0:
-            if not self.has_content[block]:
-                raise RuntimeError(f"block {block} is free and empty; only content can be shared")
-            self._unlink(block)
-        self.references[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block."""
+        references = self.references
+        for block in blocks:
+            if references[block] == 0:
+                if not self.has_content[block]:
+                    raise RuntimeError(f"block {block} is free and empty; only content can be shared")
+                self._unlink(block)
+            references[block] += 1
 
     def release(self, blocks: Iterable[int], fence: int = 0) -> None:
         """Give back one reference of each block, once step `fence` is settled."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 
 IDENTITY_BYTES = 16
@@ -11,19 +13,54 @@ IDENTITY_BYTES = 16
 
 def root_identity(salt: str, adapter: str = "") -> bytes:
     """The parent of a first block. Another salt is another tree: tenants cannot see each other's cache."""
-    return _digest(struct.pack("<II", len(salt.encode()), len(adapter.encode())), salt.encode(), adapter.encode())
+    return _digest(struct.pack("<II", len(salt.encode()), len(adapter.encode())) + salt.encode() + adapter.encode())
 
 
 def block_identity(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The name of a full block of tokens that follows `parent`: the same on every device, disk and worker."""
-    return _digest(parent, struct.pack(f"<{len(tokens)}I", *tokens))
+    return _digest(parent + struct.pack(f"<{len(tokens)}I", *tokens))
 
 
-def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=IDENTITY_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=IDENTITY_BYTES).digest()
+
+
+class IdentityChains:
+    """Names the blocks of token sequences. Sequences that begin as the one before are not hashed again there."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._last: tuple[str, bytes, list[bytes]] = "", b"", []  # salt, packed tokens, chain of the last new one
+
+    def extend(self, chain: list[bytes], salt: str, tokens: Sequence[int], count: int) -> None:
+        """Append identities to a chain until it names the first `count` blocks of `tokens`."""
+        is_new = not chain
+        packed = array("I", tokens[len(chain) * self._block_size : count * self._block_size])
+        if sys.byteorder == "big":
+            packed.byteswap()
+        words, size = packed.tobytes(), 4 * self._block_size
+        if is_new:
+            chain += self._known_beginning(salt, words, size)
+        parent = chain[-1] if chain else root_identity(salt)
+        for at in range(len(chain) * size if is_new else 0, len(words), size):
+            parent = _digest(parent + words[at : at + size])
+            chain.append(parent)
+        if is_new:
+            self._last = salt, words, chain[:]
+
+    def _known_beginning(self, salt: str, words: bytes, size: int) -> list[bytes]:
+        """Identities of the blocks that these words have in common with the last new sequence."""
+        last_salt, last_words, last_chain = self._last
+        if salt != last_salt:
+            return []
+        low, high = 0, min(len(words), len(last_words)) // size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if words[: middle * size] == last_words[: middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return last_chain[:low]
 
 
 class PrefixIndex:
@@ -38,6 +75,16 @@ class PrefixIndex:
 
     def find(self, identity: bytes) -> int | None:
         return self._block_of.get(identity)
+
+    def find_leading(self, identities: list[bytes]) -> list[int]:
+        """The blocks of these identities up to the first that is unknown."""
+        found: list[int] = []
+        get = self._block_of.get
+        for identity in identities:
+            if (block := get(identity)) is None:
+                break
+            found.append(block)
+        return found
 
     def publish(self, identity: bytes, block: int) -> bool:
         """Returns whether the block now stands for the identity (False: another block already does)."""

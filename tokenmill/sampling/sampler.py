@@ -239,7 +239,7 @@ def _traits(params: SamplingParams) -> int:
         traits |= _WARM
         if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
             traits |= _FILTERED
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+    if params.penalized:
         traits |= _PENALIZED
     if params.logit_bias or params.bad_words_ids or params.min_tokens:
         traits |= _EDITED

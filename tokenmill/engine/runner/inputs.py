@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,8 +86,9 @@ def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
     at: list[Ints] = []
     value: list[Ints] = []
     for admission in step.admissions:
-        at.append(admission.row * max_len + np.arange(len(admission.tokens)))
-        value.append(np.array(admission.tokens, dtype=np.int64))
+        first = 0 if admission.params.reads_history else admission.num_computed  # what is computed is not read again
+        at.append(admission.row * max_len + np.arange(first, len(admission.tokens)))
+        value.append(np.array(array("i", admission.tokens[first:]), dtype=np.int64))
     if step.chosen:
         chosen = np.array(step.chosen, dtype=np.int64)
         at.append(chosen[:, 0] * max_len + chosen[:, 1])

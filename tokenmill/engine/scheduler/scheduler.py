@@ -17,6 +17,8 @@ from tokenmill.sampling.records import TokenLogprobs
 
 MAX_ROOM = 8  # waiting requests for which one step makes room
 
+_NO_LOGPROBS: list[TokenLogprobs] = []
+
 Share = tuple[Request, int, int]  # request, first position, how many tokens
 
 
@@ -60,12 +62,13 @@ class Scheduler(Roster):
         """Take in what a step produced. Steps are committed in the order they were launched."""
         deltas, self._events = self._events, []
         rounds: dict[str, Beams] = {}
-        for index, request in enumerate(step.requests):
+        number, block_size = step.number, self.kv.block_size
+        rows = zip(step.requests, step.samples, result.tokens, strict=True)
+        for index, (request, samples, tokens) in enumerate(rows):
             request.in_flight -= 1
-            samples = step.samples[index]
             if samples:
                 request.pending -= 1
-            if request.state is FINISHED or step.number <= request.void_until:
+            if request.state is FINISHED or number <= request.void_until:
                 continue
             if request.failures and step.starts[index] + step.counts[index] >= request.failed_at:
                 self._acquit(request)
@@ -73,7 +76,7 @@ class Scheduler(Roster):
                 request.prompt_logprobs += result.prompt_logprobs[index]
             if not samples:
                 continue
-            tokens, logprobs = result.tokens[index], result.logprobs.get(index) or []
+            logprobs = result.logprobs.get(index, _NO_LOGPROBS)
             if request.beams is not None:
                 rounds[request.beams.leader.id] = request.beams
                 request.beams.collect(request, tokens, logprobs)
@@ -83,8 +86,8 @@ class Scheduler(Roster):
                 if request.state is RUNNING:
                     request.num_computed = len(request.tokens) + len(tokens) - 1
             deltas.append(self._append(request, tokens, logprobs, now))
-            if request.state is RUNNING:
-                self._publish(request)
+            if len(request.tokens) % block_size < len(tokens) and request.state is RUNNING:  # a block became full
+                self.kv.publish(request)
         for beams in rounds.values():
             self._advance_beams(beams, now, deltas)
         self.kv.settle(step.number)
@@ -198,13 +201,9 @@ class Scheduler(Roster):
         request.last_step = request.fence = step.number
         request.last_start = start
         request.num_computed = end
-        self._publish(request)  # so that the next newcomer of this very step can share it
-        return True
-
-    def _publish(self, request: Request) -> None:
-        """Offer blocks that are full by now to others; most steps fill none."""
         if len(request.tokens) >= (request.num_published + 1) * self.kv.block_size:
-            self.kv.publish(request)
+            self.kv.publish(request)  # so that the next newcomer of this very step can share it
+        return True
 
     def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
         """A request that keeps breaking steps runs without company, so that only it can be blamed."""
@@ -301,6 +300,7 @@ class Scheduler(Roster):
                 params=request.params,
                 seed=request.seed,
                 stop_ids=sorted(request.stop_ids),
+                num_computed=request.num_computed,
             )
         )
 
@@ -314,18 +314,19 @@ class Scheduler(Roster):
         step.rows = [request.row for request in step.requests]
         step.starts = [start for _, start, _ in shares]
         step.counts = [count for _, _, count in shares]
+        samples = step.samples
         for request, start, count in shares:
             request.in_flight += 1
             drafts = request.drafts
             beams = request.beams
             if request.num_computed == len(request.tokens) + request.pending + len(drafts):
-                step.samples.append(1 + len(drafts))
+                samples.append(1 + len(drafts))
                 request.pending += 1
                 request.held = bool(drafts) or beams is not None
                 if request.followers:
                     self._release_followers(request)
             else:
-                step.samples.append(0)
+                samples.append(0)
             if drafts:
                 step.drafts[request.row] = drafts
                 request.drafts = []
@@ -341,26 +342,29 @@ class Scheduler(Roster):
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
         """Add sampled tokens until one ends the request."""
-        kept = 0
+        kept, known, times = 0, request.tokens, request.metrics.token_times
         for token in tokens:
             if token < 0:
                 self._not_finite(request, now)
                 break
             kept += 1
-            request.tokens.append(token)
-            request.metrics.token_times.append(now)
-            num_output = len(request.tokens) - request.prompt_len
-            if token in request.stop_ids and num_output > request.params.min_tokens:
-                self._finish(request, Finish.STOP, now, report=False)
-                break
-            if num_output >= request.max_tokens:
-                self._finish(request, Finish.LENGTH, now, report=False)
-                break
+            known.append(token)
+            times.append(now)
+            num_output = len(known) - request.prompt_len
+            if num_output >= request.max_tokens or token in request.stop_ids:
+                if token in request.stop_ids and num_output > request.params.min_tokens:
+                    self._finish(request, Finish.STOP, now, report=False)
+                    break
+                if num_output >= request.max_tokens:
+                    self._finish(request, Finish.LENGTH, now, report=False)
+                    break
         if logprobs:
             logprobs = logprobs[:kept]
             request.logprobs += logprobs
             request.cumulative_logprob += sum(one.logprob for one in logprobs)
-        return Delta(request, tokens[:kept], logprobs, request.state is FINISHED)
+        if kept < len(tokens):
+            tokens = tokens[:kept]
+        return Delta(request, tokens, logprobs, request.state is FINISHED)
 
     def _not_finite(self, request: Request, now: float) -> None:
         """Its logits were no numbers. Others may have filled the blocks it started on, so it tries once on its own."""

@@ -1,0 +1,128 @@
+"""RecordedDecode: steps in which every row decodes one token, as one call of the native library on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+
+from tokenmill.engine.runner.inputs import block_writes
+from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.step import Step
+from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.ops.native.ops import choose_into, decode_inputs
+from tokenmill.ops.native.recording import NotRecordableError, Tape
+from tokenmill.ops.types import AttentionBatch
+from tokenmill.sampling.sampler import Sampled, Sampler
+
+
+class RecordedDecode:
+    """What CUDA graphs are to a GPU: the same step without the Python between its ops.
+
+    One recording serves every number of rows. It is made at the second such step and used once that step's logits
+    agree with those computed plainly; a model that computes anything outside the native ops is run plainly.
+    """
+
+    def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
+        self._decoder, self._state, self._sampler = decoder, state, sampler
+        self._capacity = max_rows
+        self._uses = 0
+        self._tape: Tape | None = None
+        self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
+        # Written by the host before each step.
+        self._rows = torch.zeros(max_rows, dtype=torch.int64)
+        self._starts = torch.zeros(max_rows, dtype=torch.int64)
+        self._greedy = torch.zeros(1, dtype=torch.int64)
+        self._host_rows, self._host_starts = self._rows.numpy(), self._starts.numpy()
+        self._host_greedy = self._greedy.numpy()
+        self._host_tables = state.block_tables.view(-1).numpy()
+        # Written by the first op of a step for the others, and by the last one.
+        self._ids = torch.zeros(max_rows, dtype=torch.int64)
+        self._slots = torch.zeros(max_rows, dtype=torch.int64)
+        self._table_rows = torch.zeros(max_rows, dtype=torch.int32)
+        self._context = torch.zeros(max_rows, dtype=torch.int32)
+        self._q_start = torch.arange(max_rows + 1, dtype=torch.int32)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64)
+
+    def ready(self) -> bool:
+        """Count a step of this kind; whether it can be replayed."""
+        self._uses += 1
+        return self._tape is not None or self._uses == 2
+
+    def run(self, step: Step) -> Sampled | None:
+        """Compute and sample the step. None where it turns out that it cannot be recorded: nothing happened then."""
+        n = len(step.rows)
+        self._host_rows[:n] = step.rows
+        self._host_starts[:n] = step.starts
+        at, value = block_writes(step, self._state.max_blocks)
+        if len(at):
+            self._host_tables[at] = value
+        traits = self._sampler.plain_traits(step.rows)
+        self._host_greedy[0] = traits == 0
+        if self._tape is None and not self._record(n):
+            return None
+        assert self._tape is not None
+        self._tape.run(n)
+        if traits == 0:
+            return Sampled(self._tokens[:n].clone(), None)
+        return self._sample(step, n, traits)
+
+    def _sample(self, step: Step, n: int, traits: int | None) -> Sampled:
+        rows, positions, logits = self._rows[:n], self._starts[:n] + 1, self._logits[:n]
+        if traits is not None:
+            sampled = Sampled(self._sampler.sample_plain(logits, rows, positions, traits), None)
+        else:
+            sampled = self._sampler.sample(logits, step.rows, [start + 1 for start in step.starts], rows, positions)
+        self._state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()
+        return sampled
+
+    def _record(self, n: int) -> bool:
+        """Make the tape, and keep it if it computes for this step's rows what the ops compute one by one."""
+        tape = Tape(self._capacity)
+        try:
+            with tape.record():
+                decode_inputs(
+                    self._rows, self._starts, self._state.tokens, self._state.block_tables, self._state.block_size,
+                    self._ids, self._slots, self._table_rows, self._context,
+                )  # fmt: skip
+                self._logits = self._decode(self._capacity)
+                choose_into(self._tokens, self._logits, self._greedy, self._rows, self._starts, self._state.tokens)
+        except NotRecordableError as error:
+            warnings.warn(f"decode steps cannot be recorded and are run plainly: {error}", stacklevel=2)
+            return False
+        tape.run(n)
+        replayed = self._logits[:n].clone()
+        plain = self._decode(n)
+        if not _agree(replayed, plain):
+            warnings.warn(
+                f"decode steps cannot be recorded and are run plainly: recorded logits differ from plain ones by up to "
+                f"{float((replayed - plain).abs().max()):.3g}",
+                stacklevel=2,
+            )
+            return False
+        self._tape = tape
+        return True
+
+    def _decode(self, n: int) -> torch.Tensor:  # [n, vocab]
+        """The forward pass in terms of the static inputs."""
+        attention = AttentionBatch(
+            rows=self._table_rows[:n],
+            q_start=self._q_start[: n + 1],
+            context=self._context[:n],
+            block_tables=self._state.block_tables,
+            num_singles=n,
+            max_query=1,
+            max_context=self._state.max_len,
+            host_rows=self._host_rows[:n].tolist(),
+            host_counts=[1] * n,
+            host_context=(self._host_starts[:n] + 1).tolist(),
+        )
+        tokens = TokenBatch(self._ids[:n], self._starts[:n], self._slots[:n], attention)
+        return self._decoder.logits(self._decoder.forward(tokens, self._state.kv), wide=False)
+
+
+def _agree(replayed: torch.Tensor, plain: torch.Tensor) -> bool:
+    """Up to the last bits: torch may have computed some op of the plain step in another order."""
+    scale = float(plain.abs().max())
+    return not np.isfinite(scale) or bool((replayed - plain).abs().max() <= 1e-4 * scale)
