@@ -43,13 +43,16 @@ def check(got, case):
 
 def both_ways(case):
     """The op's result for few tokens (where they are few) and for many, whatever it would choose itself."""
-    from tokenmill.ops.triton import moe
+    from tokenmill.ops.triton import moe, moe_few, moe_grouped
 
     dtype = case["x"].dtype
     if case["x"].shape[0] <= 6:
-        yield moe.few(**case, launch=(moe.FewShape(16, 4), moe.FewShape(8, 4)))
+        yield moe_few.few(**case, launch=(moe_few.FewShape(16, 4), moe_few.FewShape(8, 4)))
     for choices_per_expert in (4, 16, 40, 100):
         yield moe.grouped(**case, launch=moe.shapes(choices_per_expert, dtype))
+    for block_m in (16, 128):
+        bulk = moe_grouped.Shape(block_m, 64, 64, 4, 2, 2, bulk=True)
+        yield moe.grouped(**case, launch=(bulk, bulk))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,6 +61,23 @@ def test_moe_equals_reference_on_random_routings(tokens, k, dtype, triton_device
     case = mixture(tokens, k, dtype=dtype, device=triton_device, seed=tokens)
     for got in both_ways(case):
         check(got, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "tokens,k,experts,hidden,inner", [(5, 2, 6, 128, 192), (700, 4, 6, 256, 64), (900, 1, 3, 64, 320)]
+)
+def test_the_products_for_hopper_equal_the_reference(tokens, k, experts, hidden, inner, kind, triton_device):
+    from tokenmill.ops.triton import moe
+
+    case = mixture(tokens, k, experts, hidden, inner, torch.bfloat16, triton_device, tokens) | {"kind": kind}
+    if not moe.hopper_fits(case["x"], case["gate_up"], case["down"]):
+        pytest.skip("not a Hopper GPU")
+    check(moe.hopper(**case), case)
+    case["experts"] = case["experts"] // 2  # groups of very different lengths, some empty
+    check(moe.hopper(**case), case)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
@@ -129,10 +149,14 @@ def test_an_unknown_activation_is_refused(triton_device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("tokens,k,experts", [(1, 1, 1), (3, 2, 4), (60, 8, 60), (700, 4, 5), (1500, 3, 33)])
-def test_groups_hold_every_choice_once_in_tiles_of_one_expert(tokens, k, experts, dtype, triton_device):
+@pytest.mark.parametrize("tokens,k,experts", [(1, 1, 1), (3, 2, 4), (30, 8, 30), (130, 4, 5), (90, 3, 33)])
+def test_groups_hold_every_choice_once_in_tiles_of_one_expert(tokens, k, experts, dtype, triton_device, monkeypatch):
+    from tokenmill.ops.triton import moe_route
     from tokenmill.ops.triton.moe_route import group_by_expert
 
+    # The two larger cases are cut into chunks, which then have to grow.
+    for name, value in {"_ONE_CHUNK": 256, "_CHUNK": 32, "_MAX_CHUNKS": 8}.items():
+        monkeypatch.setattr(moe_route, name, value)
     generator = torch.Generator().manual_seed(tokens)
     skewed = torch.rand(tokens, experts, generator=generator) * torch.linspace(0.3, 1, experts)
     chosen = skewed.topk(min(k, experts), dim=-1).indices.to(triton_device, dtype)
@@ -151,23 +175,50 @@ def test_groups_hold_every_choice_once_in_tiles_of_one_expert(tokens, k, experts
 def routed(scores, top_k, normalize=False, scale=1.0):
     from tokenmill.ops.triton.moe_route import choose
 
-    return choose(scores, top_k, normalize, scale)
+    return choose(scores[None], top_k, normalize, scale)
 
 
-@pytest.mark.parametrize("tokens,experts,hidden", [(1, 10, 48), (8, 4, 130), (9, 33, 130), (600, 20, 64)])
+@pytest.mark.parametrize("tokens,experts,hidden", [(9, 33, 130), (40, 20, 520), (600, 20, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_router_scores_are_as_precise_as_float32(tokens, experts, hidden, dtype, triton_device):
-    from tokenmill.ops.triton.moe_route import few_scores, router_scores, split_scores
+    from tokenmill.ops.triton.moe_route import router_scores, split_scores
 
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator).to(triton_device, dtype)
     router = torch.randn(experts, hidden, generator=generator).to(triton_device)
-    ways = [router_scores] + [few_scores] * (tokens <= 9) + [split_scores] * (dtype != torch.float32)
-    for way in ways:
-        torch.testing.assert_close(way(x, router), (x.double() @ router.double().T).float(), rtol=2e-5, atol=2e-5)
+    for way in [router_scores] + [split_scores] * (dtype != torch.float32):
+        exact = (x.double() @ router.double().T).float()
+        torch.testing.assert_close(way(x, router).sum(0), exact, rtol=2e-5, atol=4e-5)
 
 
-@pytest.mark.parametrize("tokens,experts,top_k", [(1, 128, 8), (5, 60, 4), (3, 8, 8), (2, 1, 1), (300, 64, 6)])
+def test_parts_of_scores_are_added_before_experts_are_chosen(triton_device):
+    from tokenmill.ops.triton.moe_route import choose
+
+    parts = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1)).to(triton_device) * 3
+    best, indices = parts.double().sum(0).softmax(-1).topk(4, dim=-1)
+    weights, chosen = choose(parts, 4, False, 1.0)
+    assert torch.equal(chosen.long(), indices)
+    torch.testing.assert_close(weights, best.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "tokens,experts,hidden,top_k", [(1, 10, 48, 4), (8, 33, 130, 3), (2, 3, 2100, 3), (20, 12, 64, 2)]
+)
+def test_the_op_routes_any_number_of_tokens_and_leaves_no_trace(tokens, experts, hidden, top_k, dtype, triton_device):
+    from tokenmill.ops.triton.moe_route import route
+
+    generator = torch.Generator().manual_seed(hidden)
+    x = torch.randn(tokens, 2 * hidden, generator=generator).to(triton_device, dtype)[:, :hidden]
+    router = torch.randn(experts, hidden, generator=generator).to(triton_device) * 0.1
+    best, indices = (x.double() @ router.double().T).softmax(-1).topk(top_k, dim=-1)
+    for _ in range(2):
+        weights, chosen = route(x, router, top_k, True, 2.5)
+        assert torch.equal(chosen.long(), indices)
+        torch.testing.assert_close(weights, (2.5 * best / best.sum(-1, keepdim=True)).float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens,experts,top_k", [(1, 128, 8), (5, 60, 4), (3, 8, 8), (2, 1, 1), (530, 20, 3)])
 @pytest.mark.parametrize("normalize,scale", [(False, 1.0), (True, 2.5)])
 def test_routing_equals_torch(tokens, experts, top_k, normalize, scale, triton_device):
     scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)).to(triton_device) * 3

@@ -33,7 +33,8 @@ class Timeline:
 
     def gaps(self) -> list[tuple[float, float]]:
         """When the device had nothing to do, longest first."""
-        found, until = [], None
+        found: list[tuple[float, float]] = []
+        until: float | None = None
         for span in self.device:
             if until is not None and span.start - until >= LEAST_GAP:
                 found.append((until, span.start))

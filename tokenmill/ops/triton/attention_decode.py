@@ -19,6 +19,7 @@ from tokenmill.ops.triton.config import (
     prefix_tile,
     split_head,
 )
+from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -81,7 +82,7 @@ def decode_attention(
         GROUP=group, HEAD_TILES=plan.head_tiles, SAME_LAYOUT=k_cache.stride() == v_cache.stride(),
         BLOCK_SIZE=block_size, KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
         VALUE_BLOCK=value_block, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None,
+        WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SHARED=plan.shared,
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, _JOIN_TILE // (join_heads * value_block)),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -105,17 +106,15 @@ def _make_plan(q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionB
     rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
     group = heads // kv_heads
     tile = decode_tile(group, key_dim, value_dim, q.dtype)
-    head_tiles = triton.cdiv(group, tile.block_m)
+    head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
-    # Rows in several parts have at most `extra` parts more than there are of them; of members every part is joined.
-    num_slots = extra + min(rows, extra)
+    num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
     together, splits = tile, 0
     if batch.shared_members is not None and mask.window is None:
         queries = len(batch.shared_members) * group
         together = prefix_tile(queries, key_dim, value_dim, q.dtype)
-        programs = kv_heads * triton.cdiv(queries, together.block_m)
-        splits = prefix_splits(rows, extra + rows, programs, heads, value_dim, q.device)
-        num_slots = extra + rows if splits else num_slots
+        programs = kv_heads * ceil_div(queries, together.block_m)
+        splits = prefix_splits(rows, num_slots, programs, heads, value_dim, q.device)
     device = q.device
     plan = DecodePlan(
         tile=tile,
@@ -148,6 +147,7 @@ def _windowed_tiles(context, window, sinks, BLOCK_N: tl.constexpr):
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@quick_launch
 @triton.jit(
     do_not_specialize=["rows", "num_items", "num_counters", "extra", "least_tiles", "window", "sinks"],
     do_not_specialize_on_alignment=["table_rows", "contexts", "shared"],
@@ -170,8 +170,11 @@ def _plan_kernel(
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Cut rows that have far more than their share of all keys, and list the parts of all rows."""
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.arange(0, ROWS)
     live = row < rows
     context = tl.load(contexts + row, mask=live, other=0)
@@ -186,7 +189,7 @@ def _plan_kernel(
     # A padding row has no keys, but its zeros must be written, too.
     parts = tl.where(live, tl.maximum(tl.cdiv(tiles, most), 1), 0)
     end = tl.cumsum(parts, 0)
-    joined = tl.where((parts > 1) | (start > 0), parts, 0)
+    joined = tl.where(parts > 1, parts, 0)
     slot = tl.cumsum(joined, 0) - joined
     tl.store(joins + row * 3, joined, mask=live)
     tl.store(joins + row * 3 + 1, slot, mask=live)
@@ -209,6 +212,7 @@ def _plan_kernel(
         tl.store(counters + at + row, 0, mask=at + row < num_counters)
 
 
+@quick_launch
 @triton.jit(
     do_not_specialize=["num_slots", "prefix_splits", "window", "sinks"],
     do_not_specialize_on_alignment=["tables"],
@@ -255,9 +259,13 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SHARED: tl.constexpr,  # the kernel before this one computed the rows' common beginning
     JOIN_HEADS: tl.constexpr,  # 0: another kernel joins
     JOIN_PARTS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     item = items + tl.program_id(1) * _FIELDS
     row = tl.load(item).to(tl.int64)
@@ -308,6 +316,18 @@ def _decode_kernel(
     dim = tl.arange(0, VALUE_BLOCK)
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
     if parts == 0:
+        if SHARED:
+            for split in tl.range(0, tl.where(own > 0, prefix_splits, 0), num_stages=1):
+                place = (num_slots + row * prefix_splits + split) * heads + head
+                other_top = tl.load(stats + place * 2, mask=live, other=float("-inf"))
+                other_total = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
+                values = tl.load(partial + place[:, None] * VALUE_DIM + dim[None, :], mask=inside, other=0.0)
+                new_top = tl.maximum(top, other_top)
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                mine, theirs = tl.exp2(top - base), tl.exp2(other_top - base)
+                acc = acc * mine[:, None] + values * theirs[:, None]
+                total = total * mine + other_total * theirs
+                top = new_top
         # A padding row has no keys at all: it gets zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         place = row * stride_out_token + head * stride_out_head
@@ -333,6 +353,7 @@ def _decode_kernel(
         tl.store(out + place[:, None] + dim[None, :], joint.to(out.dtype.element_ty), mask=inside)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_slots", "prefix_splits"])
 def _join_kernel(
     partial,  # [slots, heads, VALUE_DIM] float32
@@ -347,7 +368,10 @@ def _join_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     parts = tl.load(joins + row * 3)

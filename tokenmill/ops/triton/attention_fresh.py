@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.triton.config import Tile, multiprocessors, power_of_two
+from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.numeric import tanh
 from tokenmill.ops.triton.paging import load_rows, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
@@ -106,21 +107,20 @@ def fresh_attention(
     block = plan.scratch.shape[1]
     _gather_kernel[(plan.gather.shape[0], kv_heads, 2)](
         k_cache, v_cache, plan.scratch, plan.gather, batch.rows, batch.block_tables,
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), batch.block_tables.stride(0), plan.keys,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], batch.block_tables.stride(0), plan.keys,
         BLOCK_SIZE=k_cache.shape[1], DIM=dim, DIM_BLOCK=block, KEYS=_GATHER, num_warps=4,
     )  # fmt: skip
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     tile, items = plan.launch.tile, kv_heads * plan.tiles.shape[0]
     if plan.launch.hopper and mask.window is None and mask.softcap is None:
         _hopper().hopper_kernel[(min(items, multiprocessors(q.device)),)](
-            q, plan.hopper_rows, out, plan.tiles, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            q, plan.hopper_rows, out, plan.tiles, *q.stride()[:2], *out.stride()[:2],
             kv_heads, plan.keys, items, score_scale, GROUP=q.shape[1] // kv_heads, DIM=dim, DIM_BLOCK=block,
             BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=4,
         )  # fmt: skip
         return
     _fresh_kernel[(items,)](
-        q, plan.rows, out, plan.tiles, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        q, plan.rows, out, plan.tiles, *q.stride()[:2], *out.stride()[:2],
         kv_heads, plan.keys, mask.window or 0, cap_scale, score_scale,
         GROUP=q.shape[1] // kv_heads, DIM=dim, DIM_BLOCK=block, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None,
@@ -195,6 +195,7 @@ def numbered(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@quick_launch
 @triton.jit(do_not_specialize=["keys"], do_not_specialize_on_alignment=["gather", "rows", "tables"])
 def _gather_kernel(
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, DIM]
@@ -236,6 +237,7 @@ def _gather_kernel(
     tl.store(scratch + target[:, None] + tl.arange(0, DIM_BLOCK)[None, :], value)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["keys", "window"], do_not_specialize_on_alignment=["tiles"])
 def _fresh_kernel(
     q,  # [tokens, heads, DIM]

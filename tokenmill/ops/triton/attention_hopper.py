@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.ops.triton.launch import quick_launch
+
 
 def hopper_descriptor(scratch, block_n: int):
     """The scratch [rows, dim] as a descriptor of [block_n, dim] tiles."""
@@ -22,6 +24,7 @@ def hopper_descriptor(scratch, block_n: int):
     return TensorDescriptor.from_tensor(scratch, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
+@quick_launch
 @gluon.jit(do_not_specialize=["keys", "items"], do_not_specialize_on_alignment=["tiles"])
 def hopper_kernel(
     q,  # [tokens, heads, DIM]

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.attention_fresh import fresh_attention, fresh_plan, numbered
 from tokenmill.ops.triton.config import Tile, power_of_two, prefill_tile, split_head
+from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -48,8 +49,7 @@ def _paged_attention(
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     _prefill_kernel[(kv_heads * tiles.shape[0],)](
         q, k_cache, v_cache, out, tiles, batch.rows, batch.q_start, batch.context, batch.block_tables,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
         batch.block_tables.stride(0), kv_heads, mask.window or 0, mask.sinks, cap_scale, score_scale,
         GROUP=group, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
         KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
@@ -90,6 +90,7 @@ def _host_tile_list(batch: AttentionBatch, group: int, block_m: int, done: froze
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@quick_launch
 @triton.jit(
     do_not_specialize=["window", "sinks"],
     do_not_specialize_on_alignment=["rows", "q_start", "contexts", "tables"],

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import Tile, power_of_two, split_head
+from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -32,7 +33,7 @@ def prefix_attention(
     head = split_head(key_dim)
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     # Programs that read the same keys follow each other.
-    _prefix_kernel[(triton.cdiv(members * group, tile.block_m), kv_heads, splits)](
+    _prefix_kernel[(ceil_div(members * group, tile.block_m), kv_heads, splits)](
         q, k_cache, v_cache, partial, stats, batch.shared_members, batch.shared_tokens, batch.rows, batch.block_tables,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), batch.block_tables.stride(0),
@@ -44,6 +45,7 @@ def prefix_attention(
     )  # fmt: skip
 
 
+@quick_launch
 @triton.jit(
     do_not_specialize=["num_members"],
     do_not_specialize_on_alignment=["stats", "members", "shared", "table_rows", "tables"],
@@ -82,7 +84,10 @@ def _prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     first_member = tl.program_id(0) * BLOCK_M // GROUP
     if tl.load(members + first_member) < 0:
         return

@@ -9,18 +9,21 @@ inner dimension is cut into parts, and whoever finishes an output tile last adds
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import multiprocessors, power_of_two
+from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 
 # Where a plain product is faster here than in the matrix library, as measured on an H200 (scripts/gpu_gemm.py).
 NARROW_COLUMNS, NARROW_INNER, NARROW_ROWS = 4096, 2048, 32  # few output columns, a long sum: the library splits badly
 VOCABULARY_COLUMNS, VOCABULARY_ROWS = 100_000, (8, 64)
 MAX_SPLITS = 8
 MOST_ROWS_OF_A_TILE = 128
+PREFETCHED_TURNS = tl.constexpr(4)
 LEAST_TILE = 64  # output columns of the smallest tile: `arrivals` needs one counter for each such tile
 
 
@@ -88,6 +91,7 @@ def beats_library(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return rows == 1 or (rows <= NARROW_ROWS and columns <= NARROW_COLUMNS and inner >= NARROW_INNER)
 
 
+@lru_cache(maxsize=1024)
 def choose_shape(
     rows: int,
     columns: int,
@@ -108,7 +112,7 @@ def choose_shape(
     splits = 1
     if may_split:
         # About two programs per multiprocessor, each with a loop long enough to pay for its start.
-        wanted = 2 * multiprocessors(device) // triton.cdiv(columns, block_n)
+        wanted = 2 * multiprocessors(device) // ceil_div(columns, block_n)
         splits = max(1, min(wanted, inner // (3 * block_k), MAX_SPLITS))
     # A long pipeline; of narrow tiles two or three programs share a multiprocessor.
     stage_bytes = block_k * (block_n * itemsize + _rows_of_a_tile(rows) * x_itemsize)
@@ -152,7 +156,7 @@ def _launch_gemv(
     shape: GemvShape,
 ) -> None:
     columns, inner = weight.shape
-    _gemv_kernel[(triton.cdiv(columns, shape.block_n),)](
+    _gemv_kernel[(ceil_div(columns, shape.block_n),)](
         x, weight, bias, scale, x_scale, out, columns, inner,
         BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, EVEN_N=columns % shape.block_n == 0,
         EVEN_K=inner % shape.block_k == 0, num_warps=shape.num_warps,
@@ -172,13 +176,13 @@ def _launch_gemm(
     rows, inner = x.shape
     columns = weight.shape[0]
     block_m = _rows_of_a_tile(rows)
-    row_tiles, tiles = triton.cdiv(rows, block_m), triton.cdiv(columns, shape.block_n)
+    row_tiles, tiles = ceil_div(rows, block_m), ceil_div(columns, shape.block_n)
     splits = shape.splits if row_tiles == 1 else 1  # more rows than a tile: there is enough to do
     partial = None
     if splits > 1:
         assert arrivals is not None and arrivals.numel() >= tiles
         partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=torch.float32, device=x.device)
-    turns = triton.cdiv(triton.cdiv(inner, shape.block_k), splits)
+    turns = ceil_div(ceil_div(inner, shape.block_k), splits)
     _gemm_kernel[(row_tiles, tiles, splits)](
         x, weight, bias, scale, x_scale, out, partial, arrivals, rows, columns, inner, turns, x.stride(0),
         SPLITS=splits, BLOCK_M=block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
@@ -186,6 +190,7 @@ def _launch_gemm(
     )  # fmt: skip
 
 
+@quick_launch
 @triton.jit
 def _gemv_kernel(
     x,  # [1, inner]
@@ -200,31 +205,49 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = column if EVEN_N else tl.minimum(column, columns - 1)  # what lies outside is read again and not stored
     k = tl.arange(0, BLOCK_K)
     place = row.to(tl.int64)[:, None] * inner + k[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, inner, BLOCK_K):
-        if EVEN_K:
-            w = tl.load(weight + place + start)
-            value = tl.load(x + start + k)
-        else:
-            inside = start + k < inner
-            w = tl.load(weight + place + start, mask=inside[None, :], other=0.0)
-            value = tl.load(x + start + k, mask=inside, other=0.0)
-        acc += w.to(tl.float32) * value.to(tl.float32)[None, :]
+    # The weight is a constant: its first columns are on their way while the previous kernel still makes x.
+    w = _weights(weight + place, k, inner, EVEN_K)
+    if scale is not None:
+        row_scale = tl.load(scale + row)
+    if bias is not None:
+        row_bias = tl.load(bias + row).to(tl.float32)
+    wait_for_previous(PDL)
+    acc = w.to(tl.float32) * _inputs(x, k, inner, EVEN_K)[None, :]
+    for start in range(BLOCK_K, inner, BLOCK_K):
+        w = _weights(weight + place + start, start + k, inner, EVEN_K)
+        acc += w.to(tl.float32) * _inputs(x, start + k, inner, EVEN_K)[None, :]
     total = tl.sum(acc, 1)
     if scale is not None:
-        total *= tl.load(scale + row)
+        total *= row_scale
     if x_scale is not None:
         total *= tl.load(x_scale)
     if bias is not None:
-        total += tl.load(bias + row).to(tl.float32)
+        total += row_bias
     tl.store(out + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
+@triton.jit
+def _weights(pointers, k, inner, EVEN_K: tl.constexpr):  # [BLOCK_N, BLOCK_K]
+    if EVEN_K:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(k < inner)[None, :], other=0.0)
+
+
+@triton.jit
+def _inputs(x, k, inner, EVEN_K: tl.constexpr):  # [BLOCK_K] float32
+    if EVEN_K:
+        return tl.load(x + k).to(tl.float32)
+    return tl.load(x + k, mask=k < inner, other=0.0).to(tl.float32)
+
+
+@quick_launch
 @triton.jit(do_not_specialize=["rows", "turns"])
 def _gemm_kernel(
     x,  # [rows, inner]
@@ -245,7 +268,9 @@ def _gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     tile = tl.program_id(1)
     split = tl.program_id(2)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -253,7 +278,13 @@ def _gemm_kernel(
     begin = split * turns * BLOCK_K
     k = begin + tl.arange(0, BLOCK_K)
     # What lies outside is read again from the last row and not stored.
-    weights = weight + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * inner + k[None, :]
+    weight += tl.minimum(column, columns - 1).to(tl.int64)[:, None] * inner
+    weights = weight + k[None, :]
+    # The loop's own loads cannot begin before x is there, so the weights of its first turns are sent for here.
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements of a line of the cache
+    lines = begin + tl.arange(0, PREFETCHED_TURNS * BLOCK_K // LINE) * LINE
+    prefetch_constants(weight + tl.minimum(lines, inner - 1)[None, :], PDL)
+    wait_for_previous(PDL)
     inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride_x + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for turn in range(0, turns):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import declare, power_of_two
+from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 
 
 def rms_norm(
@@ -15,15 +16,17 @@ def rms_norm(
     weight: torch.Tensor,  # [dim], any float dtype
     eps: float,
 ) -> torch.Tensor:
-    dim = x.shape[-1]
-    rows = _rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = rows.shape[0] * rows.shape[1]
+    # At most two leading dims as they are: heads that are slices of a fused tensor need no copy.
+    rows = x if x.stride(-1) == 1 and 2 <= x.dim() <= 3 else x.reshape(-1, x.shape[-1]).contiguous()
+    outer, dim = rows.shape[0], rows.shape[-1]
+    inner, stride_inner = (1, dim) if rows.dim() == 2 else (rows.shape[1], rows.stride(1))
+    out = x.new_empty(x.shape)
+    total = outer * inner
     block = power_of_two(dim)
     # A function of dim alone: how a row is summed must not depend on how many rows there are.
     rows_each = max(1, min(16, 2048 // block))
-    _norm_kernel[(triton.cdiv(total, rows_each),)](
-        rows, weight, out, eps, total, rows.shape[1], rows.stride(0), rows.stride(1),
+    _norm_kernel[(ceil_div(total, rows_each),)](
+        rows, weight, out, eps, total, inner, rows.stride(0), stride_inner,
         DIM=dim, BLOCK=block, ROWS=rows_each, num_warps=_warps(block * rows_each),
     )  # fmt: skip
     return out
@@ -45,17 +48,11 @@ def add_rms_norm(
     return x, residual
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:  # [outer, inner, dim]
-    """x with at most two leading dims: heads that are slices of a fused tensor need no copy."""
-    if x.stride(-1) == 1 and x.dim() <= 3:
-        return x if x.dim() == 3 else x.view(-1, 1, x.shape[-1])
-    return x.reshape(-1, 1, x.shape[-1]).contiguous()
-
-
 def _warps(elements: int) -> int:
     return max(1, min(16, elements // 512))
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["total"])  # it changes with every batch
 def _norm_kernel(
     x,  # [total / inner, inner, DIM]
@@ -69,18 +66,22 @@ def _norm_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK)
     inside = (row < total)[:, None] & (dim < DIM)[None, :]
     source = (row // inner) * stride_outer + (row % inner) * stride_inner
-    wide = tl.load(x + source[:, None] + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    wide = tl.load(x + source[:, None] + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
     normed = wide * inverse[:, None] * gain[None, :]
     tl.store(out + row[:, None] * DIM + dim[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
+@quick_launch
 @triton.jit
 def _add_norm_kernel(
     x,  # [tokens, DIM]
@@ -91,18 +92,21 @@ def _add_norm_kernel(
     stride_residual,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK)
     inside = dim < DIM
     x += token * stride_x
     residual += token * stride_residual
+    gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     addend = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
     total = (tl.load(residual + dim, mask=inside, other=0.0).to(tl.float32) + addend).to(residual.dtype.element_ty)
     tl.store(residual + dim, total, mask=inside)
     # The norm is of the sum as stored, so that a later step that reads it back sees the same number.
     wide = total.to(tl.float32)
-    gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
     tl.store(x + dim, normed.to(x.dtype.element_ty), mask=inside)
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import power_of_two
+from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import tanh
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -73,6 +74,7 @@ def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
+@quick_launch
 @triton.jit
 def _quantize_kernel(
     x,  # [rows, inner]
@@ -82,10 +84,13 @@ def _quantize_kernel(
     stride_row,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < inner
+    wait_for_previous(PDL)
     if EVEN:
         wide = tl.load(x + row * stride_row + k).to(tl.float32)
     else:
@@ -95,6 +100,7 @@ def _quantize_kernel(
     tl.store(values + row * inner + k, quantized.to(values.dtype.element_ty), mask=inside)
 
 
+@quick_launch
 @triton.jit
 def _add_norm_kernel(
     x,  # [rows, DIM]
@@ -107,22 +113,26 @@ def _add_norm_kernel(
     stride_residual,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK)
     inside = dim < DIM
     residual += row * stride_residual
+    gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     addend = tl.load(x + row * stride_x + dim, mask=inside, other=0.0).to(tl.float32)
     total = (tl.load(residual + dim, mask=inside, other=0.0).to(tl.float32) + addend).to(residual.dtype.element_ty)
     tl.store(residual + dim, total, mask=inside)
     wide = total.to(tl.float32)
-    gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
     quantized, factor = to_float8(normed.to(x.dtype.element_ty).to(tl.float32))
     tl.store(scale + row, factor)
     tl.store(values + row * DIM + dim, quantized.to(values.dtype.element_ty), mask=inside)
 
 
+@quick_launch
 @triton.jit
 def _act_mul_kernel(
     x,  # [rows, 2 * inner]
@@ -132,11 +142,14 @@ def _act_mul_kernel(
     stride_row,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < inner
     dtype = x.dtype.element_ty
+    wait_for_previous(PDL)
     gate = tl.load(x + row * stride_row + k, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_row + inner + k, mask=inside, other=0.0).to(tl.float32)
     if SILU:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare, power_of_two
+from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 
 
 def rope_kv_write(
@@ -29,20 +30,19 @@ def rope_kv_write(
     value_dim = v.shape[2] if v is not None else 0
     # About 2k elements per program, whatever the head size.
     heads_each = max(1, min(power_of_two(max(heads, kv_heads)), 2048 // power_of_two(max(dim, value_dim))))
-    q_programs = triton.cdiv(heads, heads_each)
-    _rope_kernel[(tokens, q_programs + triton.cdiv(kv_heads, heads_each))](
+    q_programs = ceil_div(heads, heads_each)
+    _rope_kernel[(tokens, q_programs + ceil_div(kv_heads, heads_each))](
         q, k, values, cos_sin, positions, k_cache, value_cache, slots,
         cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, eps,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), values.stride(0), values.stride(1), cos_sin.stride(0),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
-        heads, kv_heads, q_programs,
+        *q.stride()[:2], *k.stride()[:2], *values.stride()[:2], cos_sin.stride(0),
+        *k_cache.stride()[:3], *value_cache.stride()[:3], heads, kv_heads, q_programs,
         HALF=rotated // 2, HALF_BLOCK=power_of_two(rotated // 2), DIM=dim, TAIL_BLOCK=power_of_two(dim - rotated),
         VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), BLOCK_SIZE=k_cache.shape[1], HEADS=heads_each,
         NORM=q_norm is not None, num_warps=4,
     )  # fmt: skip
 
 
+@quick_launch
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # slices of a packed buffer
 def _rope_kernel(
     q,  # [tokens, heads, DIM]
@@ -81,9 +81,14 @@ def _rope_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    if NORM:
+        prefetch_constants((q_norm if part < q_programs else k_norm) + tl.arange(0, 32) * (DIM // 32), PDL)
+    wait_for_previous(PDL)
     position = tl.load(positions + token).to(tl.int64)
     if part < q_programs:
         head = part * HEADS + tl.arange(0, HEADS)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import declare, multiprocessors
+from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import gumbel, key_of, noise_key, value_of
 from tokenmill.ops.types import SampleBatch
 
@@ -31,8 +32,8 @@ def sample(
         return out
     # Few rows cannot fill the device, so each is cut into chunks. A maximum does not depend on the cut.
     chunks = max(1, min(4 * multiprocessors(logits.device) // max(rows, 1), _MAX_CHUNKS))
-    chunk = triton.cdiv(vocab, chunks * _CHUNK_BLOCK) * _CHUNK_BLOCK
-    chunks = triton.cdiv(vocab, chunk)
+    chunk = ceil_div(vocab, chunks * _CHUNK_BLOCK) * _CHUNK_BLOCK
+    chunks = ceil_div(vocab, chunk)
     space = torch.empty(rows * chunks * 3, dtype=torch.float32, device=logits.device)
     _best_kernel[(rows, chunks)](
         logits, space, batch.temperature, batch.seed, batch.position, vocab, chunk, chunks, logits.stride(0),
@@ -43,6 +44,7 @@ def sample(
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
+@quick_launch
 @triton.jit(do_not_specialize=["chunk", "chunks"], do_not_specialize_on_alignment=["temperature", "seed", "position"])
 def _best_kernel(
     logits,  # [rows, vocab]
@@ -56,7 +58,10 @@ def _best_kernel(
     stride_row,
     ALL_GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * chunk
     end = tl.minimum(begin + chunk, vocab)
@@ -87,13 +92,17 @@ def _best_kernel(
     tl.store(space + 2, best_token.to(tl.float32, bitcast=True))
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["chunks"])
 def _join_kernel(
     space,  # [rows, chunks, 3]
     out,  # [rows]
     chunks,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     space += (row * chunks + chunk) * 3
@@ -106,6 +115,7 @@ def _join_kernel(
     tl.store(out + row, tl.where(_finite(tl.max(largest, 0)) & (not broken), token, -1).to(tl.int64))
 
 
+@quick_launch
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "seed", "position"])
 def _filtered_kernel(
     logits,  # [rows, vocab]
@@ -119,7 +129,10 @@ def _filtered_kernel(
     vocab,
     stride_row,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride_row
     heat = tl.load(temperature + row)
