@@ -28,6 +28,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenmill.ops import reference
+from tokenmill.ops.registry import Need, select
 from tokenmill.ops.triton import gemm_fp8
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.gemm_small import (
@@ -39,6 +40,9 @@ from tokenmill.ops.triton.gemm_small import (
     small_gemm,
 )
 from tokenmill.ops.triton.quantize import act_mul_quantized, add_rms_norm_quantized, quantize_rows
+from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.handover import act_mul_for, add_norm_for
+from tokenmill.quant.scheme import Linear, QuantizedRows
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 ROTATE_BYTES = 320 << 20  # several times the L2
@@ -58,9 +62,9 @@ SWEEP: dict[int, dict[int, list[tuple[int, int, int, int]]]] = {  # kind -> rows
         64: [(64, 128, 4, 4), (128, 64, 8, 6), (128, 128, 8, 4), (128, 128, 8, 3)],
     },
     88: {
-        16: [(64, 256, 4, 5)],
-        64: [(64, 256, 4, 4), (128, 128, 8, 4)],
-        128: [(64, 128, 4, 4), (128, 128, 8, 5), (128, 256, 8, 3)],
+        16: [(64, 256, 4, 5), (64, 128, 4, 8), (64, 512, 4, 4)],
+        64: [(64, 256, 4, 4), (64, 256, 4, 6), (64, 128, 4, 6), (128, 128, 8, 4)],
+        128: [(64, 128, 4, 4), (64, 256, 4, 4), (128, 128, 8, 5), (128, 256, 8, 3)],
     },
 }
 ITEMSIZES = {16: (2, 2), 8: (2, 1), 88: (1, 1)}  # of the input and the weight
@@ -149,6 +153,7 @@ def main() -> int:
         table(timer, "fp8 weights, bf16 input: quantize + _scaled_mm / rule / best", 8, LLAMA[:4], ROWS)
         table(timer, "fp8 both: quantize + _scaled_mm / quantize + rule / best", 88, LLAMA[:4], [16, 64, 96, 128, 256])
         large(timer)
+        layers(timer)
     print(f"done in {time.perf_counter() - begun:.0f} s", flush=True)
     return int(failed)
 
@@ -336,6 +341,44 @@ def large(timer: Timer) -> None:
     apart = timer.microseconds(lambda _: quantize_rows(act_mul(gate_up, "silu")), once)
     fused = timer.microseconds(lambda _: act_mul_quantized(gate_up, "silu"), once)
     print(f"activation of 16384 rows: {apart:.0f} us, then quantized; {fused:.0f} us fused", flush=True)
+
+
+class Layers:
+    """The products of layers of Llama-3-8B with what stands between them, attention left out."""
+
+    def __init__(self, rows: int, stacks: list[list[Linear]], fused: bool) -> None:
+        self.ops, self.stacks, self.fused = select(Need("cuda", BF16)), stacks, fused
+        self.update, self.residual = (torch.randn(rows, 4096, device="cuda", dtype=BF16) for _ in range(2))
+        self.gain = torch.ones(4096, device="cuda", dtype=BF16)
+
+    def __call__(self, number: torch.Tensor) -> None:
+        qkv, o, gate_up, down = self.stacks[int(number)]
+        self.update = o(qkv(self.normed(qkv))[:, :4096])
+        wide = gate_up(self.normed(gate_up))
+        active = act_mul_for(down, self.ops, wide, "silu") if self.fused else self.ops.act_mul(wide, "silu")
+        self.update = down(active)
+
+    def normed(self, reader: Linear) -> torch.Tensor | QuantizedRows:
+        asked = reader if self.fused else None
+        x, self.residual = add_norm_for(asked, self.ops, self.update, self.residual, self.gain, 1e-5)
+        return x
+
+
+def layers(timer: Timer) -> None:
+    print("\none fp8 layer without attention, us: quantized apart, fused (bytes of weights: 51.3)", flush=True)
+    scheme, cuda = Fp8(), torch.device("cuda", 0)
+    stacks = []
+    for _ in range(3):  # several times the L2
+        stack = []
+        for columns, inner in LLAMA[:4]:
+            storage = scheme.allocate(columns, inner, BF16, cuda)
+            scheme.write(storage, 0, torch.randn(columns, inner, device="cuda", dtype=BF16) * inner**-0.5)
+            stack.append(Linear(scheme, storage))
+        stacks.append(stack)
+    numbers = torch.arange(len(stacks))[:, None]
+    for rows in (1, 2, 8, 16, 32, 64, 128, 256, 512, 8192):
+        apart, fused = (timer.microseconds(Layers(rows, stacks, way), numbers) for way in (False, True))
+        print(f"{rows:>6} rows {apart:9.1f} {fused:9.1f}", flush=True)
 
 
 def multiply(x: torch.Tensor, x_scale: torch.Tensor, rest: dict[str, Any], weight: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
     shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
+    batch_invariant: bool = False  # the same bits for a request whatever runs beside it; slower
     overlap: bool | None = None  # launch a step before the one before it is committed; unset: on GPUs
     policy: str = "priority"  # priority or fcfs
     max_queued_requests: int = 100_000
@@ -54,6 +55,7 @@ class EngineConfig:
             "enable_prefix_caching",
             "cuda_graphs",
             "shared_prefix_attention",
+            "batch_invariant",
             "skip_tokenizer_init",
         ):
             if not isinstance(getattr(self, name), bool):
@@ -71,6 +73,11 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not available; it may be {', '.join(QUANTIZATIONS)}, "
                 "or leave it unset (GGUF files are dequantized as they are loaded)"
+            )
+        if self.batch_invariant and self.quantization is not None:
+            raise ConfigError(
+                f"batch_invariant is set and quantization is {self.quantization!r}, whose products depend on the "
+                "batch; leave one of them out"
             )
 
     @classmethod

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import countOf
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from tokenmill.engine.beams import Beams
-from tokenmill.engine.build import Built
 from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.errors import InvalidRequest
@@ -21,6 +20,7 @@ from tokenmill.model.detokenizer import IncrementalDetokenizer, StopStrings
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, Logprob, LogprobTable, RequestOutput
 from tokenmill.params import SamplingParams
+from tokenmill.sampling.grammar import check_grammar
 from tokenmill.sampling.records import TokenLogprobs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}
@@ -29,10 +29,57 @@ Message = Mapping[str, Any]
 PRIORITIES = {"realtime": REALTIME, "api": API, "batch": BATCH}
 
 
+class EngineVerbs(Protocol):
+    """What a front does with an engine, be it in this process or in another."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def cancel(self, id: str, why: Finish = Finish.CANCELLED) -> None: ...
+
+    def step(self) -> list[Delta]: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+class Vocabulary(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+
+class Lengths(Protocol):
+    @property
+    def max_len(self) -> int: ...
+
+
+class Served(Protocol):
+    """A ready engine and what its front needs to know of it."""
+
+    @property
+    def engine(self) -> EngineVerbs: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def spec(self) -> Vocabulary: ...
+
+    @property
+    def settings(self) -> Lengths: ...
+
+
 class Front:
     """Checks what users ask for, follows their requests, and decodes text. Owned by the thread that owns the engine."""
 
-    def __init__(self, built: Built, seed: int) -> None:
+    def __init__(self, built: Served, seed: int) -> None:
         self.engine = built.engine
         self.tokenizer = built.tokenizer
         self.vocab_size = built.spec.vocab_size
@@ -186,6 +233,8 @@ class Front:
             raise InvalidRequest(
                 "beam search stops on token ids only and returns no logprobs; leave stop and logprobs unset"
             )
+        if params.structured is not None:
+            check_grammar(params.structured)
         if params.stop_strings:
             self._need_tokenizer("a stop string")
         if params.bad_words:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from tokenmill.compat import did_you_mean
 from tokenmill.errors import InvalidRequest
+from tokenmill.sampling.structured import StructuredOutput, checked_structured
 
 MAX_LOGPROBS = 1024
 MAX_STOP_STRINGS = 64
@@ -64,6 +65,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
+    structured: StructuredOutput | None = None  # the answer's form: {"json": schema}, {"regex": ...}, {"choice": [...]}
     detokenize: bool = True
     skip_special_tokens: bool = True
     bad_words_ids: list[list[int]] = field(default_factory=list)  # filled from bad_words by the tokenizer
@@ -92,6 +94,12 @@ class SamplingParams:
             self.top_k = 0
         self._check_numbers()
         self._check_lists()
+        self.structured = checked_structured(self.structured)
+        if self.structured and (self.beam_width or self.bad_words or self.bad_words_ids or self.min_tokens):
+            raise InvalidRequest(
+                "structured output cannot be combined with beam_width, bad_words or min_tokens, which may forbid the "
+                "only token that fits; leave them unset"
+            )
 
     @property
     def greedy(self) -> bool:

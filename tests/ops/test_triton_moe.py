@@ -181,7 +181,7 @@ def routed(scores, top_k, normalize=False, scale=1.0):
 @pytest.mark.parametrize("tokens,experts,hidden", [(9, 33, 130), (40, 20, 520), (600, 20, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_router_scores_are_as_precise_as_float32(tokens, experts, hidden, dtype, triton_device):
-    from tokenmill.ops.triton.moe_route import router_scores, split_scores
+    from tokenmill.ops.triton.moe_scores import router_scores, split_scores
 
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator).to(triton_device, dtype)

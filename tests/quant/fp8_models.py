@@ -20,10 +20,7 @@ class QuantizedInputs(Fp8):
 def logits_of(spec, weights, ids: list[int]) -> torch.Tensor:  # [len(ids), vocab]
     need = Need(device="cpu", dtype=weights.dtype, head_dim=spec.attention_head_dim, block_size=len(ids))
     decoder = Decoder(spec, weights, select(need), max_len=len(ids))
-    kv = [
-        LayerKV(*(torch.zeros(1, len(ids), shape.kv_heads, dim) for dim in (shape.k_dim, shape.v_dim)))
-        for shape in spec.kv_shapes
-    ]
+    kv = [cache_of(shape, spec, len(ids)) for shape in spec.kv_shapes]
     positions = torch.arange(len(ids))
     batch = AttentionBatch(
         rows=torch.tensor([0], dtype=torch.int32),
@@ -35,3 +32,10 @@ def logits_of(spec, weights, ids: list[int]) -> torch.Tensor:  # [len(ids), voca
     )  # fmt: skip
     with torch.inference_mode():
         return decoder.logits(decoder.forward(TokenBatch(torch.tensor(ids), positions, positions, batch), kv))
+
+
+def cache_of(shape, spec, length: int) -> LayerKV:
+    k = torch.zeros(1, length, shape.kv_heads, shape.k_dim)
+    if shape.v_dim == 0:
+        return LayerKV(k, k[..., spec.mla.rope_dim :])
+    return LayerKV(k, torch.zeros(1, length, shape.kv_heads, shape.v_dim))

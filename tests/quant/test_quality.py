@@ -26,11 +26,12 @@ def test_fp8_hardly_moves_what_a_real_model_predicts(default_model):
     ids = Tokenizer.from_gguf(checkpoint).encode(TEXT)
     exact = logits_of(spec, load_weights(spec, checkpoint, torch.float32, "cpu"), ids).log_softmax(-1)
     loss = -exact[range(len(ids) - 1), ids[1:]].mean()
-    for scheme, kl_limit in ((Fp8(), 0.025), (QuantizedInputs(), 0.045)):
+    # With inputs in 8 bits, changes of 1e-6 before rounding move the loss between +0.03 and +0.06.
+    for scheme, kl_limit, loss_limit in ((Fp8(), 0.025, 0.05), (QuantizedInputs(), 0.045, 0.09)):
         weights = load_weights(spec, checkpoint, torch.float32, "cpu", scheme=scheme)
         moved = logits_of(spec, weights, ids).log_softmax(-1)
         divergence = (exact.exp() * (exact - moved)).sum(-1).mean()
         change = -moved[range(len(ids) - 1), ids[1:]].mean() - loss
         print(f"{type(scheme).__name__}: KL {divergence:.4f}, loss {loss:.3f} {change:+.4f}")
         assert 0 < divergence < kl_limit, f"{type(scheme).__name__}: {divergence:.4f} nats per token"
-        assert abs(change) < 0.05
+        assert abs(change) < loss_limit

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -328,3 +329,51 @@ def test_double_precision_logits_are_accepted():
     bench.admit(0, 1, repetition_penalty=1.5, logit_bias={1: 1.0}, bad_words_ids=[[2]], top_p=0.9, logprobs=2)
     result = bench.sample([0, 1], [10, 10], bench.logits(2).double())
     assert result.logprobs.chosen.dtype == torch.float64
+
+
+def packed(tokens, words=(VOCAB + 31) // 32):
+    bits = np.zeros(32 * words, dtype=np.uint8)
+    bits[tokens] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+@pytest.mark.parametrize("words", [1, 2, 5], ids=["too few", "as many", "too many"])
+def test_a_grammar_leaves_only_what_it_allows(words):
+    """Its vocabulary may be smaller or larger than the model's; a token that it does not know is not allowed."""
+    bench = Bench()
+    bench.admit(3, 5, structured={"regex": "a"}, logprobs=1)
+    bench.admit(4, repetition_penalty=1.5)
+    bench.sampler.take_masks({5: packed([7, 30, 31], words), 3: packed([0], words)})
+    logits = bench.logits(3)
+    logits[2, 31] = 40.0
+    sampled = bench.sample([3, 4, 5], [15, 15, 15], logits)
+    finite = [row.isfinite().nonzero()[:, 0].tolist() for row in bench.shaped]
+    assert finite == [[0], list(range(VOCAB)), [7, 30, 31]]
+    assert sampled.tokens.tolist()[0] == 0 and sampled.tokens.tolist()[2] == 31
+    expected = logits.log_softmax(-1)
+    assert unpack(sampled.logprobs)[0].logprob == pytest.approx(expected[0, 0].item())  # what the model thought of it
+    plain = bench.sampler.sample_plain(logits.clone(), torch.tensor([3, 5]), torch.tensor([15, 15]), 32)
+    assert plain.tolist()[0] == 0 and int(plain[1]) in (7, 30, 31)
+
+
+def test_a_new_request_in_a_row_forgets_the_old_grammar():
+    bench = Bench()
+    bench.admit(3, structured={"regex": "a"})
+    bench.admit(4, structured={"regex": "a"})
+    bench.sampler.take_masks({3: packed([7]), 4: packed([9])})
+    bench.admit(3)
+    logits = bench.logits(2)
+    bench.sample([3, 4], [11, 11], logits)
+    assert torch.equal(bench.shaped[0], logits[0])
+    assert bench.shaped[1].isfinite().nonzero()[:, 0].tolist() == [9]
+
+
+def test_masks_cost_one_copy(monkeypatch):
+    bench = Bench()
+    bench.admit(0, 1, 2, structured={"regex": "a"})
+    copies = []
+    to_device = Sampler._to_device
+    monkeypatch.setattr(Sampler, "_to_device", lambda self, words: copies.append(1) or to_device(self, words))
+    bench.sampler.take_masks({0: packed([1]), 1: packed([2]), 2: packed([3])})
+    assert bench.sample([0, 1, 2], [10, 10, 10]).tokens.tolist() == [1, 2, 3]
+    assert len(copies) == 1

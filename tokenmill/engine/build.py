@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.layers import WeightStore
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.model.weights.checkpoint import Checkpoint, read_config
+from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, read_config
 from tokenmill.model.weights.source import ModelFiles, resolve
+from tokenmill.ops.native.library import LEVEL_NAMES, Library
+from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.plan.hardware import Hardware, cpu_hardware
 from tokenmill.plan.memory import ModelBytes
 from tokenmill.plan.solve import Settings, solve
 from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.invariant import InvariantDense
+from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Dense, QuantScheme, scheme_for
+from tokenmill.sampling.grammar import Grammars
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
 
@@ -55,16 +60,25 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     spec = spec_from_config(model_config)
     dtype, dtype_why = choose_dtype(config.dtype, spec, device)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
-    scheme = choose_scheme(config.quantization, device)
-    settings = solve(config, model_bytes(spec, dtype, scheme), spec.max_positions, hardware_of(device))
-    ops = select(Need(device.type, dtype, spec.attention_head_dim, settings.block_size), config.ops)
+    scheme = choose_scheme(config, spec, dtype, device)
+    native = native_for(config, checkpoint, dtype, device, tell)
+    if isinstance(native, Library) and isinstance(scheme, Dense):
+        scheme = Packed()
+    sizes = model_bytes(spec, dtype, scheme, checkpoint)
+    settings = solve(config, sizes, spec.max_positions, hardware_of(device))
+    need = Need(device.type, dtype, spec.attention_head_dim, settings.block_size, config.batch_invariant)
+    ops = select(need, config.ops)
     weights = load(config, spec, checkpoint, dtype, device, scheme, tell)
+    if config.batch_invariant:  # logits in float32: of equal ones, which is ranked first could depend on the batch
+        weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
     decoder = Decoder(spec, weights, ops, max_len=settings.max_len)
-    engine = join(config, settings, decoder, dtype, device)
+    # The engine of a server has no tokenizer until it needs one for a grammar.
+    grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
+    engine = join(config, settings, decoder, dtype, device, grammars)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
-        f"linear       {scheme.name}",
+        f"linear       {scheme.name}{_native_line(native)}",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
@@ -73,7 +87,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 
 def join(
-    config: EngineConfig, settings: Settings, decoder: Decoder, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    settings: Settings,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """Scheduler, KV and runner around a decoder."""
     state = DeviceState(
@@ -94,13 +113,18 @@ def join(
         ),
         KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
         POLICIES[config.policy],
-        find_shared_prefixes=config.shared_prefix_attention and device.type == "cuda" and None in decoder.spec.windows,
+        find_shared_prefixes=config.shared_prefix_attention
+        and not config.batch_invariant
+        and device.type == "cuda"
+        and None in decoder.spec.windows,
     )
-    recordable = device.type == "cuda" and decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
+    recordable = decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
+    if device.type == "cpu":  # a tape holds only native ops, products included
+        recordable = recordable and isinstance(decoder.weights.lm_head.scheme, Packed)
     runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=config.cuda_graphs and recordable)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    return Engine(scheduler, runner, overlap=overlap)
+    return Engine(scheduler, runner, overlap=overlap, grammars=grammars)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -127,7 +151,11 @@ def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[
     return torch.bfloat16, "half the bytes of float32"
 
 
-def choose_scheme(wanted: str | None, device: torch.device) -> QuantScheme:
+def choose_scheme(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> QuantScheme:
+    wanted = config.quantization
+    if config.batch_invariant:
+        check_invariant(spec, dtype, device)
+        return InvariantDense()
     if wanted is None:
         return Dense()
     if device.type == "cuda" and not has_small_gemm(device):
@@ -136,6 +164,36 @@ def choose_scheme(wanted: str | None, device: torch.device) -> QuantScheme:
             f"quantization is {wanted!r}, which needs Triton and a Hopper GPU or later, but this is {name}; unset it"
         )
     return Fp8()
+
+
+def native_for(
+    config: EngineConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device, tell: Progress
+) -> Library | str | None:
+    """The native library where it can multiply this checkpoint's weights; why not, or None where nobody asked."""
+    if device.type != "cpu" or dtype != torch.float32 or config.ops not in (None, "native") or config.batch_invariant:
+        return None
+    if not isinstance(checkpoint, BlockCheckpoint):
+        return None
+    native = load_native(tell)
+    if isinstance(native, Library):
+        native.threads = torch.get_num_threads()
+    return native
+
+
+def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what the batch-invariant mode cannot do yet."""
+    reason = None
+    if spec.mla is not None:
+        reason = f"{spec.architecture} projects its latent attention with products that depend on the batch"
+    elif spec.moe is not None and (spec.moe.groups > 1 or dtype == torch.float64):
+        reason = f"{spec.architecture} in {str(dtype).removeprefix('torch.')} routes with a product that depends on it"
+    elif device.type == "cuda" and not has_small_gemm(device):
+        name = torch.cuda.get_device_name(device)
+        reason = f"it needs Triton and a Hopper GPU or later, and this is {name}"
+    elif device.type == "cuda" and dtype == torch.float64:
+        reason = "its products are there for bfloat16, float16 and float32, not for float64"
+    if reason is not None:
+        raise ConfigError(f"batch_invariant is set, but {reason}; leave it out")
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint | None, dict[str, Any]]:
@@ -185,7 +243,9 @@ def load(
     )
 
 
-def model_bytes(spec: DecoderSpec, dtype: torch.dtype, scheme: QuantScheme | None = None) -> ModelBytes:
+def model_bytes(
+    spec: DecoderSpec, dtype: torch.dtype, scheme: QuantScheme | None = None, checkpoint: Checkpoint | None = None
+) -> ModelBytes:
     itemsize, scheme = dtype.itemsize, scheme or Dense()
     linear = {name: param.shape for name, param in spec.parameters().items() if param.kind == "linear"}
     schemes = {name: scheme_for(name, scheme) for name in linear}
@@ -194,8 +254,13 @@ def model_bytes(spec: DecoderSpec, dtype: torch.dtype, scheme: QuantScheme | Non
         for name, (rows, columns) in linear.items()
     )
     input_copy = max(schemes[name].input_bytes(columns) for name, (_, columns) in linear.items())
+    weights = spec.weight_bytes(itemsize) - saved
+    if isinstance(scheme, Packed) and checkpoint is not None:
+        from tokenmill.model.weights.load import stored_bytes
+
+        weights = stored_bytes(spec, checkpoint, itemsize)
     return ModelBytes(
-        weights=spec.weight_bytes(itemsize) - saved,
+        weights=weights,
         kv_per_token=spec.kv_bytes_per_token(itemsize),
         activation_per_token=spec.activation_elements * itemsize + input_copy,
         logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
@@ -210,6 +275,12 @@ def hardware_of(device: torch.device) -> Hardware:
         return cpu_hardware()
     free, total = torch.cuda.mem_get_info(device)
     return Hardware("cuda", torch.cuda.get_device_name(device), total, free)
+
+
+def _native_line(native: Library | str | None) -> str:
+    if isinstance(native, str):
+        return f" (slower than it could be: {native})"
+    return "" if native is None else f" (native, {LEVEL_NAMES[native.level]}, {native.threads} threads)"
 
 
 def _ops_lines(ops: Ops) -> list[str]:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
 from tokenmill.engine.step import Pending, Runner, Step
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.sampling.grammar import Constraint, Grammars
 
+GRAMMAR_PATIENCE = 0.05  # seconds that a step with nothing else to do waits for a grammar or a mask
 INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
 
 
@@ -27,9 +29,11 @@ class Engine:
         *,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.grammars = grammars
         self.clock = clock
         self._depth = 1 if overlap else 0
         self._in_flight: deque[tuple[Step, Pending]] = deque()
@@ -38,7 +42,15 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it ends with tokens or with an error that names the cause."""
+        constrained = [one for one in (request, *request.followers) if one.params.structured is not None]
+        for one in constrained:
+            if self.grammars is None:
+                raise InvalidRequest("this engine gives no structured output; leave structured unset")
+            one.grammar = Constraint(one.id, self.grammars)
         self.scheduler.add(request)
+        for one in constrained:
+            if one.grammar is not None and one.params.structured is not None:
+                one.grammar.open(one.params.structured, one.output)
 
     def cancel(self, id: str, why: Finish = Finish.CANCELLED) -> None:
         """End a request now. Unknown and finished ids are ignored: cancelling races with finishing."""
@@ -50,14 +62,19 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Launch the next step and commit the oldest launched one that should be. Returns what changed."""
+        constrained = self.grammars is not None and self.grammars.busy
+        if constrained:
+            self._take_in_grammars()
         step = self.scheduler.schedule(self.clock())
+        if constrained and step is None and not self._in_flight:
+            self._take_in_grammars(GRAMMAR_PATIENCE)
         deltas: list[Delta] = []
         if step is not None:
             deltas += self._launch(step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             deltas += self._commit_oldest()
         deltas += self.scheduler.drain_events()
-        self._watch(progressed=step is not None or bool(deltas))
+        self._watch(progressed=step is not None or bool(deltas) or constrained)
         return deltas
 
     def reset_prefix_cache(self) -> None:
@@ -66,6 +83,15 @@ class Engine:
     def close(self) -> None:
         self._in_flight.clear()
         self.runner.close()
+        if self.grammars is not None:
+            self.grammars.close()
+
+    def _take_in_grammars(self, patience: float | None = None) -> None:
+        """Hear of masks and grammars; `patience` is for when there is nothing else to do."""
+        assert self.grammars is not None
+        moved = self.grammars.collect() if patience is None else self.grammars.collect(patience, for_grammars=True)
+        for constraint in moved:
+            self.scheduler.grammar_moved(constraint, self.clock())
 
     def _launch(self, step: Step) -> list[Delta]:
         try:

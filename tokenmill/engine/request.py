@@ -10,6 +10,7 @@ from tokenmill.params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenmill.engine.beams import Beams
+    from tokenmill.sampling.grammar import Constraint
     from tokenmill.sampling.records import TokenLogprobs
 
 
@@ -81,6 +82,7 @@ class Request:
         "followers",
         "fork_from",
         "fork_tokens",
+        "grammar",
         "held",
         "id",
         "identities",
@@ -150,7 +152,7 @@ class Request:
         self.last_step = 0  # number of the newest step that held it
         self.last_start = 0  # first position it computed there
         self.fence = 0  # number of the newest step that reads its blocks, as its own or as the source of a fork
-        self.held = False  # not scheduled again before its launched step is committed (drafts, beams)
+        self.held = False  # not scheduled again before its launched step is committed (drafts, beams, grammars)
         self.drafts: list[int] = []  # proposed continuation, verified by the next step
         # The prefix cache's view
         self.identities: list[bytes] = []
@@ -169,6 +171,7 @@ class Request:
         self.fork_from: Request | None = None
         self.fork_tokens = 0  # leading tokens whose keys and values are shared with fork_from
         self.beams: Beams | None = None
+        self.grammar: Constraint | None = None  # the state of its structured output, made by the engine
 
     @property
     def num_tokens(self) -> int:
@@ -186,11 +189,16 @@ class Request:
     def finished(self) -> bool:
         return self.state is State.FINISHED
 
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it cannot run because nobody knows yet which tokens its grammar allows next."""
+        return self.grammar is not None and not self.grammar.ready
+
     def work(self) -> int:
         """Tokens that a step could compute now, drafts included."""
         num_tokens = len(self.tokens) + self.pending
         last_is_out = self.pending and num_tokens - self.prompt_len >= self.max_tokens
-        if self.held or last_is_out:  # the token that reaches max_tokens never becomes an input
+        if self.held or last_is_out or self.awaits_mask:  # the token that reaches max_tokens never becomes an input
             return 0
         return num_tokens - self.num_computed + len(self.drafts)
 

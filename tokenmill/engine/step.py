@@ -54,6 +54,7 @@ class Step:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # row -> proposed tokens, verified in this step
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
+    masks: dict[int, bytes] = field(default_factory=dict)  # row -> tokens that may be sampled, one bit each
     shared: SharedPrefix | None = None  # changes the cost of the step, never its result
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
 

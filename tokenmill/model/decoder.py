@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from tokenmill.model.layers import (
     AttentionWeights,
@@ -19,6 +18,8 @@ from tokenmill.model.rope import rope_table
 from tokenmill.model.spec import DecoderSpec, MLASpec
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask
+from tokenmill.quant.handover import Rows, act_mul_for, add_norm_for
+from tokenmill.quant.scheme import Linear
 
 
 @dataclass
@@ -59,11 +60,11 @@ class Decoder:
         update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
         for index in range(self.spec.num_layers):
             layer = self.weights.layer(index)
-            x, residual = self._add_norm(update, residual, layer.before_attention)
+            x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
             update = self._norm(self._attend(index, x, layer.attention, tokens, kv[index]), layer.after_attention)
-            x, residual = self._add_norm(update, residual, layer.before_mlp)
+            x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
             update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
-        return self._add_norm(update, residual, self.weights.final_norm)[0]
+        return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
 
     def logits(
         self,
@@ -78,19 +79,23 @@ class Decoder:
         return logits
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(ids, self.weights.embed)
+        x = self.weights.embedding(ids)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
     def _add_norm(
-        self, update: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        update: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        reader: Linear | None,  # gets the input in the form that it multiplies
+    ) -> tuple[Rows, torch.Tensor]:
         """The next block's input, and the residual with the update added."""
         if weight is None:
             residual = residual if update is None else residual + update
             return residual, residual
         if update is None:
             return self.ops.rms_norm(residual, weight, self.spec.norm_eps), residual
-        return self.ops.add_rms_norm(update, residual, weight, self.spec.norm_eps)
+        return add_norm_for(reader, self.ops, update, residual, weight, self.spec.norm_eps)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else self.ops.rms_norm(x, weight, self.spec.norm_eps)
@@ -98,7 +103,7 @@ class Decoder:
     def _attend(
         self,
         index: int,
-        x: torch.Tensor,  # [tokens, hidden]
+        x: Rows,  # [tokens, hidden]
         weights: AttentionWeights | LatentAttentionWeights,
         tokens: TokenBatch,
         kv: LayerKV,
@@ -123,7 +128,7 @@ class Decoder:
     def _attend_latent(
         self,
         index: int,
-        x: torch.Tensor,  # [tokens, hidden]
+        x: Rows,  # [tokens, hidden]
         weights: LatentAttentionWeights,
         mla: MLASpec,
         tokens: TokenBatch,
@@ -145,10 +150,21 @@ class Decoder:
         out = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)  # [tokens, heads, v_dim]
         return weights.o(out.flatten(1))
 
-    def _mlp(self, x: torch.Tensor, weights: MLPWeights | MoEWeights) -> torch.Tensor:
+    def _mlp(self, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
         if isinstance(weights, MLPWeights):
-            return weights.down(self.ops.act_mul(weights.gate_up(x), self.spec.activation))
+            return weights.down(act_mul_for(weights.down, self.ops, weights.gate_up(x), self.spec.activation))
+        x = _as_tensor(x)
         assert self.spec.moe is not None
         share, experts = experts_of(x, weights.router, self.spec.moe, self.ops)
         out = self.ops.moe(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
         return out if weights.shared is None else out + self._mlp(x, weights.shared)
+
+
+def _only_reader(weights: MLPWeights | MoEWeights) -> Linear | None:
+    """The linear layer that alone reads a block's input; a mixture's is read by its router and its experts."""
+    return weights.gate_up if isinstance(weights, MLPWeights) else None
+
+
+def _as_tensor(x: Rows) -> torch.Tensor:
+    assert isinstance(x, torch.Tensor)  # no linear layer asked for another form
+    return x

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
+from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Dense, Linear, QuantScheme
 
 Weight = torch.Tensor | Linear
@@ -66,26 +68,36 @@ class WeightStore(Protocol):
 
     dtype: torch.dtype
     device: torch.device
-    embed: torch.Tensor  # [vocab, hidden]
+    embed: torch.Tensor | Linear  # [vocab, hidden]
     final_norm: torch.Tensor  # [hidden]
     lm_head: Linear
 
     def layer(self, index: int) -> LayerWeights: ...
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, hidden]
+        ...
 
 
 class ResidentWeights:
     """Every weight on the device for the whole life of the engine."""
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Weight]) -> None:
-        self.embed = _tensor(weights, "embed")
+        self.embed = weights["embed"]
         self.final_norm = _tensor(weights, "final_norm")
-        tied = Linear(Dense(), {"weight": self.embed})
+        tied = self.embed if isinstance(self.embed, Linear) else Linear(Dense(), {"weight": self.embed})
         self.lm_head = tied if spec.tie_embeddings else _linear(weights, "lm_head")
-        self.dtype, self.device = self.embed.dtype, self.embed.device
+        like = self.final_norm if isinstance(self.embed, Linear) else self.embed
+        self.dtype, self.device = like.dtype, like.device
         self._layers = [layer_weights(spec, weights, index) for index in range(spec.num_layers)]
 
     def layer(self, index: int) -> LayerWeights:
         return self._layers[index]
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.embed, torch.Tensor):
+            return F.embedding(ids, self.embed)
+        assert isinstance(self.embed.scheme, Packed)  # no other scheme is asked to store an embedding
+        return self.embed.scheme.take_rows(self.embed.storage, ids)
 
 
 def allocate(

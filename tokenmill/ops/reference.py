@@ -183,6 +183,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 IMPLEMENTATIONS = tuple(
-    Implementation(op=fn.__name__, name="reference", fn=fn, batch_invariant=fn is not moe)
+    Implementation(op=fn.__name__, name="reference", fn=fn, batch_invariant=fn not in (attention, act_mul, moe))
     for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, moe, sample)
 )

@@ -25,8 +25,9 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     head_dims: tuple[int, int] = (1, 1 << 20)  # smallest and largest head size
     block_sizes: tuple[int, ...] | None = None  # None: any
-    capture_safe: bool = False  # may be recorded in a CUDA graph
-    batch_invariant: bool = False  # a row's result does not depend on the other rows
+    capture_safe: bool = False  # may be recorded: in a CUDA graph, or on a tape of the native library
+    # A query's bits depend on its own inputs alone: not on other rows, on their number, nor on how rows are chunked.
+    batch_invariant: bool = False
     rank: int = 0  # the highest rank that fits is chosen
 
 
@@ -38,6 +39,7 @@ class Need:
     dtype: torch.dtype
     head_dim: int = 64
     block_size: int = 16
+    batch_invariant: bool = False  # only implementations that declare it
 
 
 class Ops:
@@ -58,7 +60,7 @@ class Ops:
             setattr(self, op, implementation.fn)
 
     def capture_safe(self, with_moe: bool) -> bool:
-        """Whether a step of these ops may be recorded in a CUDA graph; a dense model never calls moe."""
+        """Whether a step of these ops may be recorded; a dense model never calls moe."""
         return all(one.capture_safe for op, one in self.chosen.items() if op != "moe" or with_moe)
 
     def report(self) -> list[str]:
@@ -69,6 +71,8 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
     """Choose an implementation for every op. `prefer` names one for all ops (where it exists) or per op."""
     by_op: dict[str, list[Implementation]] = {}
     for implementation in implementations(need.device):
+        by_op.setdefault(implementation.op, []).append(implementation)
+    for implementation in invariant_implementations(need.device) if need.batch_invariant else ():
         by_op.setdefault(implementation.op, []).append(implementation)
     names = {one.name for several in by_op.values() for one in several}
     if isinstance(prefer, str) and prefer not in names:
@@ -85,8 +89,16 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
 def implementations(device: str) -> Iterable[Implementation]:
     """Every implementation that can be imported for this device; modules load only when they may be used."""
     modules = ["tokenmill.ops.reference", "tokenmill.ops.cpu"]
+    modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.ops")
+    for module in modules:
+        yield from importlib.import_module(module).IMPLEMENTATIONS
+
+
+def invariant_implementations(device: str) -> Iterable[Implementation]:
+    """Those that are there for batch invariance: slower than others, so nobody gets them without asking for it."""
+    modules = ["tokenmill.ops.invariant"]
     if device == "cuda":
-        modules.append("tokenmill.ops.triton")
+        modules += ["tokenmill.ops.triton.attention_invariant", "tokenmill.ops.triton.moe_invariant"]
     for module in modules:
         yield from importlib.import_module(module).IMPLEMENTATIONS
 
@@ -107,6 +119,9 @@ def _choose(
     if wanted and strict:
         reason = refused.get(wanted, f"there are only {', '.join(c.name for c in candidates)}")
         raise ConfigError(f"op {op!r} cannot use {wanted!r}: {reason}")
+    if not fitting:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise ConfigError(f"there is no op {op!r} for what was asked: {reasons}")
     best = max(fitting, key=lambda candidate: candidate.rank)
     others = "; ".join(f"not {name}: {why}" for name, why in refused.items())
     return best, "the fastest that fits" + (f"; {others}" if others else "")
@@ -117,6 +132,8 @@ def _misfit(candidate: Implementation, need: Need) -> str:
         return f"runs on {'/'.join(candidate.devices)}, not {need.device}"
     if need.dtype not in candidate.dtypes:
         return f"no {str(need.dtype).removeprefix('torch.')}"
+    if need.batch_invariant and not candidate.batch_invariant:
+        return "not batch-invariant"
     if candidate.op in ("attention", "rope_kv_write"):
         low, high = candidate.head_dims
         if not low <= need.head_dim <= high:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,16 @@ from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import SampleBatch
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.logprobs import LogprobTensors, measure
-from tokenmill.sampling.shaping import ANY_TOKEN, RowEdits, add_bias, forbid, forbid_words, penalize
+from tokenmill.sampling.shaping import (
+    ANY_TOKEN,
+    RowEdits,
+    add_bias,
+    allow_only,
+    allow_only_on_host,
+    forbid,
+    forbid_words,
+    penalize,
+)
 
 if TYPE_CHECKING:
     from tokenmill.engine.step import Admission
@@ -39,6 +50,7 @@ _FILTERED = 2  # top_k, top_p or min_p
 _PENALIZED = 4
 _EDITED = 8  # bias, bad words or min_tokens
 _LOGPROBS = 16
+_MASKED = 32  # a grammar says which tokens may come
 
 Words = npt.NDArray[np.int64]
 
@@ -73,11 +85,20 @@ class Sampler:
         self._words = torch.zeros(len(_WORDS), max_rows + 1, dtype=torch.int32, device=self.device)
         self._seeds = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._edits: dict[int, RowEdits] = {}
+        # [max_rows + 1, 1 + words] int32: whether the row has a mask, and a bit per token; made when first needed.
+        # An even number of words, so that masks travel as 64-bit ones.
+        self._mask_words = (-(-vocab_size // 32) + 2) & ~1
+        self._masks: torch.Tensor | None = None
+        self._masked_rows: set[int] = set()
 
     def admit(self, admissions: list[Admission]) -> None:
         """Remember the settings of rows that begin a life. One copy to the device, whatever the number of rows."""
         if not admissions:
             return
+        for admission in admissions:
+            if admission.row in self._masked_rows and admission.params.structured is None and self._masks is not None:
+                self._masked_rows.remove(admission.row)
+                self._masks[admission.row, 0] = 0
         upload = np.zeros(len(admissions), dtype=_UPLOAD)
         edits = []
         for i, admission in enumerate(admissions):
@@ -101,6 +122,23 @@ class Sampler:
                 views["bias_values"] = views["bias_values"].view(torch.float64)
             self._edits[admission.row] = RowEdits(**views)
 
+    def take_masks(self, masks: dict[int, bytes]) -> None:
+        """Remember which tokens these rows may choose from in this step. One copy to the device."""
+        if not masks:
+            return
+        if self._masks is None:
+            self._masks = torch.zeros(len(self._seeds), self._mask_words, dtype=torch.int32, device=self.device)
+        table = np.zeros((len(masks), self._mask_words), dtype=np.int32)
+        table[:, 0] = 1
+        for entry, mask in enumerate(masks.values()):  # the grammar's vocabulary may be larger or smaller than ours
+            words = np.frombuffer(mask, dtype=np.int32)[: self._mask_words - 1]
+            table[entry, 1 : 1 + len(words)] = words
+        rows = np.array(list(masks), dtype=np.int64)
+        packed = self._to_device(np.concatenate([rows, table.reshape(-1).view(np.int64)]))
+        content = packed[len(rows) :].view(torch.int32).view(len(rows), -1)
+        self._masks.index_copy_(0, packed[: len(rows)], content)
+        self._masked_rows.update(masks)
+
     def sample(
         self,
         logits: torch.Tensor,  # [n, vocab] float32 or float64; overwritten where penalties or edits apply
@@ -117,7 +155,7 @@ class Sampler:
             indices = self._to_device(np.concatenate([penalized, asked]))
         words = self._words.index_select(1, rows_device)  # [words, n]
         if asked.size:
-            everything = asked.size == len(rows) and not traits & (_PENALIZED | _EDITED)
+            everything = asked.size == len(rows) and not traits & (_PENALIZED | _EDITED | _MASKED)
             raw = logits if everything else logits.index_select(0, indices[penalized.size :])
         if penalized.size:
             self._penalize(
@@ -125,6 +163,8 @@ class Sampler:
             )
         if traits & _EDITED:
             self._edit(logits, host, rows, positions)
+        if traits & _MASKED:
+            self._allow_only(logits, rows_device)
         tokens = self.ops.sample(logits, self._batch(words, rows_device, positions_device, traits))
         if not asked.size:
             return Sampled(tokens, None)
@@ -145,7 +185,24 @@ class Sampler:
     ) -> torch.Tensor:  # [n] int64
         """Choose tokens from device state alone, so that the work can be recorded and replayed."""
         words = self._words.index_select(1, rows)
+        if traits & _MASKED:
+            self._allow_only(logits, rows)
         return self.ops.sample(logits, self._batch(words, rows, positions, traits))
+
+    def _allow_only(
+        self,
+        logits: torch.Tensor,  # [n, vocab], overwritten
+        rows: torch.Tensor,  # [n]
+    ) -> None:
+        assert self._masks is not None, "a row has a grammar, but the step brought no mask for it"
+        if self.device.type == "cpu":
+            allow_only_on_host(logits, self._masks, rows)
+        elif _has_triton():
+            from tokenmill.ops.triton.mask import allow_only as allow_only_in_triton
+
+            allow_only_in_triton(logits, self._masks, rows)
+        else:
+            allow_only(logits, self._masks, rows)
 
     def _batch(
         self, words: torch.Tensor, rows_device: torch.Tensor, positions_device: torch.Tensor, traits: int
@@ -230,6 +287,11 @@ class Sampler:
         return tensor.to(self.device)
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 _NONE: Words = np.zeros(0, dtype=np.int64)
 
 
@@ -239,6 +301,8 @@ def _traits(params: SamplingParams) -> int:
         traits |= _WARM
         if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
             traits |= _FILTERED
+    if params.structured is not None:
+        traits |= _MASKED
     if params.penalized:
         traits |= _PENALIZED
     if params.logit_bias or params.bad_words_ids or params.min_tokens:

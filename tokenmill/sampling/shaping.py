@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 FORBIDDEN = float("-inf")
@@ -77,3 +78,23 @@ def forbid_words(
     matches = ((openings == tail) | (openings == ANY_TOKEN)).all(1)
     # Added, not assigned: two words may share a last token and only one of them match.
     logits.index_add_(0, words[:, -1], torch.where(matches, FORBIDDEN, 0.0).to(logits.dtype))
+
+
+def allow_only(
+    logits: torch.Tensor,  # [n, vocab], overwritten
+    masks: torch.Tensor,  # [rows, 1 + words] int32: whether the row has a mask; then one bit per token, lowest first
+    rows: torch.Tensor,  # [n]: whose mask is for which logits
+) -> None:
+    """Forbid the tokens whose bits are not set. A grammar's mask covers the whole vocabulary."""
+    mine = masks.index_select(0, rows.long())  # [n, 1 + words]
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = ((mine[:, 1:, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    logits.masked_fill_(~(allowed | (mine[:, :1] == 0)), FORBIDDEN)
+
+
+def allow_only_on_host(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
+    """The same where the host may look: only rows that have a mask cost anything."""
+    table, entries = masks.numpy(), rows.numpy()
+    for entry in np.flatnonzero(table[entries, 0]).tolist():
+        bits = np.unpackbits(table[entries[entry], 1:].view(np.uint8), count=logits.shape[1], bitorder="little")
+        logits[entry].masked_fill_(torch.from_numpy(bits == 0), FORBIDDEN)

@@ -45,13 +45,11 @@ class RecordedDecode:
         self._q_start = torch.arange(max_rows + 1, dtype=torch.int32)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64)
 
-    def ready(self) -> bool:
-        """Count a step of this kind; whether it can be replayed."""
-        self._uses += 1
-        return self._tape is not None or self._uses == 2
-
     def run(self, step: Step) -> Sampled | None:
-        """Compute and sample the step. None where it turns out that it cannot be recorded: nothing happened then."""
+        """Compute and sample the step; None where it has to be run plainly."""
+        self._uses += 1
+        if self._tape is None and self._uses != 2:
+            return None
         n = len(step.rows)
         self._host_rows[:n] = step.rows
         self._host_starts[:n] = step.starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.logprobs import LogprobTensors, prompt_logprobs, unpack
 from tokenmill.sampling.sampler import Sampled, Sampler
 
+if TYPE_CHECKING:
+    from tokenmill.engine.runner.recorded import RecordedDecode
+
 
 class TorchRunner:
     """One rank. Sampled tokens are written to the device's token table, where the next step finds them."""
@@ -26,7 +30,14 @@ class TorchRunner:
         self.device = state.tokens.device
         self._max_rows = max_rows
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
-        self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows) if graphs else None
+        self._graphs: DecodeGraphs | None = None
+        self._recorded: RecordedDecode | None = None
+        if graphs and self.device.type == "cuda":
+            self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
+        elif graphs:
+            from tokenmill.engine.runner.recorded import RecordedDecode
+
+            self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
@@ -35,10 +46,15 @@ class TorchRunner:
             return self._launch(step)
 
     def _launch(self, step: Step) -> Pending:
+        self._sampler.take_masks(step.masks)
         if self._graphs is not None and self._graphs.takes(step):
             traits = self._sampler.plain_traits(step.rows)
             if traits is not None:
                 return _TorchPending(step, Sampled(self._graphs.run(step, traits), None), {}, self.device)
+        if self._recorded is not None and DecodeGraphs.takes(step):
+            sampled = self._recorded.run(step)
+            if sampled is not None:
+                return _TorchPending(step, sampled, {}, self.device)
         return self._launch_eagerly(step)
 
     def _launch_eagerly(self, step: Step) -> Pending:

@@ -12,6 +12,7 @@ from tokenmill.engine.request import Finish, Request, State
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
+from tokenmill.sampling.grammar import Constraint
 from tokenmill.sampling.records import TokenLogprobs
 
 MAX_FAILURES = 2  # after this many failed steps a request is tried alone
@@ -65,6 +66,7 @@ class Roster:
         self._suspects: deque[Request] = deque()
         # Alive but not queued: followers that wait for their leader's prompt, preempted beams that wait for their round
         self._dormant: dict[str, Request] = {}
+        self._compiling: dict[str, Request] = {}  # their grammars are: not queued yet
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
         self._registered = 0
         self._num_promoted = 0
@@ -72,10 +74,11 @@ class Roster:
 
     def add(self, request: Request) -> None:
         """Queue a request, and with it the followers that will fork from its prompt."""
-        if len(self.waiting) >= self.limits.max_queued_requests:
+        waiting = len(self.waiting) + len(self._compiling)
+        if waiting >= self.limits.max_queued_requests:
             self.stats.rejected += 1
             raise QueueFull(
-                f"{len(self.waiting)} requests are waiting, the limit is {self.limits.max_queued_requests}; "
+                f"{waiting} requests are waiting, the limit is {self.limits.max_queued_requests}; "
                 "try again later or raise max_queued_requests"
             )
         if self.waiting.num_tokens + len(request.tokens) > self.limits.max_queued_tokens and len(self.waiting):
@@ -88,7 +91,27 @@ class Roster:
             self._register(one)
         for follower in request.followers:
             self._dormant[follower.id] = follower
-        self.waiting.push(request)
+        if request.awaits_mask:
+            self._compiling[request.id] = request
+        else:
+            self.waiting.push(request)
+
+    def grammar_moved(self, constraint: Constraint, now: float) -> None:
+        """A request's grammar was compiled, its next mask is there, or it came to its end, good or bad."""
+        request = self.requests.get(constraint.id)
+        if request is None or request.grammar is not constraint:  # it ended meanwhile; its id may be another's
+            return
+        self._end_with_grammar(request, now)
+        if self._compiling.pop(request.id, None) is not None:
+            self.waiting.push(request)
+
+    def _end_with_grammar(self, request: Request, now: float, report: bool = True) -> None:
+        assert request.grammar is not None
+        if request.grammar.error is not None:
+            request.error = request.grammar.error
+            self._finish(request, Finish.ERROR, now, report)
+        elif request.grammar.complete:
+            self._finish(request, Finish.STOP, now, report)
 
     def cancel(self, id: str, now: float, why: Finish = Finish.CANCELLED) -> None:
         """End a request at any moment. Tokens of launched steps are dropped."""
@@ -111,7 +134,7 @@ class Roster:
         rows = sorted([*self._free_rows, *(request.row for request in self.running)])
         if rows != list(range(self.limits.max_rows)):
             raise AssertionError(f"rows lost or doubly owned: {len(self._free_rows)} free, {len(self.running)} running")
-        homes = len(self.waiting) + len(self.running) + len(self._dormant)
+        homes = len(self.waiting) + len(self.running) + len(self._dormant) + len(self._compiling)
         if homes != len(self.requests):
             raise AssertionError(f"{len(self.requests)} requests are alive but {homes} have a place")
 
@@ -161,6 +184,7 @@ class Roster:
             self._leave(request)
         self.waiting.remove(request)
         self._dormant.pop(request.id, None)
+        self._compiling.pop(request.id, None)
         if request.alone:
             self._suspects.remove(request)
             request.alone = False

@@ -85,6 +85,8 @@ class Scheduler(Roster):
                 request.held = False
                 if request.state is RUNNING:
                     request.num_computed = len(request.tokens) + len(tokens) - 1
+            elif request.grammar is not None:
+                request.held = False
             deltas.append(self._append(request, tokens, logprobs, now))
             if len(request.tokens) % block_size < len(tokens) and request.state is RUNNING:  # a block became full
                 self.kv.publish(request)
@@ -157,7 +159,8 @@ class Scheduler(Roster):
                 continue
             if request.drafts:
                 wanted = request.max_tokens - (request.num_tokens - request.prompt_len) - 1
-                through = work == 1 + len(request.drafts)  # proposals are for requests that are through their prompt
+                # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
+                through = work == 1 + len(request.drafts) and request.grammar is None
                 del request.drafts[max(0, min(wanted, for_drafts)) if through else 0 :]
                 for_drafts -= len(request.drafts)
                 work = request.work()
@@ -210,7 +213,7 @@ class Scheduler(Roster):
         suspect = self._suspects[0]
         if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
             return
-        if suspect.state is WAITING:
+        if suspect.state is WAITING and not suspect.awaits_mask:
             hits, need = self._admission_need(suspect)
             while (need > self.kv.pool.num_free or not self._free_rows) and self.running:
                 self._preempt(self.running[-1])
@@ -259,7 +262,7 @@ class Scheduler(Roster):
 
     def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
         """The capacity gate."""
-        if not self._free_rows or request.in_flight:
+        if not self._free_rows or request.in_flight or request.awaits_mask:
             return False
         hits, need = self._admission_need(request)
         if not self._fits(1, need, self.kv.pool.num_free):
@@ -323,6 +326,9 @@ class Scheduler(Roster):
                 samples.append(1 + len(drafts))
                 request.pending += 1
                 request.held = bool(drafts) or beams is not None
+                if request.grammar is not None and request.grammar.mask is not None:
+                    request.held = True  # what may come next is known once it is known what came
+                    step.masks[request.row] = request.grammar.mask
                 if request.followers:
                     self._release_followers(request)
             else:
@@ -358,6 +364,9 @@ class Scheduler(Roster):
                 if num_output >= request.max_tokens:
                     self._finish(request, Finish.LENGTH, now, report=False)
                     break
+        if request.grammar is not None and kept and request.state is not FINISHED:
+            request.grammar.advance(known[len(known) - kept :])
+            self._end_with_grammar(request, now, report=False)
         if logprobs:
             logprobs = logprobs[:kept]
             request.logprobs += logprobs

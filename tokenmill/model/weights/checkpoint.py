@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tokenmill.errors import ModelError
+from tokenmill.quant.packed import Blocks
 
 
 class Checkpoint(Protocol):
@@ -23,6 +24,19 @@ class Checkpoint(Protocol):
     def names(self) -> list[str]: ...
 
     def tensor(self, name: str) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class BlockCheckpoint(Checkpoint, Protocol):
+    """A checkpoint whose matrices can be had as they are stored, in blocks of small integers."""
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A view of the mapped file; None: the tensor is no matrix, or is more than its rows in another order."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The tensor was read: its pages of the file need not stay in memory."""
+        ...
 
 
 def read_config(directory: Path) -> dict[str, Any]:

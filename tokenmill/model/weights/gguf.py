@@ -16,6 +16,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.weights.gguf_blocks import dequantize
 from tokenmill.model.weights.gguf_config import build_config
 from tokenmill.model.weights.gguf_file import GGUFFile, TensorInfo
+from tokenmill.quant.packed import Blocks
 
 Floats = npt.NDArray[np.float32]
 Transform = Callable[[Floats], Floats]
@@ -53,6 +54,23 @@ class GGUFCheckpoint:
         if source.transform is not None:
             values = source.transform(values)
         return torch.from_numpy(values)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The matrix of that name as it is stored; None where `tensor` changes more than the order of its rows."""
+        source = self._sources.get(name)
+        if source is None or source.expert is not None or len(source.info.shape) != 2:
+            return None
+        rows, columns = source.info.shape
+        order = None
+        if source.transform is not None:
+            if source.transform is _unshift:
+                return None
+            order = source.transform(np.arange(rows, dtype=np.float32)).astype(np.int32)
+        return Blocks(source.file.raw(source.info), source.info.type_id, (rows, columns), order)
+
+    def release(self, name: str) -> None:
+        source = self._sources[name]
+        source.file.release(source.info)
 
     def _hf_tensors(self, file: GGUFFile, info: TensorInfo) -> dict[str, _Source]:
         """What one stored tensor is called on the other side; a stack of experts becomes one name per expert."""

@@ -52,6 +52,12 @@ class GGUFFile:
         """The encoded bytes of a tensor, as a read-only view of the map."""
         return np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
 
+    def release(self, info: TensorInfo) -> None:
+        """Let go of the pages that hold a tensor; they are read from the file again if somebody asks."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._buffer.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+
 
 def _map(path: Path) -> mmap.mmap:
     try:

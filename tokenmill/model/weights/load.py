@@ -8,9 +8,10 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
-from tokenmill.model.spec import DecoderSpec
-from tokenmill.model.weights.checkpoint import Checkpoint
+from tokenmill.model.spec import DecoderSpec, ParamSpec
+from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
+from tokenmill.quant.packed import Blocks, Packed, can_pack, packed_bytes
 from tokenmill.quant.scheme import Dense, Linear, QuantScheme, scheme_for
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,14 +34,67 @@ def load_weights(
     total, done = sum(param.numel for param in params.values()), 0
     weights: dict[str, Weight] = {}
     for name, param in params.items():
-        weight = allocate(spec, param, dtype, place, scheme_for(name, scheme))
+        weight = _allocate(spec, name, param, dtype, place, scheme, checkpoint, chosen[name], spelled)
         for piece in chosen[name]:
-            _fill(weight, piece, _read(checkpoint, spelled[piece.source], piece))
+            _fill_from(checkpoint, spelled[piece.source], weight, piece)
         weights[name] = weight
         done += param.numel
         if progress is not None:
             progress(done, total)
     return ResidentWeights(spec, weights)
+
+
+def stored_bytes(spec: DecoderSpec, checkpoint: Checkpoint, itemsize: int) -> int:
+    """Bytes of the weights when every matrix that can be is packed as it is stored."""
+    spelled = canonical(checkpoint.names())
+    total = spec.weight_bytes(itemsize)
+    for name, recipe in _choose(spec, spelled).items():
+        if spec.parameters()[name].kind not in ("linear", "embedding"):
+            continue
+        for piece in recipe:
+            blocks = _blocks(checkpoint, spelled[piece.source], piece)
+            if blocks is not None:
+                total += packed_bytes(blocks.type_id, *blocks.shape) - blocks.shape[0] * blocks.shape[1] * itemsize
+    return total
+
+
+def _allocate(
+    spec: DecoderSpec,
+    name: str,
+    param: ParamSpec,
+    dtype: torch.dtype,
+    place: torch.device,
+    scheme: QuantScheme,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    spelled: dict[str, str],
+) -> Weight:
+    """Room for one parameter; an embedding stays packed where it is stored so."""
+    if isinstance(scheme, Packed):
+        if name == "embed" and _blocks(checkpoint, spelled[recipe[0].source], recipe[0]) is not None:
+            rows, columns = param.shape
+            return Linear(scheme, scheme.allocate(rows, columns, dtype, place))
+        return allocate(spec, param, dtype, place, scheme)
+    return allocate(spec, param, dtype, place, scheme_for(name, scheme))
+
+
+def _blocks(checkpoint: Checkpoint, name: str, piece: Piece) -> Blocks | None:
+    """The source as it is stored, if it can be packed without another change than the order of its rows."""
+    if not isinstance(checkpoint, BlockCheckpoint) or piece.change is not None or piece.expert is not None:
+        return None
+    blocks = checkpoint.blocks(name)
+    return blocks if blocks is not None and blocks.shape == piece.shape and can_pack(blocks) else None
+
+
+def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece) -> None:
+    if isinstance(weight, Linear) and isinstance(weight.scheme, Packed):
+        blocks = _blocks(checkpoint, name, piece)
+        if blocks is not None:
+            weight.scheme.write_blocks(weight.storage, piece.first, blocks)
+            assert isinstance(checkpoint, BlockCheckpoint)
+            checkpoint.release(name)
+            return
+    _fill(weight, piece, _read(checkpoint, name, piece))
 
 
 def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:

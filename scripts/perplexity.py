@@ -1,0 +1,81 @@
+"""Perplexity of a model on a text, computed in two ways: what quantized arithmetic costs in quality.
+
+    python scripts/perplexity.py wikitext2_raw_test.txt --tokens 20000
+
+compares the engine as it chooses itself (--candidate) with its plain torch ops (--reference). Both take settings of
+EngineConfig as NAME=VALUE. The text is cut into windows that are read one by one, each from its own beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from tokenmill import LLM, SamplingParams
+
+
+def main() -> None:
+    arguments = parse()
+    results = {}
+    for side in ("reference", "candidate"):
+        options = dict(map(setting, getattr(arguments, side)))
+        with LLM(arguments.model, device="cpu", max_num_seqs=8, max_model_len=arguments.window + 1, **options) as llm:
+            print(f"{side}: {options or 'as solved'}", *llm.plan_lines(), sep="\n  ", flush=True)
+            results[side] = perplexity(llm, windows(llm, arguments))
+    change = results["candidate"] / results["reference"] - 1
+    print(f"perplexity: reference {results['reference']:.4f}, candidate {results['candidate']:.4f}, {change:+.4%}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--tokens", type=int, default=20_000, help="how much of the text")
+    parser.add_argument("--window", type=int, default=512, help="tokens that are read together")
+    parser.add_argument("--reference", nargs="*", default=["ops=reference"], metavar="NAME=VALUE")
+    parser.add_argument("--candidate", nargs="*", default=[], metavar="NAME=VALUE")
+    return parser.parse_args()
+
+
+def setting(word: str) -> tuple[str, Any]:
+    """ "block_size=32" -> ("block_size", 32); what is no JSON is text."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def windows(llm: LLM, arguments: argparse.Namespace) -> list[list[int]]:
+    """The first tokens of the text, in equal parts; a rest that fills no window is left out."""
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    # A token is hardly ever more than 16 bytes: not the whole text needs to be tokenized for its beginning.
+    ids = tokenizer.encode(arguments.text.read_text()[: 16 * arguments.tokens])[: arguments.tokens]
+    starts = range(0, len(ids) - arguments.window + 1, arguments.window)
+    return [ids[start : start + arguments.window] for start in starts]
+
+
+def perplexity(llm: LLM, several: list[list[int]], at_once: int = 4) -> float:
+    """exp of the mean negative log-probability of every token but the first of each window."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    total, count, began = 0.0, 0, time.monotonic()
+    for start in range(0, len(several), at_once):
+        for output in llm.generate(list(several[start : start + at_once]), params, use_tqdm=False):
+            if output.error is not None:
+                raise SystemExit(f"a window failed: {output.error}")
+            for token, entry in zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:]):
+                assert entry is not None
+                total -= entry[token].logprob
+                count += 1
+        speed = count / (time.monotonic() - began)
+        print(f"  {count} tokens, perplexity {math.exp(total / count):.4f}, {speed:.0f} tok/s", flush=True)
+    return math.exp(total / count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""In batch-invariant mode a request gets the same bits, tokens and log-probabilities, whatever runs beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.errors import ConfigError
+
+# A request alone, with its prompt in one piece and nothing remembered of it.
+ALONE: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "overlap": False,
+    "enable_prefix_caching": False,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "64 rows": {"max_num_seqs": 64},
+    "64 rows, one step behind, cached": {"max_num_seqs": 64, "overlap": True, "enable_prefix_caching": True},
+    "chunks of 16": {"max_num_seqs": 16, "max_num_batched_tokens": 16},
+    "chunks of 7 and 32-token blocks": {"max_num_seqs": 5, "max_num_batched_tokens": 7, "block_size": 32},
+    "memory too small": {"max_num_seqs": 16, "block_size": 8, "max_model_len": 256, "blocks": 32},
+    "memory too small, cached": {
+        "max_num_seqs": 16,
+        "block_size": 8,
+        "max_model_len": 256,
+        "blocks": 32,
+        "enable_prefix_caching": True,
+        "overlap": True,
+    },
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    # Sizes that are no multiple of anything, tied embeddings, a bias.
+    "odd": {
+        "hidden_size": 44,
+        "intermediate_size": 53,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "vocab_size": 131,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 6.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+
+
+def open_llm(model: str, dtype: str = "float32", **options: Any) -> LLM:
+    chosen = ALONE | {"batch_invariant": True} | options
+    blocks = chosen.pop("blocks", None)
+    if blocks is not None:  # two layers, keys and values, two heads of 8 (or one of 10) in float32
+        chosen["kv_cache_memory"] = blocks * chosen["block_size"] * 2 * 2 * 2 * 8 * 4
+    return LLM(model, load_format="dummy", skip_tokenizer_init=True, dtype=dtype, device="cpu", **chosen)
+
+
+Engines = tuple[LLM, dict[str, LLM]]
+
+
+def write_model(tiny_model: str, folder: Path, name: str) -> str:
+    """The tiny model with the changes of MODELS; returns its folder."""
+    config = json.loads((Path(tiny_model) / "config.json").read_text()) | MODELS[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    model = write_model(tiny_model, tmp_path_factory.mktemp("invariant"), request.param)
+    return open_llm(model), {name: open_llm(model, **options) for name, options in VARIANTS.items()}
+
+
+token = st.integers(3, 127)
+
+
+@st.composite
+def request_mixes(draw: st.DrawFn) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that partly share prefixes, greedy and sampled, most with log-probabilities."""
+    shared = draw(st.lists(token, min_size=40, max_size=70))
+    mix = []
+    for _ in range(draw(st.integers(2, 20))):
+        prompt = shared[: draw(st.integers(0, len(shared)))] + draw(st.lists(token, min_size=1, max_size=50))
+        params = SamplingParams(
+            temperature=draw(st.sampled_from([0.0, 0.7, 1.3])),
+            top_k=draw(st.sampled_from([0, 0, 5])),
+            top_p=draw(st.sampled_from([1.0, 0.8])),
+            repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
+            seed=draw(st.integers(0, 2**32)),
+            max_tokens=draw(st.integers(1, 30)),
+            ignore_eos=draw(st.booleans()),
+            logprobs=draw(st.sampled_from([None, 0, 3])),
+            prompt_logprobs=draw(st.sampled_from([None, None, 1])),
+            n=draw(st.sampled_from([1, 1, 1, 2])),
+            detokenize=False,
+        )
+        mix.append((prompt, params))
+    return mix
+
+
+def answers(llm: LLM, mix: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    """Tokens, and the bits of every log-probability."""
+    outputs = llm.generate([prompt for prompt, _ in mix], [params for _, params in mix], use_tqdm=False)
+    llm._front.engine.scheduler.check_integrity()
+    return [
+        ([(one.token_ids, bits(one.logprobs)) for one in output.outputs], bits(output.prompt_logprobs))
+        for output in outputs
+    ]
+
+
+def bits(tables: Any) -> Any:
+    if tables is None:
+        return None
+    return [
+        None if table is None else {token: entry.logprob.hex() for token, entry in table.items()} for table in tables
+    ]
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(mix=request_mixes())
+def test_bits_do_not_depend_on_what_runs_beside_a_request(
+    engines: Engines, mix: list[tuple[list[int], SamplingParams]]
+) -> None:
+    alone, others = engines
+    expected = [answers(alone, [one])[0] for one in mix]
+    for name, llm in others.items():
+        assert answers(llm, mix) == expected, name
+        if llm.config.enable_prefix_caching:
+            assert answers(llm, mix) == expected, f"{name}, warm"
+            llm.reset_prefix_cache()
+
+
+def test_the_variants_do_what_they_are_named_for(engines: Engines) -> None:
+    """Guards the test above: small pools must preempt, and warm caches must be hit."""
+    alone, others = engines
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, detokenize=False)
+    mix = [([5 + i] * 60, params) for i in range(12)]
+    small = others["memory too small"]
+    before = small._front.engine.scheduler.stats.preemptions
+    assert answers(small, mix) == [answers(alone, [one])[0] for one in mix]
+    assert small._front.engine.scheduler.stats.preemptions > before
+    cached = others["64 rows, one step behind, cached"]
+    cached.reset_prefix_cache()
+    for hit in (0, 48):
+        assert cached.generate([mix[0][0]], params, use_tqdm=False)[0].num_cached_tokens == hit
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_precisions_are_invariant_too(dtype: str, tiny_model: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
+    mix = [([(7 * i * n) % 120 + 3 for i in range(1 + 5 * n)], params) for n in range(18)]
+    alone = open_llm(tiny_model, dtype)
+    expected = [answers(alone, [one])[0] for one in mix]
+    for options in ({"max_num_seqs": 32}, {"max_num_seqs": 8, "max_num_batched_tokens": 13}):
+        assert answers(open_llm(tiny_model, dtype, **options), mix) == expected
+
+
+def test_without_the_mode_bits_do_depend_on_the_batch(tiny_model: str) -> None:
+    """Guards this file: were plain products invariant here, it would prove nothing."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
+    mix = [([(7 * i * n) % 120 + 3 for i in range(1 + 5 * n)], params) for n in range(18)]
+    alone = open_llm(tiny_model, batch_invariant=False)
+    expected = [answers(alone, [one])[0] for one in mix]
+    assert answers(open_llm(tiny_model, batch_invariant=False, max_num_seqs=32), mix) != expected
+
+
+def test_what_cannot_be_invariant_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"batch_invariant.*'fp8'.*leave one of them out"):
+        open_llm(tiny_model, quantization="fp8")
+    with pytest.raises(ConfigError, match="batch_invariant is 1; it must be True or False"):
+        open_llm(tiny_model, batch_invariant=1)
+    with pytest.raises(ConfigError, match="op 'attention' cannot use 'reference': not batch-invariant"):
+        open_llm(tiny_model, ops={"attention": "reference"})
+    moe = write_model(tiny_model, tmp_path, "qwen3-moe")
+    with pytest.raises(ConfigError, match="float64 routes with a product"):
+        open_llm(moe, "float64")
+
+
+def test_the_report_says_so(tiny_model: str) -> None:
+    report = "\n".join(open_llm(tiny_model)._built.report)
+    assert "dense, batch-invariant" in report and "invariant: attention" in report.replace("act_mul, ", "")

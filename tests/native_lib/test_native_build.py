@@ -1,0 +1,82 @@
+"""The library is built where it is missing, once, and its absence is said in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenmill.ops.native import build, library
+from tokenmill.ops.native.matrix import FORMS, OF_GGUF
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(library, "cache_dir", lambda: tmp_path)
+    found = library.load.__wrapped__()
+    assert isinstance(found, str) and "no C++ compiler" in found and "no-such-compiler" in found
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if build.find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    sources = tmp_path / "src"
+    (sources / "kernels").mkdir(parents=True)
+    (sources / "broken.cpp").write_text("int broken( {\n")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    with pytest.raises(build.BuildError, match="failed: .*error"):
+        build.compile_library(tmp_path / "out" / build.LIBRARY)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_fingerprint_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    (tmp_path / "a.cpp").write_text("1")
+    before = build.fingerprint()
+    (tmp_path / "a.cpp").write_text("2")
+    assert build.fingerprint() != before
+    assert build.fingerprint(("-g",)) != build.fingerprint()
+
+
+def test_a_damaged_library_is_reported(tmp_path: Path) -> None:
+    broken = tmp_path / build.LIBRARY
+    broken.write_bytes(b"not a library")
+    found = library._open(broken)
+    assert isinstance(found, str) and "cannot be loaded" in found
+
+
+def test_both_sides_agree_on_sizes(native: library.Library) -> None:
+    for form in OF_GGUF.values():
+        for columns in (256, 512, 768):
+            assert form.panel_bytes(columns) % 64 == 0
+    assert [form.number for form in FORMS] == list(range(len(FORMS)))
+
+
+def test_a_fork_gets_a_pool_of_its_own(native: library.Library) -> None:
+    program = """
+import os, torch
+from tokenmill.ops.native.library import library
+from tokenmill.ops.native.matrix import PackedMatrix
+library().threads = 2
+matrix = PackedMatrix(64, 64)
+matrix.append_floats(torch.eye(64))
+x = torch.randn(3, 64)
+assert torch.equal(matrix.matmul(x), x)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(matrix.matmul(x), x) else 3)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(matrix.matmul(x), x)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_no_symbols_but_our_own_leave_the_library(native: library.Library) -> None:
+    """Another library's function of the same name must not be called instead of ours."""
+    done = subprocess.run(["nm", "-D", "--defined-only", str(native.path)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("nm is not there")
+    names = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert names and all(name.startswith("tm_") for name in names if not name.startswith("_")), names

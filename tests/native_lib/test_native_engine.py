@@ -1,0 +1,64 @@
+"""The engine on native ops: they are chosen, steps are recorded, and recorded steps give the tokens of plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.ops.native import library
+from tokenmill.ops.registry import Need, select
+
+PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "One, two, three,", "A fox"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=30, min_tokens=30),
+]
+
+
+def test_native_ops_are_chosen_for_float32_and_only_for_it(native: library.Library) -> None:
+    theirs = {"rms_norm", "add_rms_norm", "rope_kv_write", "attention", "act_mul", "sample"}
+    chosen = select(Need("cpu", torch.float32)).chosen
+    assert {op for op, one in chosen.items() if one.name == "native"} == theirs
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert "native" not in {one.name for one in select(Need("cpu", dtype)).chosen.values()}
+
+
+def answers(model: str, recorded: bool) -> tuple[list[list[int]], TorchRunner]:
+    with LLM(model, device="cpu", cuda_graphs=recorded, max_num_seqs=8, max_model_len=256) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        assert all(one.error is None for one in outputs)
+        return [one.outputs[0].token_ids for one in outputs], llm._front.engine.runner
+
+
+def test_recorded_steps_give_the_tokens_of_plain_ones(native: library.Library, default_model: str) -> None:
+    """Rows leave at different steps and are chosen in every way, so one tape is replayed for five numbers of rows."""
+    plain, without = answers(default_model, recorded=False)
+    replayed, runner = answers(default_model, recorded=True)
+    assert without._recorded is None
+    assert runner._recorded is not None and runner._recorded._tape is not None
+    assert replayed == plain
+
+
+def test_dense_weights_are_run_plainly(native: library.Library, tiny_model: str) -> None:
+    with LLM(tiny_model, device="cpu", load_format="dummy", skip_tokenizer_init=True) as llm:
+        assert llm._front.engine.runner._recorded is None
+
+
+def test_what_cannot_be_recorded_is_said_once_and_run_plainly(
+    native: library.Library, default_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenmill.model.decoder import Decoder
+
+    expected, _ = answers(default_model, recorded=False)
+    embed = Decoder._embed
+    monkeypatch.setattr(Decoder, "_embed", lambda self, ids: embed(self, ids) * 1.0)
+    with pytest.warns(UserWarning, match=r"run plainly: aten\.mul") as warned:
+        found, runner = answers(default_model, recorded=True)
+    assert len([one for one in warned if "run plainly" in str(one.message)]) == 1
+    assert runner._recorded is not None and runner._recorded._tape is None
+    assert found == expected

@@ -1,0 +1,139 @@
+"""The queue is bounded, the time it takes to drain is predicted, and the breaker opens and closes as it should."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenmill.errors import QueueFull
+from tokenmill.serve.admission import RETRY_LEAST, RETRY_MOST, Admission, Breaker, Load, Overloaded, StepCost
+from tokenmill.serve.settings import ServeSettings
+
+SETTINGS = ServeSettings(
+    max_queued_tokens=1000, max_queued_requests=10, breaker_failures=3, breaker_window=10.0, breaker_seconds=5.0
+)
+
+
+def learned(base: float = 0.01, per_token: float = 0.0001, step_tokens: int = 500) -> Admission:
+    """An admission that has seen a machine with these costs."""
+    dice, admission = random.Random(1), Admission(SETTINGS)
+    admission.max_step_tokens = step_tokens
+    for _ in range(300):
+        tokens = dice.choice([1, 8, 64, step_tokens])
+        admission.cost.see(tokens, (base + per_token * tokens) * dice.uniform(0.95, 1.05))
+    return admission
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3))
+def test_the_cost_of_a_step_is_learned(base: float, per_token: float) -> None:
+    admission = learned(base, per_token)
+    for steps, tokens in [(1, 500), (100, 6400), (10, 5000)]:
+        true = base * steps + per_token * tokens
+        assert admission.cost.seconds(steps, tokens) == pytest.approx(true, rel=0.25, abs=base)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-6, 10)), min_size=1, max_size=50))
+def test_a_prediction_is_never_negative(steps: list[tuple[int, float]]) -> None:
+    cost = StepCost()
+    for tokens, seconds in steps:
+        cost.see(tokens, seconds)
+    base, per_token = cost.coefficients()
+    assert base >= 0 and per_token >= 0 and base + per_token > 0
+
+
+def test_a_machine_that_grew_slower_is_noticed() -> None:
+    cost = StepCost()
+    for _ in range(1000):
+        cost.see(10, 0.01)
+    for _ in range(1000):
+        cost.see(10, 0.1)
+    assert cost.seconds(1, 10) == pytest.approx(0.1, rel=0.05)
+
+
+def test_the_drain_time_of_a_simulated_backlog_is_predicted() -> None:
+    base, per_token, rows = 0.01, 0.0001, 8
+    admission = learned(base, per_token)
+    prompts, answers = [100] * 40, [50] * 40
+    # 8 at a time: 5 rounds, each a prefill of 800 tokens and 50 decode steps of 8
+    true = 5 * (2 * base + 800 * per_token + 50 * (base + rows * per_token))
+    predicted = admission.drain_seconds(Load(sum(prompts), sum(answers), rows))
+    assert predicted == pytest.approx(true, rel=0.1)
+
+
+def check(admission: Admission, queued: int, queued_tokens: int, tokens: int, timeout: float | None = None) -> None:
+    load = Load(queued_tokens, 50.0 * queued, 8)
+    admission.check(queued, queued_tokens, tokens, 1, timeout, lambda: load)
+
+
+def test_the_queue_is_bounded_in_tokens_and_requests() -> None:
+    admission = learned()
+    check(admission, 9, 900, 100)
+    with pytest.raises(Overloaded, match="900 prompt tokens are waiting and this request has 101"):
+        check(admission, 9, 900, 101)
+    with pytest.raises(QueueFull, match="10 requests are waiting, the limit is 10"):
+        check(admission, 10, 10, 1)
+    check(admission, 0, 0, 100_000)  # an empty queue takes any request: it could never come in otherwise
+
+
+def test_retry_after_grows_with_the_backlog_and_stays_sane() -> None:
+    admission = learned()
+    waits = [admission.retry_after(Load(1000, output, 8), 1.0) for output in (10, 5_000, 50_000, 1e9)]
+    assert waits == sorted(waits) and waits[0] == RETRY_LEAST and waits[-1] == RETRY_MOST and waits[1] < waits[2]
+    assert Admission(SETTINGS).retry_after(Load(1000, 1e9, 8), 1.0) == RETRY_LEAST  # nothing measured yet
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    admission = learned()  # 1000 tokens: 2 steps of 0.06 s
+    check(admission, 5, 900, 100, timeout=1.0)
+    with pytest.raises(Overloaded, match=r"the deadline is 0[.]05 s away"):
+        check(admission, 5, 900, 100, timeout=0.05)
+    check(Admission(SETTINGS), 5, 900, 100, timeout=0.0001)  # without a measurement nobody is refused
+
+
+def test_what_an_answer_will_still_say_is_bounded_and_learned() -> None:
+    admission = Admission(SETTINGS)
+    for _ in range(200):
+        admission.learn_answer(300)
+    assert admission.expected_output(0, 1000) == pytest.approx(300, rel=0.05)
+    assert admission.expected_output(0, 20) == 20
+    assert admission.expected_output(800, 1000) == 200
+    assert admission.expected_output(999, 1000) == 1
+
+
+# The breaker
+
+
+def test_failures_within_the_window_open_the_breaker_and_others_do_not() -> None:
+    breaker = Breaker(SETTINGS)
+    assert not any(breaker.failed(at) for at in (0.0, 20.0, 40.0, 60.0))
+    assert breaker.state(60.0) == "closed" and breaker.admit(60.0) is None
+    assert not breaker.failed(61.0) and breaker.failed(62.0)
+    assert breaker.state(62.0) == "open"
+    assert breaker.admit(63.0) == pytest.approx(4.0)
+
+
+def test_one_probe_at_a_time_and_its_answer_closes() -> None:
+    breaker = Breaker(SETTINGS)
+    for at in (0.0, 1.0, 2.0):
+        breaker.failed(at)
+    assert not breaker.succeeded(3.0) and breaker.state(3.0) == "open"  # too early to trust it
+    assert breaker.admit(7.5) is None
+    assert breaker.admit(7.6) is not None
+    breaker.probe_ended()
+    assert breaker.admit(7.7) is None
+    assert breaker.succeeded(8.0) and breaker.state(8.0) == "closed"
+    assert not breaker.failed(8.5)  # it starts counting anew
+
+
+def test_a_failed_probe_opens_it_for_another_while() -> None:
+    breaker = Breaker(SETTINGS)
+    for at in (0.0, 1.0, 2.0):
+        breaker.failed(at)
+    assert breaker.admit(8.0) is None
+    assert not breaker.failed(9.0)  # it was open already
+    assert breaker.state(13.9) == "open" and breaker.state(14.1) == "half_open"

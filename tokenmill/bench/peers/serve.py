@@ -1,0 +1,98 @@
+"""The worker's side of the wire: runs one engine in its own environment and answers JSON lines about it.
+
+Run as `python serve.py DRIVER THREADS` by the Python that has the engine. Imports nothing of tokenmill, and the drivers
+beside it (on_*.py) import nothing but their engine, so the environment needs nothing else. A driver module has
+
+    prepare(source, variant, folder) -> model      make the form of the weights that is wanted, once; returns its path
+    Engine(model, variant, threads, rows, length)  load it for `rows` requests of `length` tokens
+    Engine.version                                 what is measured, such as "engine 1.2.3"
+    Engine.rows (optional)                         it can take this many requests: no need to load it again for fewer
+    Engine.single(prompt, new) -> tokens, times    greedy, EOS ignored; the clock (perf_counter) after each token
+    Engine.batch(prompts, new) -> tokens           all at once; one list per prompt
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Worker:
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._engine: Any = None
+
+    def prepare(self, source: str, variant: str, folder: str) -> dict[str, Any]:
+        return {"model": str(self._driver.prepare(Path(source), variant, Path(folder)))}
+
+    def load(self, model: str, variant: str, threads: int, rows: int, length: int) -> dict[str, Any]:
+        if getattr(self._engine, "rows", 0) < rows:
+            self._engine = None  # the memory of the one before goes first
+            gc.collect()
+            self._engine = self._driver.Engine(model, variant, threads, rows, length)
+        return {"version": self._engine.version}
+
+    def single(self, prompt: list[int], new: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        tokens, times = self._engine.single(prompt, new)
+        return {"tokens": tokens, "times": [moment - start for moment in times]}
+
+    def batch(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        tokens = self._engine.batch(prompts, new)
+        return {"tokens": tokens, "seconds": time.perf_counter() - start}
+
+    def peak(self) -> dict[str, Any]:
+        return {"bytes": sum(map(peak_bytes, processes(os.getpid())))}
+
+
+def processes(root: int) -> Iterator[int]:
+    """This process and what it started, where the system lists them."""
+    yield root
+    for path in Path(f"/proc/{root}/task").glob("*/children"):
+        for child in path.read_text().split():
+            yield from processes(int(child))
+
+
+def peak_bytes(process: int) -> int:
+    """Most memory that was resident. Not from getrusage where it can be helped: that remembers the parent's, too."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except FileNotFoundError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if process == os.getpid() else 0
+        return most if sys.platform == "darwin" else 1024 * most
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
+def main() -> None:
+    # Engines print what they like to stdout; the answers keep a door of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if hasattr(os, "sched_setaffinity"):  # an engine that counts cores itself shall count as many as it may use
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[2])])
+    worker = Worker(importlib.import_module(sys.argv[1]))
+    for line in sys.stdin:
+        question = json.loads(line)
+        command = question.pop("command")
+        if command == "quit":
+            break
+        try:
+            answer = getattr(worker, command)(**question)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`tokenmill bench cpu`: the command line of the comparison with other engines on this CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmill.cli.options import DEFAULT_MODEL, Model
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+BUSY = 0.5  # processes: above this load the machine has other things to do
+
+
+def cpu(
+    model: Model = DEFAULT_MODEL,
+    against: Annotated[
+        str, typer.Option(help="Peers: llama.cpp, openvino, vllm, transformers, or one form as in llama.cpp:q4_0.")
+    ] = "",
+    peer: Annotated[
+        list[str] | None, typer.Option(help="NAME=PYTHON: the Python of the environment that has this peer.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of every engine; unset: one per core.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every engine has its turn.")] = 3,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
+    new: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 128,
+    requests: Annotated[str, typer.Option(help="How many at once, separated by commas.")] = "16,64",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one question to an engine may take.")] = 900,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Instead: against threads and context length.")] = False,
+    contexts: Annotated[
+        str, typer.Option(help="With --scaling: context lengths, separated by commas.")
+    ] = "128,256,512,1024,2048,4096,8192",
+    plot: Annotated[Path | None, typer.Option(help="With --scaling: folder for the charts (SVG).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
+) -> None:
+    """Compare with other engines on this CPU: one interleaved run, medians and spread.
+
+    Peers are optional and live in environments of their own: --against llama.cpp --peer llama.cpp=/venv/bin/python
+    """
+    from tokenmill.bench.cpu import Setup, compare
+    from tokenmill.bench.cpu_scaling import draw
+    from tokenmill.bench.cpu_scaling import scaling as measure_scaling
+    from tokenmill.bench.cpu_table import as_json, machine, notes, table
+    from tokenmill.bench.peers import OURS, contenders
+
+    who = contenders(against)
+    pythons = {OURS: sys.executable, **dict(map(_peer, peer or []))}
+    path, vocab = _model(model)
+    setup = Setup(
+        model=path,
+        vocab=vocab,
+        forms=_forms(path),
+        pythons=pythons,
+        threads=threads or _cores(),
+        rounds=rounds,
+        prompt=prompt,
+        new=new,
+        requests=_numbers("--requests", requests),
+        timeout=timeout,
+    )
+    before = machine()
+    note(f"{before['cpu']}, {before['cores']} cores ({', '.join(before['features'])}), {setup.threads} threads")
+    if (before["load"] or 0) > BUSY:
+        note(f"(the machine is busy: load {before['load']}; figures will be low and their ratios doubtful)")
+    if scaling:
+        results = measure_scaling(setup, who, _numbers("--contexts", contexts), note)
+        for count, rows in results.threads.items():
+            typer.echo(f"\n{count} threads\n\n" + "\n".join(table(setup.columns, rows)))
+        written = draw(results, setup.columns, plot) if plot is not None else []
+        for file in written:
+            note(f"wrote {file}")
+        content = {"machine": before, **results.as_dict()}
+    else:
+        rows = compare(setup, who, note)
+        typer.echo("\n".join(["", *table(setup.columns, rows), "", *notes(rows)]))
+        content = as_json(setup, rows, before)
+    if out is not None:
+        out.write_text(json.dumps(content, indent=1) + "\n")
+        note(f"wrote {out}")
+
+
+def _model(model: str) -> tuple[Path, int]:
+    """The model's file, and how many tokens it knows."""
+    from tokenmill.config import EngineConfig
+    from tokenmill.engine.build import open_checkpoint
+    from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.source import resolve
+
+    with progress() as report:
+        files = resolve(model, progress=report)
+    spec = spec_from_config(open_checkpoint(EngineConfig(model=model, load_format="dummy"), files)[1])
+    return files.path, spec.vocab_size
+
+
+def _forms(model: Path) -> Path:
+    """Other forms of a file's weights are kept beside the downloaded models."""
+    from tokenmill.model.weights.source import default_cache_dir
+
+    return default_cache_dir().parent / "bench" / model.stem
+
+
+def _peer(word: str) -> tuple[str, str]:
+    from tokenmill.bench.peers import KINDS
+
+    name, _, python = word.partition("=")
+    if name not in KINDS or not python:
+        raise ConfigError(f"--peer is {word!r}; write NAME=PYTHON with NAME one of {', '.join(KINDS)}")
+    return name, python
+
+
+def _numbers(option: str, words: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(word) for word in words.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option} is {words!r}; it must be whole numbers above 0, separated by commas")
+    return numbers
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,99 @@
+"""Finds the native library, builds it where it is missing, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from tokenmill.ops.native import build
+
+LEVEL_NAMES = ("baseline", "AVX2", "AVX-512", "AVX-512 VNNI")
+
+Tell = Callable[[int, int, str], None]  # done, in all, what
+
+
+class Library:
+    """The loaded library: `run(kind, args)` executes one op on the pool."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.c = ctypes.CDLL(str(path))
+        self.c.tm_run.argtypes = [ctypes.c_uint32, ctypes.c_void_p]
+        self.c.tm_run.restype = ctypes.c_int
+        self.c.tm_args_bytes.argtypes = [ctypes.c_uint32]
+        self.c.tm_args_bytes.restype = ctypes.c_uint32
+        self.c.tm_alloc.argtypes = [ctypes.c_size_t]
+        self.c.tm_alloc.restype = ctypes.c_void_p
+        self.c.tm_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.c.tm_free.restype = None
+
+    def run(self, kind: int, args: ctypes.Structure) -> None:
+        if self.c.tm_run(kind, ctypes.addressof(args)):
+            raise ValueError(f"the native library has no op of kind {kind}")
+
+    def check(self, kind: int, struct: type[ctypes.Structure]) -> None:
+        """That both sides mean the same struct: called once where a struct is declared for use."""
+        native, ours = self.c.tm_args_bytes(kind), ctypes.sizeof(struct)
+        if native != ours:
+            raise ValueError(f"{struct.__name__} has {ours} bytes here and {native} in the native library")
+
+    @property
+    def threads(self) -> int:
+        return int(self.c.tm_pool_size())
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        self.c.tm_pool_resize(count)
+
+    @property
+    def level(self) -> int:
+        """The CPU level in use, an index into LEVEL_NAMES."""
+        return int(self.c.tm_level())
+
+    @level.setter
+    def level(self, level: int) -> None:
+        self.c.tm_set_level(level)
+
+    @property
+    def best_level(self) -> int:
+        return int(self.c.tm_best_level())
+
+
+@lru_cache
+def load(tell: Tell | None = None) -> Library | str:
+    """The library, or one sentence that says why there is none. Builds it first where only its sources are there."""
+    packaged = Path(__file__).parent / "lib" / build.LIBRARY
+    if packaged.is_file():
+        return _open(packaged)
+    try:
+        cached = cache_dir() / build.fingerprint() / build.LIBRARY
+        if not cached.is_file():
+            build.compile_library(cached, tell and (lambda done, total: tell(done, total, "compiling CPU kernels")))
+    except (build.BuildError, OSError) as error:
+        return f"the native CPU library could not be built: {error}"
+    return _open(cached)
+
+
+def library() -> Library:
+    """The library where it is known to be there."""
+    found = load()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def cache_dir() -> Path:
+    """Where this platform keeps what can be made again."""
+    home = Path.home()
+    base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+    return base / "tokenmill" / "native"
+
+
+def _open(path: Path) -> Library | str:
+    try:
+        return Library(path)
+    except (OSError, AttributeError) as error:
+        return f"the native CPU library at {path} cannot be loaded: {error}"

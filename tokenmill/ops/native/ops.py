@@ -1,0 +1,358 @@
+"""The ops of a decoder layer on the native library: argument structs filled from tensors, and what each can do."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from tokenmill.ops import cpu
+from tokenmill.ops.native import library
+from tokenmill.ops.native.recording import NotRecordableError, new, row_count
+from tokenmill.ops.native.structs import (
+    ActArgs,
+    AddArgs,
+    Args,
+    AttentionArgs,
+    ChooseArgs,
+    DecodeInputArgs,
+    EmbedArgs,
+    NormArgs,
+    RopeArgs,
+    check_structs,
+    storage_of,
+)
+from tokenmill.ops.registry import Implementation
+from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
+
+MAX_HEAD_DIM = 1024
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., dim]
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+) -> torch.Tensor:
+    rows = _as_rows(x)
+    out = new(tuple(x.shape))
+    dim = x.shape[-1]
+    _run(
+        NormArgs(
+            x=rows.data_ptr(),
+            weight=weight.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(rows.shape[0]),
+            dim=dim,
+            x_stride=rows.stride(0),
+            out_stride=dim,
+            weight_storage=storage_of(weight),
+            eps=eps,
+        )
+    )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [tokens, dim], overwritten by the norm
+    residual: torch.Tensor,  # [tokens, dim], overwritten by the sum
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _run(
+        NormArgs(
+            x=x.data_ptr(),
+            residual=residual.data_ptr(),
+            weight=weight.data_ptr(),
+            total=residual.data_ptr(),
+            out=x.data_ptr(),
+            rows=row_count(x.shape[0]),
+            dim=x.shape[1],
+            x_stride=x.stride(0),
+            residual_stride=residual.stride(0),
+            total_stride=residual.stride(0),
+            out_stride=x.stride(0),
+            weight_storage=storage_of(weight),
+            eps=eps,
+        )
+    )
+    return x, residual
+
+
+def rope_kv_write(
+    q: torch.Tensor,  # [tokens, heads, dim], rotated in place
+    k: torch.Tensor,  # [tokens, kv_heads, dim]
+    v: torch.Tensor | None,  # [tokens, kv_heads, v_dim]
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32
+    positions: torch.Tensor,  # [tokens]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor | None,  # [blocks, block_size, kv_heads, v_dim]
+    slots: torch.Tensor,  # [tokens]
+    q_norm: torch.Tensor | None = None,  # [dim]
+    k_norm: torch.Tensor | None = None,  # [dim]
+    eps: float = 0.0,
+) -> None:
+    positions, slots = positions.long(), slots.long()
+    args = RopeArgs(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        table=cos_sin.data_ptr(),
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        k_cache=k_cache.data_ptr(),
+        tokens=row_count(q.shape[0]),
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        dim=q.shape[2],
+        rotated=cos_sin.shape[1],
+        block_size=k_cache.shape[1],
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        k_token=k.stride(0),
+        k_head=k.stride(1),
+        k_block=k_cache.stride(0),
+        k_slot=k_cache.stride(1),
+        k_cache_head=k_cache.stride(2),
+        cache_storage=storage_of(k_cache),
+        eps=eps,
+    )
+    if v is not None and v_cache is not None:
+        args.v, args.v_cache, args.v_dim = v.data_ptr(), v_cache.data_ptr(), v.shape[2]
+        args.v_token, args.v_head = v.stride(0), v.stride(1)
+        args.v_block, args.v_slot, args.v_cache_head = v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)
+    if q_norm is not None and k_norm is not None:
+        args.q_norm, args.k_norm, args.norm_storage = q_norm.data_ptr(), k_norm.data_ptr(), storage_of(q_norm)
+    _run(args)
+
+
+def attention(
+    q: torch.Tensor,  # [tokens, heads, dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
+    v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, v_dim]; may be a strided view of k_cache
+    batch: AttentionBatch,
+    mask: Mask,
+    scale: float,
+) -> torch.Tensor:  # [tokens, heads, v_dim]
+    tokens, heads, k_dim = q.shape
+    v_dim = v_cache.shape[3]
+    out = new((tokens, heads, v_dim))
+    rows = batch.rows.shape[0]
+    args = AttentionArgs(
+        q=q.data_ptr(),
+        k=k_cache.data_ptr(),
+        v=v_cache.data_ptr(),
+        out=out.data_ptr(),
+        rows=batch.rows.data_ptr(),
+        q_start=batch.q_start.data_ptr(),
+        context=batch.context.data_ptr(),
+        tables=batch.block_tables.data_ptr(),
+        n=row_count(rows),
+        singles=row_count(batch.num_singles if batch.tree is None else 0),
+        heads=heads,
+        kv_heads=k_cache.shape[2],
+        k_dim=k_dim,
+        v_dim=v_dim,
+        block_size=k_cache.shape[1],
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        out_token=heads * v_dim,
+        out_head=v_dim,
+        k_block=k_cache.stride(0),
+        k_slot=k_cache.stride(1),
+        k_head=k_cache.stride(2),
+        v_block=v_cache.stride(0),
+        v_slot=v_cache.stride(1),
+        v_head=v_cache.stride(2),
+        table_row=batch.block_tables.stride(0),
+        window=mask.window or 0,
+        sinks=mask.sinks if mask.window is not None else 0,
+        cache_storage=storage_of(k_cache),
+        softcap=mask.softcap or 0.0,
+        scale=scale,
+    )
+    if batch.tree is not None:
+        tree = batch.tree.contiguous()
+        args.tree, args.tree_stride = tree.data_ptr(), tree.shape[1]
+    _run(args)
+    return out
+
+
+def act_mul(
+    x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
+    kind: str,  # "silu" or "gelu_tanh"
+) -> torch.Tensor:  # [tokens, inner]
+    rows = _as_rows(x)
+    inner = x.shape[-1] // 2
+    out = new((*x.shape[:-1], inner))
+    _run(
+        ActArgs(
+            x=rows.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(rows.shape[0]),
+            inner=inner,
+            x_stride=rows.stride(0),
+            out_stride=inner,
+            kind=_ACTIVATIONS[kind],
+        )
+    )
+    return out
+
+
+def sample(
+    logits: torch.Tensor,  # [n, vocab]
+    batch: SampleBatch,
+) -> torch.Tensor:  # [n] int64; -1 where the row's logits hold a NaN or no finite value
+    """Greedy rows are chosen natively; a batch with any other is the torch implementation's."""
+    if not batch.all_greedy or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return cpu.sample(logits, batch)
+    out = new((logits.shape[0],), torch.int64)
+    _run(
+        ChooseArgs(
+            logits=logits.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(logits.shape[0]),
+            vocab=logits.shape[1],
+            stride=logits.stride(0),
+        )
+    )
+    return out
+
+
+def embed(
+    ids: torch.Tensor,  # [tokens]
+    table: torch.Tensor,  # [vocab, dim] float32, float16 or bfloat16
+    scale: float = 1.0,
+) -> torch.Tensor:  # [tokens, dim] float32
+    ids = ids.long()
+    out = new((ids.shape[0], table.shape[1]))
+    _run(
+        EmbedArgs(
+            ids=ids.data_ptr(),
+            table=table.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(ids.shape[0]),
+            vocab=table.shape[0],
+            dim=table.shape[1],
+            out_stride=table.shape[1],
+            table_storage=storage_of(table),
+            scale=scale,
+        )
+    )
+    return out
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, dim] each
+    out = new(tuple(x.shape))
+    _run(
+        AddArgs(
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(x.shape[0]),
+            dim=x.shape[1],
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            out_stride=x.shape[1],
+        )
+    )
+    return out
+
+
+def decode_inputs(
+    rows: torch.Tensor,  # [n] int64
+    starts: torch.Tensor,  # [n] int64: position of each row's token
+    tokens: torch.Tensor,  # [table rows, max_len] int32
+    block_tables: torch.Tensor,  # [table rows, max_blocks] int32
+    block_size: int,
+    ids: torch.Tensor,  # [n] int64, written
+    slots: torch.Tensor,  # [n] int64, written
+    table_rows: torch.Tensor,  # [n] int32, written
+    context: torch.Tensor,  # [n] int32, written
+) -> None:
+    """What a decode step reads, gathered from the tables."""
+    _run(
+        DecodeInputArgs(
+            rows=rows.data_ptr(),
+            starts=starts.data_ptr(),
+            tokens=tokens.data_ptr(),
+            blocks=block_tables.data_ptr(),
+            ids=ids.data_ptr(),
+            slots=slots.data_ptr(),
+            table_rows=table_rows.data_ptr(),
+            context=context.data_ptr(),
+            n=row_count(rows.shape[0]),
+            token_stride=tokens.stride(0),
+            block_stride=block_tables.stride(0),
+            block_size=block_size,
+        )
+    )
+
+
+def choose_into(
+    out: torch.Tensor,  # [n] int64, written
+    logits: torch.Tensor,  # [n, vocab] float32
+    on: torch.Tensor,  # [1] int64: where it is 0 nothing happens
+    rows: torch.Tensor,  # [n] int64
+    starts: torch.Tensor,  # [n] int64
+    tokens: torch.Tensor,  # [table rows, max_len] int32: written at the position after start
+) -> None:
+    """The likeliest tokens, also written to where the next step finds them."""
+    if logits.dtype != torch.float32:
+        raise NotRecordableError(f"logits are {logits.dtype}")
+    _run(
+        ChooseArgs(
+            logits=logits.data_ptr(),
+            out=out.data_ptr(),
+            on=on.data_ptr(),
+            table_row=rows.data_ptr(),
+            starts=starts.data_ptr(),
+            tokens=tokens.data_ptr(),
+            rows=row_count(logits.shape[0]),
+            vocab=logits.shape[1],
+            stride=logits.stride(0),
+            token_stride=tokens.stride(0),
+        )
+    )
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:  # [rows, dim]
+    """The same elements with the leading dims joined: a view where the strides allow it."""
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _run(args: Args) -> None:
+    _library().run(args.KIND, args)
+
+
+@lru_cache
+def _library() -> library.Library:
+    native = library.library()
+    check_structs(native)
+    return native
+
+
+def _implementations() -> tuple[Implementation, ...]:
+    """None where the library can be neither found nor built. Its threads are as many as torch would use."""
+    native = library.load()
+    if isinstance(native, str):
+        return ()
+    native.threads = torch.get_num_threads()
+    return tuple(
+        Implementation(
+            op=fn.__name__,
+            name="native",
+            fn=fn,
+            devices=("cpu",),
+            dtypes=(torch.float32,),
+            head_dims=(1, MAX_HEAD_DIM),
+            capture_safe=True,
+            batch_invariant=fn is not attention,  # a single query is computed in another order than one of a chunk
+            rank=10,
+        )
+        for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, sample)
+    )
+
+
+IMPLEMENTATIONS = _implementations()

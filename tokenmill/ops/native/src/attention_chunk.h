@@ -1,0 +1,246 @@
+// Attention of several queries of a row: tiles of keys are packed once for all the queries and heads that see them.
+#pragma once
+
+#include "attention_keys.h"
+
+namespace mill {
+namespace TM_NS {
+
+constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers
+constexpr int kBlockColumns = W == 16 ? 4 : 2;
+
+// c[R, C * W] (+)= a[R, depth] b[depth, C * W]
+template <int R, int C>
+void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+    Vec sums[R][C] = {};
+    if (add) {
+#pragma GCC unroll 6
+        for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < C; j++) sums[i][j] = load(c + i * ldc + j * W);
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        Vec x[C];
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) x[j] = load(b + k * ldb + j * W);
+#pragma GCC unroll 6
+        for (int i = 0; i < R; i++) {
+            const Vec y = all(a[i * lda + k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < C; j++) sums[i][j] += x[j] * y;
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) store(c + i * ldc + j * W, sums[i][j]);
+}
+
+template <int C>
+void multiply_columns(int64_t rows, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+                      int64_t ldc, bool add) {
+    int64_t i = 0;
+    for (; i + kBlockRows <= rows; i += kBlockRows)
+        multiply_block<kBlockRows, C>(depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+    for (; i + 2 <= rows; i += 2) multiply_block<2, C>(depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+    for (; i < rows; i++) multiply_block<1, C>(depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+}
+
+// c[rows, columns] (+)= a[rows, depth] b[depth, columns]; columns are whole vectors
+inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
+                     float* c, int64_t ldc, bool add) {
+    int64_t j = 0;
+    for (; j + kBlockColumns * W <= columns; j += kBlockColumns * W)
+        multiply_columns<kBlockColumns>(rows, depth, a, lda, b + j, ldb, c + j, ldc, add);
+    for (; j < columns; j += W) multiply_columns<1>(rows, depth, a, lda, b + j, ldb, c + j, ldc, add);
+}
+
+// A tile of keys is packed with its columns as rows, so that the lanes of a vector are neighbouring keys.
+inline void pack_keys(const float* const* keys, int64_t n, int64_t dim, float* packed) {  // packed: [dim, kTile]
+    int64_t j = 0;
+#if defined(__SSE__)
+    for (; j + 4 <= n; j += 4) {
+        int64_t d = 0;
+        for (; d + 4 <= dim; d += 4) {
+            __m128 r[4];
+            for (int i = 0; i < 4; i++) r[i] = _mm_loadu_ps(keys[j + i] + d);
+            _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+            for (int i = 0; i < 4; i++) _mm_storeu_ps(packed + (d + i) * kTile + j, r[i]);
+        }
+        for (; d < dim; d++)
+            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = keys[j + i][d];
+    }
+#endif
+    for (; j < n; j++)
+        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = keys[j][d];
+    for (; j < kTile; j++)
+        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = 0;
+}
+
+inline void pack_values(const float* const* values, int64_t n, int64_t dim, int64_t stride, float* packed) {  // [kTile, stride]
+    for (int64_t j = 0; j < kTile; j++) {
+        float* to = packed + j * stride;
+        int64_t d = 0;
+        if (j < n) {
+            for (; d + W <= dim; d += W) store(to + d, load(values[j] + d));
+            for (; d < dim; d++) to[d] = values[j][d];
+        }
+        for (; d < stride; d++) to[d] = 0;
+    }
+}
+
+// Some queries of a row and some heads of one kv head: `size` pairs, heads of a query beside each other.
+struct ChunkTile {
+    int64_t row, kv_head, first_head, heads, first_query, queries;
+
+    int64_t size() const { return heads * queries; }
+};
+
+// The memory of a thread that computes a tile, and how much of it there is.
+struct ChunkScratch {
+    int64_t columns;  // v_dim in whole vectors
+    float *converted, *q, *keys, *values, *scores, *sums, *tops, *totals;
+
+    static int64_t floats(const AttentionArgs& a) {
+        const int64_t columns = pieces(a.v_dim, 16) * 16;
+        return kChunkRows * (pieces(a.k_dim, 16) * 16 + kTile + columns + 2) + kTile * (a.k_dim + columns) + 64 +
+               Keys::memory_floats(a);
+    }
+
+    ChunkScratch(const AttentionArgs& a, float* memory) : columns(pieces(a.v_dim, W) * W) {
+        keys = memory;
+        values = keys + a.k_dim * kTile;
+        scores = values + kTile * columns;
+        sums = scores + kChunkRows * kTile;
+        q = sums + kChunkRows * columns;
+        tops = q + kChunkRows * a.k_dim;
+        totals = tops + kChunkRows;
+        converted = totals + kChunkRows;
+    }
+};
+
+// Which keys the queries of a tile see.
+struct Sight {
+    int64_t first_position;  // of the tile's first query
+    int64_t last_position;
+    int64_t fresh;  // position of the row's first query: the tree speaks of keys from here on
+    int64_t low;    // no query of the tile sees keys before this, except sinks
+    int64_t end;    // nor keys from here on
+    const uint8_t* tree;  // of the tile's first query, or null
+
+    Sight(const AttentionArgs& a, const ChunkTile& t) {
+        const int64_t begin = a.q_start[t.row], count = a.q_start[t.row + 1] - begin, context = a.context[t.row];
+        fresh = context - count;
+        first_position = fresh + t.first_query;
+        last_position = first_position + t.queries - 1;
+        low = a.window ? at_least(0, first_position - a.window + 1) : 0;
+        end = a.tree ? context : last_position + 1;
+        tree = a.tree ? a.tree + (begin + t.first_query) * a.tree_stride : nullptr;
+    }
+
+    // Take the scores of keys that a query does not see out of a tile that begins at `base` and has n keys.
+    void hide(const AttentionArgs& a, int64_t query, int64_t base, int64_t n, float* scores) const {
+        const int64_t position = first_position + query;
+        const int64_t end = tree ? n : at_most(n, position + 1 - base);
+        for (int64_t j = at_least(0, end); j < kTile; j++) scores[j] = -__builtin_inff();
+        if (a.window) {
+            const int64_t low = at_most(kTile, position - a.window + 1 - base);
+            for (int64_t j = at_least(0, a.sinks - base); j < low; j++) scores[j] = -__builtin_inff();
+        }
+        if (tree) {
+            for (int64_t j = at_least(0, fresh - base); j < n; j++)
+                if (!tree[query * a.tree_stride + base + j - fresh]) scores[j] = -__builtin_inff();
+        }
+    }
+
+    // Whether every query sees all keys in [from, to).
+    bool complete(const AttentionArgs& a, int64_t from, int64_t to) const {
+        if (to > (tree ? fresh : first_position + 1)) return false;
+        return !a.window || from > last_position - a.window || to <= a.sinks;
+    }
+};
+
+// As `soften` of singles, for a row of kTile scores, which may all be hidden.
+inline float soften_tile(float* scores, float& top, float& total) {
+    Vec best = all(top);
+    for (int64_t j = 0; j < kTile; j += W) best = larger(load(scores + j), best);
+    const float now = max_lane(best);
+    if (now == -__builtin_inff()) {
+        for (int64_t j = 0; j < kTile; j += W) store(scores + j, Vec{});
+        return 1;
+    }
+    Vec sums = {};
+    for (int64_t j = 0; j < kTile; j += W) {
+        const Vec weight = exponential(load(scores + j) - now);
+        sums += weight;
+        store(scores + j, weight);
+    }
+    const float factor = top == now ? 1 : exponential(all(top - now))[0];
+    top = now;
+    total = total * factor + sum(sums);
+    return factor;
+}
+
+inline void take_queries(const AttentionArgs& a, const ChunkTile& t, ChunkScratch& s) {
+    const int64_t begin = a.q_start[t.row] + t.first_query, group = a.heads / a.kv_heads;
+    for (int64_t m = 0; m < t.size(); m++) {
+        const int64_t head = t.kv_head * group + t.first_head + m % t.heads;
+        const float* q = a.q + (begin + m / t.heads) * a.q_token + head * a.q_head;
+        for (int64_t d = 0; d < a.k_dim; d++) s.q[m * a.k_dim + d] = q[d] * float(a.scale);
+        for (int64_t d = 0; d < s.columns; d++) s.sums[m * s.columns + d] = 0;
+        s.tops[m] = -__builtin_inff();
+        s.totals[m] = 0;
+    }
+}
+
+inline void give_results(const AttentionArgs& a, const ChunkTile& t, const ChunkScratch& s) {
+    const int64_t begin = a.q_start[t.row] + t.first_query, group = a.heads / a.kv_heads;
+    for (int64_t m = 0; m < t.size(); m++) {
+        const int64_t head = t.kv_head * group + t.first_head + m % t.heads;
+        float* out = a.out + (begin + m / t.heads) * a.out_token + head * a.out_head;
+        const float share = 1 / s.totals[m];
+        for (int64_t d = 0; d < a.v_dim; d++) out[d] = s.sums[m * s.columns + d] * share;
+    }
+}
+
+// Keys [from, to) of a tile that begins at `base`, the beginning of a multiple of kTile: so a query meets its keys in
+// the same groups whatever else is computed with it.
+inline void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight, const Keys& keys, int64_t base,
+                 ChunkScratch& s) {
+    const float* key[kTile];
+    const float* value[kTile];
+    const int64_t to = at_most(base + kTile, sight.end), n = to - base;
+    keys.find(base, to, key, value);
+    pack_keys(key, n, a.k_dim, s.keys);
+    pack_values(value, n, a.v_dim, s.columns, s.values);
+    for (int64_t j = at_least(0, a.sinks - base); j < at_most(n, sight.low - base); j++)
+        for (int64_t d = 0; d < s.columns; d++) s.values[j * s.columns + d] = 0;  // nobody sees it: it may hold anything
+    multiply(t.size(), kTile, a.k_dim, s.q, a.k_dim, s.keys, kTile, s.scores, kTile, false);
+    const bool complete = n == kTile && sight.complete(a, base, to);
+    for (int64_t m = 0; m < t.size(); m++) {
+        float* scores = s.scores + m * kTile;
+        if (a.softcap != 0) cap(scores, kTile, float(a.softcap));
+        if (!complete) {
+            sight.hide(a, m / t.heads, base, n, scores);
+        }
+        const float factor = soften_tile(scores, s.tops[m], s.totals[m]);
+        if (factor != 1) {
+            float* sums = s.sums + m * s.columns;
+            for (int64_t d = 0; d < s.columns; d += W) store(sums + d, load(sums + d) * factor);
+        }
+    }
+    multiply(t.size(), s.columns, kTile, s.scores, kTile, s.values, s.columns, s.sums, s.columns, true);
+}
+
+inline void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
+    ChunkScratch s(a, memory);
+    const Sight sight(a, t);
+    const Keys keys(a, t.row, t.kv_head, s.converted);
+    take_queries(a, t, s);
+    for (int64_t base = 0; base < sight.end; base += kTile)
+        if (base + kTile > sight.low || base < a.sinks) attend_tile(a, t, sight, keys, base, s);
+    give_results(a, t, s);
+}
+
+}  // namespace TM_NS
+}  // namespace mill

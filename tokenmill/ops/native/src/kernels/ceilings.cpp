@@ -1,0 +1,64 @@
+// What this machine can do at most: reading memory, and multiplying small integers. Benchmarks compare with these.
+#include "matrix.h"
+#include "ops.h"
+
+#if TM_LEVEL >= 1
+#include <immintrin.h>
+#endif
+
+namespace TM_NS {
+
+using namespace mill;
+
+// Reads all bytes, each thread its share, `repeats` times; a multiple of 512 bytes per thread.
+static void read_all(const void* args, Team& team) {
+    const CeilingArgs& a = *static_cast<const CeilingArgs*>(args);
+    int64_t begin, end;
+    team.share(a.bytes / 512, begin, end);
+    uint64_t sums[8] = {};
+    for (int64_t repeat = 0; repeat < a.repeats; ++repeat)
+        for (int64_t at = begin; at < end; ++at)
+            for (int i = 0; i < 64; ++i) {
+                uint64_t word;
+                __builtin_memcpy(&word, a.data + at * 512 + i * 8, 8);
+                sums[i % 8] ^= word;
+            }
+    uint64_t sum = 0;
+    for (uint64_t one : sums) sum ^= one;
+    a.sink[team.index % 64] = sum;
+}
+
+// `repeats` times 8 independent vector products of unsigned and signed bytes; returns how many multiplications each is.
+static void multiply_bytes(const void* args, Team& team) {
+    const CeilingArgs& a = *static_cast<const CeilingArgs*>(args);
+    int64_t count = 0;
+#if TM_LEVEL >= 3
+    __m512i sums[12], x = _mm512_set1_epi8(static_cast<char>(a.repeats)), y = _mm512_set1_epi8(3);
+    for (auto& sum : sums) sum = _mm512_setzero_si512();
+    for (int64_t repeat = 0; repeat < a.repeats; ++repeat)
+        for (auto& sum : sums) sum = _mm512_dpbusd_epi32(sum, x, y);
+    for (auto& sum : sums) count += _mm512_reduce_add_epi32(sum);
+#elif TM_LEVEL >= 1
+    __m256i sums[8], x = _mm256_set1_epi8(static_cast<char>(a.repeats)), y = _mm256_set1_epi8(3);
+    for (auto& sum : sums) sum = _mm256_setzero_si256();
+    for (int64_t repeat = 0; repeat < a.repeats; ++repeat)
+        for (auto& sum : sums) {
+            __asm__ volatile("" : "+x"(x));  // the product is computed each time
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(x, y));
+        }
+    for (auto& sum : sums) count += _mm256_extract_epi32(sum, 0);
+#else
+    for (int64_t repeat = 0; repeat < a.repeats; ++repeat) count += static_cast<uint8_t>(repeat) * 3;
+#endif
+    a.sink[team.index % 64] = static_cast<uint64_t>(count);
+}
+
+}  // namespace TM_NS
+
+namespace mill {
+extern const OpEntry TM_OPS(ceilings)[] = {
+    {READ_ALL, sizeof(CeilingArgs), TM_NS::read_all, nullptr},
+    {MULTIPLY_BYTES, sizeof(CeilingArgs), TM_NS::multiply_bytes, nullptr},
+    {},
+};
+}

@@ -1,0 +1,300 @@
+// Norms, rotary embedding with the write to the cache, activations, embedding lookup and greedy choice.
+#include "elementwise.h"
+
+#include "ops.h"
+#include "vec.h"
+
+#if TM_LEVEL < 3
+
+namespace mill {
+namespace TM_NS {
+namespace {
+
+struct Span {
+    int64_t begin, end;
+};
+
+Span share_of(int64_t items, const Team& team) {
+    Span mine;
+    team.share(items, mine.begin, mine.end);
+    return mine;
+}
+
+float inverse_length(const float* x, int64_t dim, float eps) {
+    Vec squares = {}, more = {};
+    int64_t i = 0;
+    for (; i + 2 * W <= dim; i += 2 * W) {
+        Vec a = load(x + i), b = load(x + i + W);
+        squares += a * a;
+        more += b * b;
+    }
+    for (; i + W <= dim; i += W) squares += load(x + i) * load(x + i);
+    float total = sum(squares + more);
+    for (; i < dim; i++) total += x[i] * x[i];
+    return 1.0f / __builtin_sqrtf(total / float(dim) + eps);
+}
+
+template <class T>
+void scale_by(const float* x, const T* weight, float factor, float* out, int64_t dim) {
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) store(out + i, load(x + i) * factor * load_wide(weight + i));
+    for (; i < dim; i++) out[i] = x[i] * factor * widen(weight[i]);
+}
+
+// out = x * factor * weight; out may be x.
+void scale_by(const float* x, const void* weight, int64_t storage, float factor, float* out, int64_t dim) {
+    if (storage == kFloat) scale_by(x, (const float*)weight, factor, out, dim);
+    if (storage == kHalf) scale_by(x, (const Half*)weight, factor, out, dim);
+    if (storage == kBrain) scale_by(x, (const Brain*)weight, factor, out, dim);
+}
+
+void add(const float* x, const float* y, float* out, int64_t dim) {
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) store(out + i, load(x + i) + load(y + i));
+    for (; i < dim; i++) out[i] = x[i] + y[i];
+}
+
+void norm(const NormArgs& a, Team& team) {
+    Span mine = share_of(rows_of(a.rows, team.rows), team);
+    for (int64_t row = mine.begin; row < mine.end; row++) {
+        const float* x = a.x + row * a.x_stride;
+        if (a.residual) {
+            float* total = a.total + row * a.total_stride;
+            add(x, a.residual + row * a.residual_stride, total, a.dim);
+            x = total;
+        }
+        scale_by(x, a.weight, a.weight_storage, inverse_length(x, a.dim, float(a.eps)), a.out + row * a.out_stride, a.dim);
+    }
+}
+
+// Turn the pairs (x[i], x[i + half]); the rest of the dims is copied. out may be x.
+template <class T>
+void rotate(const float* x, const float* table, int64_t half, int64_t dim, T* out) {
+    const float *cosines = table, *sines = table + half;
+    int64_t i = 0;
+    if constexpr (sizeof(T) == sizeof(float)) {
+        for (; i + W <= half; i += W) {
+            Vec left = load(x + i), right = load(x + half + i), c = load(cosines + i), s = load(sines + i);
+            store((float*)out + i, left * c - right * s);
+            store((float*)out + half + i, right * c + left * s);
+        }
+    }
+    for (; i < half; i++) {
+        float left = x[i], right = x[half + i];
+        narrow(left * cosines[i] - right * sines[i], out + i);
+        narrow(right * cosines[i] + left * sines[i], out + half + i);
+    }
+    for (i = 2 * half; i < dim; i++) narrow(x[i], out + i);
+}
+
+constexpr int64_t kMaxNormedHead = 1024;  // the Python side asks for no more
+
+template <class T>
+void rope_key(const RopeArgs& a, int64_t token, int64_t head, const float* angles) {
+    int64_t slot = a.slots[token];
+    if (slot < 0) return;
+    int64_t block = slot / a.block_size, offset = slot % a.block_size;
+    const float* k = a.k + token * a.k_token + head * a.k_head;
+    float normed[kMaxNormedHead];
+    if (a.k_norm) {
+        scale_by(k, a.k_norm, a.norm_storage, inverse_length(k, a.dim, float(a.eps)), normed, a.dim);
+        k = normed;
+    }
+    rotate(k, angles, a.rotated / 2, a.dim, (T*)a.k_cache + block * a.k_block + offset * a.k_slot + head * a.k_cache_head);
+    if (!a.v) return;
+    const float* v = a.v + token * a.v_token + head * a.v_head;
+    T* to = (T*)a.v_cache + block * a.v_block + offset * a.v_slot + head * a.v_cache_head;
+    for (int64_t i = 0; i < a.v_dim; i++) narrow(v[i], to + i);
+}
+
+void rope(const RopeArgs& a, Team& team) {
+    int64_t heads = a.heads + a.kv_heads;
+    Span mine = share_of(rows_of(a.tokens, team.rows) * heads, team);
+    for (int64_t unit = mine.begin; unit < mine.end; unit++) {
+        int64_t token = unit / heads, head = unit % heads;
+        const float* angles = a.table + a.positions[token] * a.rotated;
+        if (head < a.heads) {
+            float* q = a.q + token * a.q_token + head * a.q_head;
+            if (a.q_norm) scale_by(q, a.q_norm, a.norm_storage, inverse_length(q, a.dim, float(a.eps)), q, a.dim);
+            rotate(q, angles, a.rotated / 2, a.rotated, q);
+            continue;
+        }
+        head -= a.heads;
+        if (a.cache_storage == kFloat) rope_key<float>(a, token, head, angles);
+        if (a.cache_storage == kHalf) rope_key<Half>(a, token, head, angles);
+        if (a.cache_storage == kBrain) rope_key<Brain>(a, token, head, angles);
+    }
+}
+
+Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
+
+// 0.5 x (1 + tanh(u)) is x / (1 + e^(-2 u))
+Vec gelu_tanh(Vec x) {
+    Vec u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // 2 sqrt(2 / pi)
+    return x / (1.0f + exponential(-u));
+}
+
+template <Vec (*activation)(Vec)>
+void gated(const float* gate, const float* up, float* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, activation(load(gate + i)) * load(up + i));
+    if (i == n) return;
+    float rest[W] = {};
+    for (int64_t j = i; j < n; j++) rest[j - i] = gate[j];
+    Vec done = activation(load(rest));
+    for (int64_t j = i; j < n; j++) out[j] = done[j - i] * up[j];
+}
+
+void act_mul(const ActArgs& a, Team& team) {
+    constexpr int64_t kColumns = 256;
+    int64_t parts = (a.inner + kColumns - 1) / kColumns;
+    Span mine = share_of(rows_of(a.rows, team.rows) * parts, team);
+    for (int64_t unit = mine.begin; unit < mine.end; unit++) {
+        int64_t row = unit / parts, at = unit % parts * kColumns;
+        int64_t n = a.inner - at < kColumns ? a.inner - at : kColumns;
+        const float* gate = a.x + row * a.x_stride + at;
+        float* out = a.out + row * a.out_stride + at;
+        if (a.kind == 0) gated<silu>(gate, gate + a.inner, out, n);
+        if (a.kind == 1) gated<gelu_tanh>(gate, gate + a.inner, out, n);
+    }
+}
+
+template <class T>
+void embed_row(const T* row, float scale, float* out, int64_t dim) {
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) store(out + i, load_wide(row + i) * scale);
+    for (; i < dim; i++) out[i] = widen(row[i]) * scale;
+}
+
+void embed(const EmbedArgs& a, Team& team) {
+    Span mine = share_of(rows_of(a.rows, team.rows), team);
+    for (int64_t row = mine.begin; row < mine.end; row++) {
+        int64_t id = a.ids[row];
+        float* out = a.out + row * a.out_stride;
+        if (id < 0 || id >= a.vocab) {  // never asked for; not a number ends the request, a wild read would end us all
+            for (int64_t i = 0; i < a.dim; i++) out[i] = __builtin_nanf("");
+            continue;
+        }
+        if (a.table_storage == kFloat) embed_row((const float*)a.table + id * a.dim, float(a.scale), out, a.dim);
+        if (a.table_storage == kHalf) embed_row((const Half*)a.table + id * a.dim, float(a.scale), out, a.dim);
+        if (a.table_storage == kBrain) embed_row((const Brain*)a.table + id * a.dim, float(a.scale), out, a.dim);
+    }
+}
+
+void add_rows(const AddArgs& a, Team& team) {
+    Span mine = share_of(rows_of(a.rows, team.rows), team);
+    for (int64_t row = mine.begin; row < mine.end; row++)
+        add(a.x + row * a.x_stride, a.y + row * a.y_stride, a.out + row * a.out_stride, a.dim);
+}
+
+void decode_inputs(const DecodeInputArgs& a, Team& team) {
+    Span mine = share_of(rows_of(a.n, team.rows), team);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        int64_t row = a.rows[i], start = a.starts[i];
+        a.ids[i] = a.tokens[row * a.token_stride + start];
+        a.slots[i] = a.blocks[row * a.block_stride + start / a.block_size] * a.block_size + start % a.block_size;
+        a.table_rows[i] = int32_t(row);
+        a.context[i] = int32_t(start + 1);
+    }
+}
+
+struct Best {
+    float value;
+    int64_t at;
+};
+
+// The first largest of some logits; not a number wins over everything, as it does in torch.
+Best best_of(const float* logits, int64_t n) {
+    Vec top = all(-__builtin_inff());
+    Ints wrong = {};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        Vec x = load(logits + i);
+        top = larger(x, top);
+        wrong |= x != x;
+    }
+    float value = max_lane(top);
+    bool has_nan = false;
+    for (int lane = 0; lane < W; lane++) has_nan |= wrong[lane] != 0;
+    for (; i < n; i++) {
+        has_nan |= logits[i] != logits[i];
+        if (logits[i] > value) value = logits[i];
+    }
+    if (has_nan) return {__builtin_nanf(""), 0};
+    const Vec wanted = all(value);
+    for (i = 0; i + W <= n; i += W) {
+        Ints same = load(logits + i) == wanted;
+        int32_t any = 0;
+        for (int lane = 0; lane < W; lane++) any |= same[lane];
+        if (any) break;
+    }
+    while (i < n && logits[i] != value) i++;
+    return {value, i};
+}
+
+constexpr int64_t kPart = 8192;  // logits that one thread looks at in one go
+
+size_t choose_scratch(const void* args, int64_t rows) {
+    const auto& a = *static_cast<const ChooseArgs*>(args);
+    return size_t(rows_of(a.rows, rows) * ((a.vocab + kPart - 1) / kPart)) * sizeof(Best);
+}
+
+void choose(const ChooseArgs& a, Team& team) {
+    if (a.on && !*a.on) return;
+    int64_t rows = rows_of(a.rows, team.rows), parts = (a.vocab + kPart - 1) / kPart;
+    Best* found = reinterpret_cast<Best*>(team.scratch());  // [rows, parts]
+    Span mine = share_of(rows * parts, team);
+    for (int64_t unit = mine.begin; unit < mine.end; unit++) {
+        int64_t row = unit / parts, first = unit % parts * kPart;
+        int64_t n = a.vocab - first < kPart ? a.vocab - first : kPart;
+        found[unit] = best_of(a.logits + row * a.stride + first, n);
+        found[unit].at += first;
+    }
+    team.barrier();
+    mine = share_of(rows, team);
+    for (int64_t row = mine.begin; row < mine.end; row++) {
+        Best best = found[row * parts];
+        for (int64_t part = 1; part < parts; part++) {
+            const Best& other = found[row * parts + part];
+            if (best.value != best.value) break;
+            if (other.value > best.value || other.value != other.value) best = other;
+        }
+        int64_t at = __builtin_isfinite(best.value) ? best.at : -1;
+        a.out[row] = at;
+        if (a.tokens) a.tokens[a.table_row[row] * a.token_stride + a.starts[row] + 1] = int32_t(at < 0 ? 0 : at);
+    }
+}
+
+template <class Args, void (*op)(const Args&, Team&)>
+void call(const void* args, Team& team) {
+    op(*static_cast<const Args*>(args), team);
+}
+
+template <class Args, void (*op)(const Args&, Team&)>
+constexpr OpEntry entry(uint32_t kind, size_t (*scratch)(const void*, int64_t) = nullptr) {
+    return {kind, sizeof(Args), call<Args, op>, scratch};
+}
+
+}  // namespace
+}  // namespace TM_NS
+
+extern const OpEntry TM_OPS(elementwise)[] = {
+    TM_NS::entry<NormArgs, TM_NS::norm>(kNorm),
+    TM_NS::entry<RopeArgs, TM_NS::rope>(kRope),
+    TM_NS::entry<ActArgs, TM_NS::act_mul>(kActMul),
+    TM_NS::entry<EmbedArgs, TM_NS::embed>(kEmbed),
+    TM_NS::entry<AddArgs, TM_NS::add_rows>(kAdd),
+    TM_NS::entry<DecodeInputArgs, TM_NS::decode_inputs>(kDecodeInputs),
+    TM_NS::entry<ChooseArgs, TM_NS::choose>(kChoose, TM_NS::choose_scratch),
+    {},
+};
+
+}  // namespace mill
+
+#else  // integer products are of no use here: the level below serves this one as well
+
+namespace mill {
+extern const OpEntry TM_OPS(elementwise)[] = {{}};
+}
+
+#endif

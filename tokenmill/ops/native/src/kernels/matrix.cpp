@@ -1,0 +1,190 @@
+// The product of activations with packed matrices: quantizes the inputs once, then every thread takes panels.
+//
+// A row's result is computed by the same operations in the same order whatever other rows and threads there are.
+#include "matrix.h"
+
+#include "ops.h"
+
+#if TM_LEVEL >= 2
+#include "matrix_avx512.h"
+#elif TM_LEVEL == 1
+#include "matrix_avx2.h"
+#else
+#include "matrix_portable.h"
+#endif
+
+namespace TM_NS {
+
+constexpr int64_t CACHED_INPUTS = 320 << 10;  // bytes of inputs that every panel is multiplied with before going on
+constexpr int64_t OWN_INPUTS = 8 << 10;       // elements that each thread prepares for itself rather than waiting
+
+using Product = void (*)(const uint8_t*, int64_t, const InputBlock*, int64_t, float*, int64_t, int, const float*);
+using ProductDense = void (*)(const uint8_t*, int64_t, const float*, int64_t, float*, int64_t, int, const float*);
+
+// Inputs in tiles, quantized where a quantized segment wants them and as floats where a dense one does.
+struct Inputs {
+    InputBlock* blocks;  // tile t starts at blocks + t * TILE * groups
+    float* floats;       // tile t starts at floats + t * TILE * k
+};
+
+struct Plan {
+    int64_t m, k, groups, panels;
+    bool quantized, dense;
+};
+
+static Plan plan_of(const MatmulArgs& a, int64_t rows) {
+    Plan plan{rows_of(a.m, rows), a.k, a.k / GROUP, 0, false, false};
+    for (int64_t s = 0; s < a.num_segments; ++s) {
+        plan.panels += (a.segments[s].rows + PANEL - 1) / PANEL;
+        (is_dense(static_cast<int>(a.segments[s].form)) ? plan.dense : plan.quantized) = true;
+    }
+    return plan;
+}
+
+static size_t block_bytes(const Plan& plan) {
+    return plan.quantized ? static_cast<size_t>(round_up(plan.m * plan.groups * int64_t(sizeof(InputBlock)), 64)) : 0;
+}
+
+static size_t input_bytes(const Plan& plan) {
+    return block_bytes(plan) + (plan.dense ? static_cast<size_t>(round_up(plan.m * plan.k * 4, 64)) : 0);
+}
+
+static bool each_its_own(const Plan& plan) { return plan.m * plan.k <= OWN_INPUTS; }
+
+static size_t matmul_scratch(const void* args, int64_t rows) {
+    const Plan plan = plan_of(*static_cast<const MatmulArgs*>(args), rows);
+    return input_bytes(plan) * static_cast<size_t>(each_its_own(plan) ? pool_size() : 1);
+}
+
+static void prepare(const MatmulArgs& a, const Plan& plan, const Inputs& to, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const int64_t first = row / TILE * TILE;  // of the tile
+        const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
+        const float* x = a.x + row * a.x_stride;
+        if (plan.quantized) {
+            InputBlock* blocks = to.blocks + first * plan.groups + (row - first);
+            for (int64_t g = 0; g < plan.groups; ++g) quantize_block(x + g * GROUP, blocks[g * size]);
+        }
+        if (plan.dense) {
+            float* floats = to.floats + first * plan.k + (row - first);
+            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[k];
+        }
+    }
+}
+
+template <class C>
+static Product product_for(int rows) {
+    switch (rows) {
+        case 1: return product<C, 1>;
+        case 2: return product<C, 2>;
+        case 4: return product<C, 4>;
+#if TM_LEVEL >= 2
+        case 8: return product<C, 8>;
+        default: return product<C, 16>;
+#else
+        default: return product<C, 4>;
+#endif
+    }
+}
+
+template <class D>
+static ProductDense dense_for(int rows) {
+    switch (rows) {
+        case 1: return product_dense<D, 1>;
+        case 2: return product_dense<D, 2>;
+        case 4: return product_dense<D, 4>;
+#if TM_LEVEL >= 2
+        case 8: return product_dense<D, 8>;
+        default: return product_dense<D, 16>;
+#else
+        default: return product_dense<D, 4>;
+#endif
+    }
+}
+
+static Product quantized_product(int64_t form, int rows) {
+    return with_codes(form, [rows](auto codes) { return product_for<decltype(codes)>(rows); });
+}
+
+static ProductDense dense_product(int64_t form, int rows) {
+    return form == F32 ? dense_for<DenseF32>(rows) : form == F16 ? dense_for<DenseF16>(rows) : dense_for<DenseBF16>(rows);
+}
+
+static int rows_at_once(int64_t left) {
+    int rows = MAX_ROWS;
+    while (rows > left) rows /= 2;
+    return rows;
+}
+
+// One panel with the input rows [begin, end), which start at a tile.
+static void multiply_panel(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, const Segment& segment,
+                           int64_t panel, int64_t column, int64_t begin, int64_t end) {
+    const int form = static_cast<int>(segment.form);
+    const uint8_t* packed = segment.panels + panel * panel_bytes(form, plan.k);
+    const int64_t left = segment.rows - panel * PANEL;
+    const int width = left < PANEL ? static_cast<int>(left) : PANEL;
+    const int64_t n = column + panel * PANEL;
+    const float* bias = a.bias ? a.bias + n : nullptr;
+    for (int64_t first = begin; first < end; first += TILE) {
+        const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
+        for (int64_t row = 0; row < size;) {
+            const int rows = rows_at_once(size - row);
+            float* out = a.out + (first + row) * a.out_stride + n;
+            if (is_dense(form))
+                dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride,
+                                          width, bias);
+            else
+                quantized_product(form, rows)(packed, plan.k, inputs.blocks + first * plan.groups + row, size, out,
+                                              a.out_stride, width, bias);
+            row += rows;
+        }
+    }
+}
+
+// The panels [begin, end), counted through all segments.
+static void multiply_panels(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, int64_t begin, int64_t end,
+                            int64_t first_row, int64_t end_row) {
+    int64_t before = 0, column = 0;
+    for (int64_t s = 0; s < a.num_segments; ++s) {
+        const Segment& segment = a.segments[s];
+        const int64_t panels = (segment.rows + PANEL - 1) / PANEL;
+        const int64_t from = begin > before ? begin - before : 0, to = end - before < panels ? end - before : panels;
+        for (int64_t panel = from; panel < to; ++panel)
+            multiply_panel(a, plan, inputs, segment, panel, column, first_row, end_row);
+        before += panels;
+        column += segment.rows;
+    }
+}
+
+static void matmul(const void* args, Team& team) {
+    const MatmulArgs& a = *static_cast<const MatmulArgs*>(args);
+    const Plan plan = plan_of(a, team.rows);
+    const bool own = each_its_own(plan);
+    char* scratch = team.scratch() + (own ? input_bytes(plan) * static_cast<size_t>(team.index) : 0);
+    const Inputs inputs{reinterpret_cast<InputBlock*>(scratch), reinterpret_cast<float*>(scratch + block_bytes(plan))};
+    int64_t begin, end;
+    if (own) {
+        prepare(a, plan, inputs, 0, plan.m);
+    } else {
+        team.share(plan.m, begin, end);
+        prepare(a, plan, inputs, begin, end);
+        team.barrier();
+    }
+    team.share(plan.panels, begin, end);
+    const int64_t row_bytes = plan.groups * int64_t(sizeof(InputBlock)) * plan.quantized + plan.k * 4 * plan.dense;
+    int64_t rows = CACHED_INPUTS / (row_bytes ? row_bytes : 1) / TILE * TILE;
+    if (rows < 4 * TILE) rows = 4 * TILE;
+    for (int64_t row = 0; row < plan.m; row += rows) {
+        const int64_t last = row + rows < plan.m ? row + rows : plan.m;
+        multiply_panels(a, plan, inputs, begin, end, row, last);
+    }
+}
+
+}  // namespace TM_NS
+
+namespace mill {
+extern const OpEntry TM_OPS(matrix)[] = {
+    {MATMUL, sizeof(MatmulArgs), TM_NS::matmul, TM_NS::matmul_scratch},
+    {},
+};
+}

@@ -1,0 +1,277 @@
+// Products of packed panels with a tile of quantized inputs, for AVX2: each half of a panel (8 rows) in its turn.
+#pragma once
+
+#include <immintrin.h>
+
+#include "formats.h"
+
+namespace TM_NS {
+
+using namespace mill;
+
+constexpr int MAX_ROWS = 4;  // of a tile that are multiplied at once, so that all sums stay in registers
+
+static inline __m256i load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+
+static inline __m256i broadcast(const int8_t* four) {
+    int32_t word;
+    __builtin_memcpy(&word, four, 4);
+    return _mm256_set1_epi32(word);
+}
+
+// Bit 4 r + i of the word becomes 16 in byte 4 r + i.
+static inline __m256i fifth_bits(const uint8_t* word) {
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                            2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
+    const __m256i here = _mm256_shuffle_epi8(broadcast(reinterpret_cast<const int8_t*>(word)), spread);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(here, bit), bit), _mm256_set1_epi8(16));
+}
+
+// The code vectors j and j + 4 (with 8 bits: j alone) of half a panel; `at` is the group's first byte.
+template <int BITS>
+static inline void unpack(const uint8_t* at, int half, int j, __m256i& low, __m256i& high) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i both = load(at + 64 * j + 32 * half);
+    low = _mm256_and_si256(both, nibble);
+    high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    if constexpr (BITS == 5) {
+        low = _mm256_or_si256(low, fifth_bits(at + 256 + 8 * j + 4 * half));
+        high = _mm256_or_si256(high, fifth_bits(at + 256 + 8 * (j + 4) + 4 * half));
+    }
+    if constexpr (BITS == 6) {
+        const __m256i two = _mm256_set1_epi8(48);
+        const __m256i first = load(at + 256 + 32 * half), second = load(at + 320 + 32 * half);
+        const auto move = [j](__m256i four) {
+            return j < 2 ? _mm256_slli_epi16(four, 4 - 2 * j) : j == 2 ? four : _mm256_srli_epi16(four, 2);
+        };
+        low = _mm256_or_si256(low, _mm256_and_si256(move(first), two));
+        high = _mm256_or_si256(high, _mm256_and_si256(move(second), two));
+    }
+}
+
+// Sums of four products each for ROWS rows of the tile: of the whole group, and for groups of 16, of both parts.
+template <class C, int ROWS>
+static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, __m256i sums[ROWS], __m256i others[ROWS]) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (C::BITS == 8) {
+        // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
+        const __m256i flip = _mm256_set1_epi8(-128);
+        for (int row = 0; row < ROWS; ++row) sums[row] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+            const __m256i weight = _mm256_xor_si256(load(at + 64 * j + 32 * half), flip), size = _mm256_abs_epi8(weight);
+            for (int row = 0; row < ROWS; ++row) {
+                const __m256i x = _mm256_sign_epi8(broadcast(blocks[row].q + 4 * j), weight);
+                sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_maddubs_epi16(size, x), ones));
+            }
+        }
+    } else {
+        constexpr int TOGETHER = 1 << (7 - C::BITS);  // as many products of pairs as 16 bits hold: 8, 4, 2
+        __m256i pairs[ROWS], tails[ROWS];
+        for (int row = 0; row < ROWS; ++row) sums[row] = others[row] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            __m256i low, high;
+            unpack<C::BITS>(at, half, j, low, high);
+            for (int row = 0; row < ROWS; ++row) {
+                const __m256i a = _mm256_maddubs_epi16(low, broadcast(blocks[row].q + 4 * j));
+                const __m256i b = _mm256_maddubs_epi16(high, broadcast(blocks[row].q + 16 + 4 * j));
+                if constexpr (C::SCALES == K_SIXTEENTHS) {
+                    pairs[row] = j % TOGETHER ? _mm256_add_epi16(pairs[row], a) : a;
+                    tails[row] = j % TOGETHER ? _mm256_add_epi16(tails[row], b) : b;
+                    if (j % TOGETHER == TOGETHER - 1) {
+                        sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
+                        others[row] = _mm256_add_epi32(others[row], _mm256_madd_epi16(tails[row], ones));
+                    }
+                } else {
+                    const __m256i both = _mm256_add_epi16(a, b);
+                    constexpr int STEPS = TOGETHER / 2;
+                    pairs[row] = j % STEPS ? _mm256_add_epi16(pairs[row], both) : both;
+                    if (j % STEPS == STEPS - 1)
+                        sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
+                }
+            }
+        }
+    }
+}
+
+static inline __m256 halves(const uint8_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+
+static inline __m256 small(const uint8_t* at) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+
+static inline __m256 small_signed(const uint8_t* at) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+
+// The scales of a chunk for 8 rows from `lane` on, and what they are for each of its groups.
+template <class C>
+struct ChunkScales {
+    const uint8_t* at;
+    int lane;
+    __m256 d, dmin;
+
+    inline ChunkScales(const uint8_t* scales, int lane)
+        : at(scales), lane(lane), d(halves(scales + 2 * lane)), dmin(_mm256_setzero_ps()) {
+        if constexpr (C::SCALES == K_MINIMUM) dmin = _mm256_sub_ps(dmin, halves(scales + 2 * PANEL + 2 * lane));
+    }
+    inline __m256 scale(int g) const {  // of a group; with K_SIXTEENTHS of its first half
+        if constexpr (C::SCALES == SYMMETRIC) return halves(at + 2 * PANEL * g + 2 * lane);
+        if constexpr (C::SCALES == MINIMUM) return d;
+        if constexpr (C::SCALES == K_MINIMUM) return _mm256_mul_ps(d, small(at + SMALL_AT + g * PANEL + lane));
+        return _mm256_mul_ps(d, small_signed(at + SMALL_AT + 2 * g * PANEL + lane));
+    }
+    inline __m256 other(int g) const {  // the minimum, or the scale of the second half
+        if constexpr (C::SCALES == SYMMETRIC) return d;
+        if constexpr (C::SCALES == MINIMUM) return halves(at + 2 * PANEL + 2 * lane);
+        if constexpr (C::SCALES == K_MINIMUM) return _mm256_mul_ps(dmin, small(at + SMALL_MINIMUMS_AT + g * PANEL + lane));
+        return _mm256_mul_ps(d, small_signed(at + SMALL_AT + (2 * g + 1) * PANEL + lane));
+    }
+};
+
+// Adds one group to the totals of ROWS rows.
+template <class C, int ROWS>
+static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m256 other, const InputBlock* blocks,
+                             __m256 totals[ROWS]) {
+    __m256i sums[ROWS], others[ROWS];
+    dots<C, ROWS>(packed, half, blocks, sums, others);
+    for (int row = 0; row < ROWS; ++row) {
+        const InputBlock& x = blocks[row];
+        if constexpr (C::SCALES == K_SIXTEENTHS) {
+            const __m256i low = _mm256_set1_epi32(x.minus_half * (1 << C::ZERO_SHIFT));
+            const __m256i high = _mm256_set1_epi32((x.minus_sum - x.minus_half) * (1 << C::ZERO_SHIFT));
+            const __m256 first = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[row], low));
+            const __m256 second = _mm256_cvtepi32_ps(_mm256_add_epi32(others[row], high));
+            const __m256 both = _mm256_fmadd_ps(first, scale, _mm256_mul_ps(second, other));
+            totals[row] = _mm256_fmadd_ps(both, _mm256_set1_ps(x.d), totals[row]);
+        } else {
+            if constexpr (C::HAS_ZERO && C::BITS < 8) {
+                const __m256i zero = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum), C::ZERO_SHIFT);
+                sums[row] = _mm256_add_epi32(sums[row], zero);
+            }
+            const __m256 sum = _mm256_cvtepi32_ps(sums[row]);
+            totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(sum, scale), _mm256_set1_ps(x.d), totals[row]);
+            if constexpr (!C::HAS_ZERO) totals[row] = _mm256_fmadd_ps(other, _mm256_set1_ps(x.sum), totals[row]);
+        }
+    }
+}
+
+// Both halves of each chunk in turn, so that memory is read from end to end; totals[half][row].
+template <class C, int ROWS>
+static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride,
+                            __m256 totals[2][ROWS]) {
+    for (int row = 0; row < ROWS; ++row) totals[0][row] = totals[1][row] = _mm256_setzero_ps();
+    for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
+        if constexpr (ROWS <= 2) prefetch<C>(panel);
+        const int groups = left < C::CHUNK ? static_cast<int>(left) : C::CHUNK;
+        for (int half = 0; half < 2; ++half) {
+            const ChunkScales<C> scales(panel, 8 * half);
+            for (int g = 0; g < groups; ++g)
+                add_group<C, ROWS>(panel + C::SCALE_BYTES + g * C::GROUP_BYTES, half, scales.scale(g), scales.other(g),
+                                   blocks + g * stride, totals[half]);
+        }
+        panel += C::CHUNK_BYTES;
+        blocks += groups * stride;
+    }
+}
+
+struct DenseF32 {
+    static constexpr int BYTES = 4;
+    static inline __m256 load8(const uint8_t* at) { return _mm256_loadu_ps(reinterpret_cast<const float*>(at)); }
+};
+struct DenseF16 {
+    static constexpr int BYTES = 2;
+    static inline __m256 load8(const uint8_t* at) { return halves(at); }
+};
+struct DenseBF16 {
+    static constexpr int BYTES = 2;
+    static inline __m256 load8(const uint8_t* at) {
+        const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+    }
+};
+
+// `width` of the 8 columns of this half.
+static inline void put(__m256 total, float* out, int width, const float* bias) {
+    if (width >= 8) {
+        _mm256_storeu_ps(out, bias ? _mm256_add_ps(total, _mm256_loadu_ps(bias)) : total);
+        return;
+    }
+    float parts[8];
+    _mm256_storeu_ps(parts, total);
+    for (int lane = 0; lane < width; ++lane) out[lane] = bias ? parts[lane] + bias[lane] : parts[lane];
+}
+
+template <class C, int ROWS>
+static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride, float* out,
+                    int64_t out_stride, int width, const float* bias) {
+    __m256 totals[2][ROWS];
+    multiply<C, ROWS>(panel, columns, blocks, stride, totals);
+    for (int half = 0; 8 * half < width; ++half)
+        for (int row = 0; row < ROWS; ++row)
+            put(totals[half][row], out + row * out_stride + 8 * half, width - 8 * half, bias ? bias + 8 * half : nullptr);
+}
+
+// x is [columns][stride] floats, one column of the tile after the other.
+template <class D, int ROWS>
+static void product_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride, float* out,
+                          int64_t out_stride, int width, const float* bias) {
+    __m256 low[ROWS], high[ROWS];
+    for (int row = 0; row < ROWS; ++row) low[row] = high[row] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < columns; ++k) {
+        const __m256 a = D::load8(panel), b = D::load8(panel + 8 * D::BYTES);
+        panel += D::BYTES * PANEL;
+        for (int row = 0; row < ROWS; ++row) {
+            const __m256 value = _mm256_broadcast_ss(x + row);
+            low[row] = _mm256_fmadd_ps(a, value, low[row]);
+            high[row] = _mm256_fmadd_ps(b, value, high[row]);
+        }
+        x += stride;
+    }
+    for (int row = 0; row < ROWS; ++row) {
+        put(low[row], out + row * out_stride, width, bias);
+        if (width > 8) put(high[row], out + row * out_stride + 8, width - 8, bias ? bias + 8 : nullptr);
+    }
+}
+
+static inline float largest(__m256 x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+static inline int total(__m256i x) {
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+static inline void quantize_block(const float* x, InputBlock& out) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 values[4], top4 = _mm256_setzero_ps();
+    int unordered = 0;
+    for (int i = 0; i < 4; ++i) {
+        values[i] = _mm256_loadu_ps(x + 8 * i);
+        top4 = _mm256_max_ps(top4, _mm256_andnot_ps(sign, values[i]));
+        unordered |= _mm256_movemask_ps(_mm256_cmp_ps(values[i], values[i], _CMP_UNORD_Q));
+    }
+    const float top = largest(top4);
+    if (unordered || !(top <= LARGEST)) return spoil(out);
+    const __m256 inverse = _mm256_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
+    __m256i codes[4];
+    for (int i = 0; i < 4; ++i) codes[i] = _mm256_cvtps_epi32(_mm256_mul_ps(values[i], inverse));
+    const int half = total(_mm256_add_epi32(codes[0], codes[1])), rest = total(_mm256_add_epi32(codes[2], codes[3]));
+    const __m256i words = _mm256_packs_epi16(_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out.q), _mm256_permutevar8x32_epi32(words, order));
+    out.d = top > 1e-30f ? top / 127.0f : 0.0f;
+    out.sum = out.d * static_cast<float>(half + rest);
+    out.minus_sum = -(half + rest);
+    out.minus_half = -half;
+}
+
+}  // namespace TM_NS

@@ -1,0 +1,237 @@
+// Products of packed panels with a tile of quantized inputs, for AVX-512 with or without VNNI.
+#pragma once
+
+#include <immintrin.h>
+
+#include "formats.h"
+
+namespace TM_NS {
+
+using namespace mill;
+
+constexpr int MAX_ROWS = 16;  // of a tile that are multiplied at once; each takes one register of sums
+
+static inline __m512i load(const uint8_t* at) { return _mm512_loadu_si512(at); }
+
+// The 8 code vectors of one group.
+template <int BITS>
+static inline void unpack(const uint8_t* at, __m512i out[8]) {
+    if constexpr (BITS == 8) {
+        for (int j = 0; j < 8; ++j) out[j] = load(at + 64 * j);
+    } else {
+        const __m512i nibble = _mm512_set1_epi8(15);
+        for (int j = 0; j < 4; ++j) {
+            const __m512i both = load(at + 64 * j);
+            out[j] = _mm512_and_si512(both, nibble);
+            out[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+        }
+        if constexpr (BITS == 5) {
+            const __m512i high = _mm512_set1_epi8(16);
+            const uint64_t* masks = reinterpret_cast<const uint64_t*>(at + 256);
+            for (int j = 0; j < 8; ++j) out[j] = _mm512_mask_add_epi8(out[j], masks[j], out[j], high);
+        }
+        if constexpr (BITS == 6) {
+            const __m512i high = _mm512_set1_epi8(48);
+            for (int h = 0; h < 2; ++h) {
+                const __m512i four = load(at + 256 + 64 * h);
+                const __m512i parts[4] = {_mm512_slli_epi16(four, 4), _mm512_slli_epi16(four, 2), four,
+                                          _mm512_srli_epi16(four, 2)};
+                for (int f = 0; f < 4; ++f)
+                    out[4 * h + f] = _mm512_or_si512(out[4 * h + f], _mm512_and_si512(parts[f], high));
+            }
+        }
+    }
+}
+
+static inline __m512i broadcast(const int8_t* four) {
+    int32_t word;
+    __builtin_memcpy(&word, four, 4);
+    return _mm512_set1_epi32(word);
+}
+
+// start + the sums of four products each, over COUNT code vectors.
+template <int BITS, int COUNT>
+static inline __m512i dot(__m512i start, const __m512i* codes, const int8_t* q) {
+#if TM_LEVEL >= 3
+    for (int j = 0; j < COUNT; ++j) start = _mm512_dpbusd_epi32(start, codes[j], broadcast(q + 4 * j));
+    return start;
+#else
+    const __m512i ones = _mm512_set1_epi16(1);
+    if constexpr (BITS == 8) {
+        // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
+        const __m512i flip = _mm512_set1_epi8(-128), zero = _mm512_setzero_si512();
+        for (int j = 0; j < COUNT; ++j) {
+            const __m512i weight = _mm512_xor_si512(codes[j], flip), x = broadcast(q + 4 * j);
+            const __m512i moved = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weight), zero, x);
+            const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(weight), moved);
+            start = _mm512_add_epi32(start, _mm512_madd_epi16(pairs, ones));
+        }
+        return start;
+    } else {
+        constexpr int TOGETHER = 1 << (7 - BITS);  // as many products of pairs as 16 bits hold: 8, 4, 2
+        for (int first = 0; first < COUNT; first += TOGETHER) {
+            __m512i pairs = _mm512_maddubs_epi16(codes[first], broadcast(q + 4 * first));
+            for (int j = first + 1; j < first + TOGETHER && j < COUNT; ++j)
+                pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(codes[j], broadcast(q + 4 * j)));
+            start = _mm512_add_epi32(start, _mm512_madd_epi16(pairs, ones));
+        }
+        return start;
+    }
+#endif
+}
+
+static inline __m512 halves(const uint8_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+static inline __m512 small(const uint8_t* at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+}
+
+static inline __m512 small_signed(const uint8_t* at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+}
+
+// Whether zero points are subtracted as integers; without VNNI, 8-bit codes are made signed instead.
+template <class C>
+constexpr bool SUBTRACT_ZERO = C::HAS_ZERO && (TM_LEVEL >= 3 || C::BITS < 8);
+
+// The scales of a chunk, and what they are for each of its groups.
+template <class C>
+struct ChunkScales {
+    const uint8_t* at;
+    __m512 d, dmin;
+
+    explicit inline ChunkScales(const uint8_t* scales) : at(scales), d(halves(scales)), dmin(_mm512_setzero_ps()) {
+        if constexpr (C::SCALES == K_MINIMUM) dmin = _mm512_sub_ps(dmin, halves(scales + 2 * PANEL));
+    }
+    inline __m512 scale(int g) const {  // of a group; with K_SIXTEENTHS of its first half
+        if constexpr (C::SCALES == SYMMETRIC) return halves(at + 2 * PANEL * g);
+        if constexpr (C::SCALES == MINIMUM) return d;
+        if constexpr (C::SCALES == K_MINIMUM) return _mm512_mul_ps(d, small(at + SMALL_AT + g * PANEL));
+        return _mm512_mul_ps(d, small_signed(at + SMALL_AT + 2 * g * PANEL));
+    }
+    inline __m512 other(int g) const {  // the minimum, or the scale of the second half
+        if constexpr (C::SCALES == SYMMETRIC) return d;
+        if constexpr (C::SCALES == MINIMUM) return halves(at + 2 * PANEL);
+        if constexpr (C::SCALES == K_MINIMUM) return _mm512_mul_ps(dmin, small(at + SMALL_MINIMUMS_AT + g * PANEL));
+        return _mm512_mul_ps(d, small_signed(at + SMALL_AT + (2 * g + 1) * PANEL));
+    }
+};
+
+// Adds one group to the sums of ROWS rows.
+template <class C, int ROWS>
+static inline void add_group(const uint8_t* packed, __m512 scale, __m512 other, const InputBlock* blocks,
+                             __m512 sums[ROWS]) {
+    __m512i codes[8];
+    unpack<C::BITS>(packed, codes);
+    for (int row = 0; row < ROWS; ++row) {
+        const InputBlock& x = blocks[row];
+        if constexpr (C::SCALES == K_SIXTEENTHS) {
+            const __m512i low = _mm512_slli_epi32(_mm512_set1_epi32(x.minus_half), C::ZERO_SHIFT);
+            const __m512i high = _mm512_slli_epi32(_mm512_set1_epi32(x.minus_sum - x.minus_half), C::ZERO_SHIFT);
+            const __m512 first = _mm512_cvtepi32_ps(dot<C::BITS, 4>(low, codes, x.q));
+            const __m512 second = _mm512_cvtepi32_ps(dot<C::BITS, 4>(high, codes + 4, x.q + 16));
+            const __m512 both = _mm512_fmadd_ps(first, scale, _mm512_mul_ps(second, other));
+            sums[row] = _mm512_fmadd_ps(both, _mm512_set1_ps(x.d), sums[row]);
+        } else {
+            __m512i start = _mm512_setzero_si512();
+            if constexpr (SUBTRACT_ZERO<C>) start = _mm512_slli_epi32(_mm512_set1_epi32(x.minus_sum), C::ZERO_SHIFT);
+            const __m512 sum = _mm512_cvtepi32_ps(dot<C::BITS, 8>(start, codes, x.q));
+            sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(x.d), sums[row]);
+            if constexpr (!C::HAS_ZERO) sums[row] = _mm512_fmadd_ps(other, _mm512_set1_ps(x.sum), sums[row]);
+        }
+    }
+}
+
+// sums[row] = a panel times ROWS rows of a tile: `blocks` is the first row's block of group 0, the next group's is
+// `stride` further.
+template <class C, int ROWS>
+static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride,
+                            __m512 sums[ROWS]) {
+    for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
+    for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
+        if constexpr (ROWS <= 4) prefetch<C>(panel);
+        const ChunkScales<C> scales(panel);
+        panel += C::SCALE_BYTES;
+        const int groups = left < C::CHUNK ? static_cast<int>(left) : C::CHUNK;
+        for (int g = 0; g < groups; ++g) {
+            add_group<C, ROWS>(panel, scales.scale(g), scales.other(g), blocks, sums);
+            panel += C::GROUP_BYTES;
+            blocks += stride;
+        }
+    }
+}
+
+struct DenseF32 {
+    static constexpr int BYTES = 4;
+    static inline __m512 load16(const uint8_t* at) { return _mm512_loadu_ps(at); }
+};
+struct DenseF16 {
+    static constexpr int BYTES = 2;
+    static inline __m512 load16(const uint8_t* at) { return halves(at); }
+};
+struct DenseBF16 {
+    static constexpr int BYTES = 2;
+    static inline __m512 load16(const uint8_t* at) {
+        const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+    }
+};
+
+// The same with a dense panel: x is [columns][stride] floats, one column of the tile after the other.
+template <class D, int ROWS>
+static inline void multiply_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride,
+                                  __m512 sums[ROWS]) {
+    for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < columns; ++k) {
+        const __m512 weights = D::load16(panel);
+        panel += D::BYTES * PANEL;
+        for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_fmadd_ps(weights, _mm512_set1_ps(x[row]), sums[row]);
+        x += stride;
+    }
+}
+
+// Writes the sums to rows of the output, `width` of 16 columns.
+template <int ROWS>
+static inline void put(const __m512 sums[ROWS], float* out, int64_t out_stride, int width, const float* bias) {
+    const __mmask16 mask = static_cast<__mmask16>((1u << width) - 1);
+    const __m512 add = bias ? _mm512_maskz_loadu_ps(mask, bias) : _mm512_setzero_ps();
+    for (int row = 0; row < ROWS; ++row)
+        _mm512_mask_storeu_ps(out + row * out_stride, mask, bias ? _mm512_add_ps(sums[row], add) : sums[row]);
+}
+
+template <class C, int ROWS>
+static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride, float* out,
+                    int64_t out_stride, int width, const float* bias) {
+    __m512 sums[ROWS];
+    multiply<C, ROWS>(panel, columns, blocks, stride, sums);
+    put<ROWS>(sums, out, out_stride, width, bias);
+}
+
+template <class D, int ROWS>
+static void product_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride, float* out,
+                          int64_t out_stride, int width, const float* bias) {
+    __m512 sums[ROWS];
+    multiply_dense<D, ROWS>(panel, columns, x, stride, sums);
+    put<ROWS>(sums, out, out_stride, width, bias);
+}
+
+static inline void quantize_block(const float* x, InputBlock& out) {
+    const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+    const float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    const bool unordered = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
+    if (unordered || !(top <= LARGEST)) return spoil(out);
+    const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, _mm512_set1_ps(inverse)));
+    const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(high, _mm512_set1_ps(inverse)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q), _mm512_cvtsepi32_epi8(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + 16), _mm512_cvtsepi32_epi8(b));
+    const int half = _mm512_reduce_add_epi32(a), sum = half + _mm512_reduce_add_epi32(b);
+    out.d = top > 1e-30f ? top / 127.0f : 0.0f;
+    out.sum = out.d * static_cast<float>(sum);
+    out.minus_sum = -sum;
+    out.minus_half = -half;
+}
+
+}  // namespace TM_NS

@@ -1,0 +1,52 @@
+// The table of ops: every kernel source, compiled once per CPU level, lists what it offers as plain constant data.
+//
+// A kernel source is compiled several times with different flags and -DTM_LEVEL=n. Everything in it lives in namespace
+// TM_NS (another one per level). kernels/name.cpp defines `extern const mill::OpEntry TM_OPS(name)[] = {..., {}};` in
+// namespace mill; the build collects the names. It must not use inline functions or templates of the standard library that end up as
+// symbols: the linker would keep one copy for all levels, perhaps one that this CPU cannot execute. For the same
+// reason nothing in it may run before the level was chosen (no static constructors).
+#pragma once
+
+#include "team.h"
+
+#ifndef TM_LEVEL
+#define TM_LEVEL 0
+#endif
+#define TM_JOIN2(a, b) a##b
+#define TM_JOIN(a, b) TM_JOIN2(a, b)
+#define TM_NS TM_JOIN(tm_level, TM_LEVEL)
+#define TM_OPS(source) TM_JOIN(TM_JOIN(ops_, source), TM_JOIN(_, TM_LEVEL))
+
+namespace mill {
+
+enum Level { BASE = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, LEVELS = 4 };
+
+// Kinds 1-63 belong to the matrix sources, 64-127 to attention and elementwise sources.
+constexpr uint32_t MAX_KINDS = 128;
+
+struct OpEntry {
+    uint32_t kind;                            // 0 ends a list
+    uint32_t args_bytes;                      // size of the args struct, which is plain data
+    void (*run)(const void* args, Team&);     // called by all members at once
+    size_t (*scratch)(const void* args, int64_t rows);  // bytes of shared scratch for this call, or nullptr
+};
+
+// The entry of the chosen level, or of the best one below it that has this kind; nullptr if there is none.
+const OpEntry* find_op(uint32_t kind);
+
+// Runs `body` on all threads of the pool at once, with `scratch` bytes of shared scratch; one region at a time.
+// Everything that was written in the region is visible to the caller when it returns. `rows`: see Team.
+void run_region(void (*body)(void* context, Team&), void* context, size_t scratch, int64_t rows);
+
+// While set, tm_run only hands ops to the recorder, and executes nothing. (Which level's entry: at the time of recording.)
+struct Recorder {
+    virtual void append(const OpEntry& op, const void* args) = 0;  // args live only until this returns
+
+protected:
+    ~Recorder() = default;
+};
+void set_recorder(Recorder* recorder);  // of the calling thread; nullptr: none
+
+int pool_size();  // threads of a region
+
+}  // namespace mill

@@ -1,0 +1,92 @@
+"""The argument structs of attention and elementwise ops: src/attention.h and src/elementwise.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+
+from tokenmill.ops.native.library import Library
+
+_STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return _STORAGE[tensor.dtype]
+
+
+def _fields(pointers: str, numbers: str, reals: str = "") -> list[tuple[str, type]]:
+    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (reals, ctypes.c_double))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class Args(ctypes.Structure):
+    """Plain data; a pointer that is not given is null, a number 0."""
+
+    KIND: ClassVar[int]
+
+
+class NormArgs(Args):
+    KIND = 64
+    _fields_ = _fields(
+        "x residual weight total out",
+        "rows dim x_stride residual_stride total_stride out_stride weight_storage",
+        "eps",
+    )
+
+
+class RopeArgs(Args):
+    KIND = 65
+    _fields_ = _fields(
+        "q k v table positions slots k_cache v_cache q_norm k_norm",
+        "tokens heads kv_heads dim v_dim rotated block_size "
+        "q_token q_head k_token k_head v_token v_head "
+        "k_block k_slot k_cache_head v_block v_slot v_cache_head cache_storage norm_storage",
+        "eps",
+    )
+
+
+class ActArgs(Args):
+    KIND = 66
+    _fields_ = _fields("x out", "rows inner x_stride out_stride kind")
+
+
+class EmbedArgs(Args):
+    KIND = 67
+    _fields_ = _fields("ids table out", "rows vocab dim out_stride table_storage", "scale")
+
+
+class AddArgs(Args):
+    KIND = 68
+    _fields_ = _fields("x y out", "rows dim x_stride y_stride out_stride")
+
+
+class DecodeInputArgs(Args):
+    KIND = 69
+    _fields_ = _fields(
+        "rows starts tokens blocks ids slots table_rows context", "n token_stride block_stride block_size"
+    )
+
+
+class ChooseArgs(Args):
+    KIND = 70
+    _fields_ = _fields("logits out on table_row starts tokens", "rows vocab stride token_stride")
+
+
+class AttentionArgs(Args):
+    KIND = 80
+    _fields_ = _fields(
+        "q k v out rows q_start context tables tree",
+        "n singles heads kv_heads k_dim v_dim block_size "
+        "q_token q_head out_token out_head "
+        "k_block k_slot k_head v_block v_slot v_head table_row tree_stride "
+        "window sinks cache_storage",
+        "softcap scale",
+    )
+
+
+def check_structs(native: Library) -> None:
+    """That both sides mean the same."""
+    for struct in Args.__subclasses__():
+        native.check(struct.KIND, struct)

@@ -1,0 +1,47 @@
+"""Norms and activations that hand their rows over in the form that the linear layer behind them multiplies."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.ops.registry import Ops
+from tokenmill.quant.device import has_small_gemm
+from tokenmill.quant.fp8 import quantize_rows
+from tokenmill.quant.scheme import Linear, QuantizedRows
+
+Rows = torch.Tensor | QuantizedRows  # [tokens, in]
+
+
+def add_norm_for(
+    reader: Linear | None,  # the only reader of the result; None: several, or one that takes it as it is
+    ops: Ops,
+    x: torch.Tensor,  # [tokens, dim]
+    residual: torch.Tensor,  # [tokens, dim]
+    weight: torch.Tensor,  # [dim]
+    eps: float,
+) -> tuple[Rows, torch.Tensor]:
+    """What `add_rms_norm` gives: the norm and the new residual. Inputs may be overwritten."""
+    if reader is None or not reader.wants_quantized(x.shape[0], x.dtype):
+        return ops.add_rms_norm(x, residual, weight, eps)
+    if not has_small_gemm(x.device):
+        normed, residual = ops.add_rms_norm(x, residual, weight, eps)
+        return quantize_rows(normed), residual
+    from tokenmill.ops.triton.quantize import add_rms_norm_quantized
+
+    values, scale, residual = add_rms_norm_quantized(x, residual, weight, eps)
+    return QuantizedRows(values, scale, x.dtype), residual
+
+
+def act_mul_for(
+    reader: Linear,
+    ops: Ops,
+    x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
+    kind: str,
+) -> Rows:  # [tokens, inner]
+    if not reader.wants_quantized(x.shape[0], x.dtype):
+        return ops.act_mul(x, kind)
+    if not has_small_gemm(x.device):
+        return quantize_rows(ops.act_mul(x, kind))
+    from tokenmill.ops.triton.quantize import act_mul_quantized
+
+    return QuantizedRows(*act_mul_quantized(x, kind), x.dtype)

@@ -1,0 +1,1 @@
+"""The server: HTTP and text in one process, the engine in another, and what keeps requests alive between them."""

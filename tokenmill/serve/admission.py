@@ -1,0 +1,191 @@
+"""Admission: who may come in, judged by what waits, how fast it drains, and how the engine fares."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokenmill.errors import QueueFull, TokenmillError
+from tokenmill.serve.settings import ServeSettings
+
+RETRY_LEAST, RETRY_MOST = 1.0, 120.0  # seconds that a refused client is told to wait
+_FADE = 0.995  # per step: what was measured a few hundred steps ago hardly counts
+_ENOUGH = 8  # steps before a prediction may refuse anybody
+
+
+class Overloaded(QueueFull):
+    """There is no room, or not enough time before the deadline; a later attempt may find some (HTTP 429)."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds
+
+
+class Unavailable(TokenmillError):
+    """The engine fails repeatedly, or the server is going away (HTTP 503)."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """What was accepted and is not finished."""
+
+    queued_tokens: int = 0  # prompts that no engine has begun
+    output_tokens: float = 0.0  # that running and queued requests will still say, as far as one can tell
+    rows: int = 1  # that would run at once
+
+
+class StepCost:
+    """Seconds of a step as base + per_token * tokens, fitted to the steps seen, the recent ones most."""
+
+    def __init__(self) -> None:
+        self._n = self._t = self._tt = self._s = self._st = 0.0
+
+    def see(self, tokens: int, seconds: float) -> None:
+        self._n = self._n * _FADE + 1
+        self._t = self._t * _FADE + tokens
+        self._tt = self._tt * _FADE + tokens * tokens
+        self._s = self._s * _FADE + seconds
+        self._st = self._st * _FADE + tokens * seconds
+
+    @property
+    def known(self) -> bool:
+        return self._n >= _ENOUGH
+
+    def coefficients(self) -> tuple[float, float]:
+        """(base, per_token), neither negative."""
+        if not self._n:
+            return 0.0, 0.0
+        spread = self._n * self._tt - self._t * self._t
+        per_token = (self._n * self._st - self._t * self._s) / spread if spread > 1e-9 * self._n * self._tt else 0.0
+        base = (self._s - per_token * self._t) / self._n
+        if per_token < 0 or spread <= 1e-9 * self._n * self._tt:
+            return self._s / self._n, 0.0
+        if base < 0:
+            return 0.0, self._st / self._tt
+        return base, per_token
+
+    def seconds(self, steps: float, tokens: float) -> float:
+        base, per_token = self.coefficients()
+        return base * steps + per_token * tokens
+
+
+class Admission:
+    """The bounded queue: refuses with the time after which there should be room."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self.max_step_tokens = 1  # of the engine, once there is one
+        self.cost = StepCost()
+        self._answer = 64.0  # tokens of a typical answer, learned
+
+    def learn_answer(self, tokens: int) -> None:
+        self._answer += 0.05 * (tokens - self._answer)
+
+    def expected_output(self, said: int, max_tokens: int) -> float:
+        """Tokens that a sequence will still say: an answer that outgrew the typical one is taken to double."""
+        return min(max_tokens - said, max(self._answer - said, said * 0.5, 1.0))
+
+    def drain_seconds(self, load: Load) -> float | None:
+        """Predicted time to finish everything accepted; None: nothing measured yet."""
+        if not self.cost.known:
+            return None
+        steps = load.output_tokens / max(1, load.rows) + math.ceil(load.queued_tokens / self.max_step_tokens)
+        return self.cost.seconds(steps, load.output_tokens + load.queued_tokens)
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """The least time to compute these prompt tokens; None: nothing measured yet."""
+        if not self.cost.known:
+            return None
+        return self.cost.seconds(math.ceil(tokens / self.max_step_tokens), tokens)
+
+    def check(
+        self,
+        queued: int,
+        queued_tokens: int,
+        tokens: int,
+        sequences: int,
+        timeout: float | None,
+        load: Callable[[], Load],
+    ) -> None:
+        """Raise Overloaded if a request of `tokens` prompt tokens may not come in. `load` is asked when one may not."""
+        limit, most = self._settings.max_queued_tokens, self._settings.max_queued_requests
+        if queued and queued + sequences > most:
+            raise Overloaded(
+                f"{queued} requests are waiting, the limit is {most}; try again later",
+                self.retry_after(load(), (queued + sequences - most) / queued),
+            )
+        if queued and queued_tokens + tokens > limit:
+            raise Overloaded(
+                f"{queued_tokens} prompt tokens are waiting and this request has {tokens}, the limit is {limit}; "
+                "try again later",
+                self.retry_after(load(), (queued_tokens + tokens - limit) / max(1, queued_tokens)),
+            )
+        if timeout is None:
+            return
+        least = self.prefill_seconds(queued_tokens + tokens)
+        if least is not None and least > timeout:
+            raise Overloaded(
+                f"the deadline is {timeout:.3g} s away but the first token would take {least:.3g} s or more; "
+                "try again later, or allow more time",
+                self.retry_after(load(), 1.0),
+            )
+
+    def retry_after(self, load: Load, share: float) -> float:
+        """Seconds until this share of what is accepted is done."""
+        drain = self.drain_seconds(load)
+        return RETRY_LEAST if drain is None else min(max(drain * min(share, 1.0), RETRY_LEAST), RETRY_MOST)
+
+
+class Breaker:
+    """Opens when engines fail repeatedly; lets one request in after a while; closes when an engine does its work."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._failures: deque[float] = deque()
+        self._settings = settings
+        self._opened: float | None = None
+        self._probing = False
+
+    def failed(self, now: float) -> bool:
+        """Returns whether this failure opened it."""
+        self._failures.append(now)
+        while self._failures and now - self._failures[0] > self._settings.breaker_window:
+            self._failures.popleft()
+        was_open = self._opened is not None
+        if was_open or len(self._failures) >= self._settings.breaker_failures:
+            self._opened, self._probing = now, False
+        return self._opened is not None and not was_open
+
+    def succeeded(self, now: float) -> bool:
+        """A request was answered. Returns whether that closed it; before its time is up it stays open."""
+        if self.state(now) != "half_open":
+            return False
+        self._opened, self._probing = None, False
+        self._failures.clear()
+        return True
+
+    def state(self, now: float) -> str:
+        """closed, open or half_open."""
+        if self._opened is None:
+            return "closed"
+        return "open" if now - self._opened < self._settings.breaker_seconds else "half_open"
+
+    def admit(self, now: float) -> float | None:
+        """None: come in. Else the seconds to wait. Half-open, the first comer is the probe."""
+        state = self.state(now)
+        if state == "closed":
+            return None
+        if state == "half_open" and not self._probing:
+            self._probing = True
+            return None
+        assert self._opened is not None
+        return max(RETRY_LEAST, self._opened + self._settings.breaker_seconds - now)
+
+    def probe_ended(self) -> None:
+        """The request that was let in ended without an answer: another may try."""
+        self._probing = False

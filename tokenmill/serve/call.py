@@ -1,0 +1,230 @@
+"""Call: one request of a client from its head to the end of its answer. Whatever happens, it is left in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from tokenmill.front import Prompt
+from tokenmill.outputs import RequestOutput
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.grammar import check_grammar
+from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape, refusal_of
+from tokenmill.serve.reading import read_request
+from tokenmill.serve.sampling_of import seconds_of
+from tokenmill.serve.schemas import Service as Asked
+from tokenmill.serve.site import Site, site_of
+from tokenmill.serve.stream import Stream
+from tokenmill.serve.tenants import Tenant
+
+log = logging.getLogger("tokenmill.serve.access")
+
+T = TypeVar("T", bound=msgspec.Struct)
+Handler = Callable[["Call", Any], Awaitable[Response]]
+
+
+class Call:
+    """A request of a tenant that has been let in. Somebody must `close` it; that ends whatever still runs for it."""
+
+    def __init__(self, site: Site, request: Request, tenant: Tenant, shape: Shape, id: str) -> None:
+        self.site = site
+        self.request = request
+        self.tenant = tenant
+        self.shape = shape
+        self.id = id
+        self.created = int(time.time())
+        self.service = site.service.route()
+        self.ignored: list[str] = []
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.ttft: float | None = None
+        self.finish: str | None = None
+        self._began = time.monotonic()
+        self._streams: list[Stream] = []
+        self._open = True
+        tenant.enter()
+
+    @property
+    def model(self) -> str:
+        return self.site.name_of(self.service)
+
+    def check_model(self, asked: str | None) -> None:
+        if asked is not None and asked not in self.site.names():
+            names = ", ".join(self.site.names())
+            raise HttpError(
+                404, f"the model {asked[:100]!r} is not served here; there is {names}", "model_not_found", "model"
+            )
+
+    async def submit(self, prompt: Prompt, params: SamplingParams, asked: Asked) -> Stream:
+        """Hand a prompt to the engine. Raises what `Service.submit` raises."""
+        if params.structured is not None:  # the answer is kept: it is asked again, and then costs nothing
+            await asyncio.to_thread(check_grammar, params.structured)
+        stream = await self.service.submit(
+            prompt,
+            params,
+            request_id=f"{self.id}-{len(self._streams)}" if self._streams else self.id,
+            priority=self.tenant.priority(asked.priority),
+            timeout=seconds_of(asked.deadline_ms),
+            cache_salt=self.tenant.salt(asked.cache_salt),
+        )
+        self._streams.append(stream)
+        return stream
+
+    def saw(self, output: RequestOutput) -> None:
+        """Note how far an answer has come. Raises HttpError if it has failed."""
+        if self.ttft is None:
+            self.ttft = time.monotonic() - self._began
+        if not output.finished:
+            return
+        reasons = [str(one.finish_reason) for one in output.outputs]
+        self.finish = next((reason for reason in reasons if reason not in ("stop", "length")), reasons[0])
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens
+        self.output_tokens += sum(len(one.token_ids) for one in output.outputs)
+        if output.error is not None or self.finish not in ("stop", "length"):
+            raise self._failure(output)
+
+    async def whole(self, streams: list[Stream]) -> list[RequestOutput]:
+        """The complete answers. A client that leaves ends them."""
+        outputs = []
+        async with self.watching(self.request.receive):
+            for stream in streams:
+                async for output in stream:
+                    if output.finished:
+                        self.saw(output)
+                        outputs.append(output)
+        return outputs
+
+    @contextlib.asynccontextmanager
+    async def watching(self, receive: Receive) -> AsyncIterator[None]:
+        """Cancel what runs as soon as the client is gone; its streams then end by themselves."""
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+
+    def cancel(self) -> None:
+        for stream in self._streams:
+            self.service.cancel(stream.request_id)
+
+    def close(self, status: int) -> None:
+        """The answer has been sent, or will not be."""
+        if not self._open:
+            return
+        self._open = False
+        self.cancel()
+        self.tenant.leave(self.prompt_tokens + self.output_tokens)
+        seconds = time.monotonic() - self._began
+        self.site.metrics.tenant_used(self.tenant.name, self.prompt_tokens, self.output_tokens)
+        told = {
+            "id": self.id,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "tenant": self.tenant.name or None,
+            "finish": self.finish,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "ttft": None if self.ttft is None else round(self.ttft, 4),
+            "ignored": self.ignored or None,
+            "model": self.model,
+        }
+        note_request(self.site, self.request, status, told)
+
+    def headers(self) -> dict[str, str]:
+        headers = {"x-request-id": self.id}
+        if self.ignored:
+            headers["x-tokenmill-ignored"] = ", ".join(self.ignored)
+        if self.service is not self.site.service:
+            headers["x-tokenmill-degraded"] = self.model
+        return headers
+
+    def answer(self, content: Any) -> Response:
+        return json_response(content, 200, self.headers())
+
+    def _failure(self, output: RequestOutput) -> HttpError:
+        said = output.error
+        if self.finish == "cancelled" and said is None:
+            return HttpError(GONE, "the request was cancelled", "cancelled")
+        if self.finish == "deadline":
+            return HttpError(504, said or "the deadline passed before the answer was complete", "deadline_exceeded")
+        if self.service.stats().state in ("draining", "stopped"):
+            return HttpError(503, said or "the server is shutting down", "unavailable", retry_after=5.0)
+        if said is not None and said.startswith("structured output"):
+            return HttpError(400, said, "invalid_value", "response_format")
+        return HttpError(500, said or f"the answer ended with {self.finish}", "engine_error")
+
+
+def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
+    """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
+
+    @functools.wraps(handler)
+    async def handle(request: Request) -> Response:
+        site, id = site_of(request), uuid.uuid4().hex
+        call: Call | None = None
+        try:
+            call = Call(site, request, site.tenant_of(request), shape, id)
+            body, call.ignored = await read_request(request, kind, site.settings)
+            call.check_model(getattr(body, "model", None))
+            response = await handler(call, body)
+        except Exception as problem:
+            error = told_error(problem, id)
+            if call is not None:
+                call.close(error.status)
+            else:
+                note_request(site, request, error.status, {"id": id, "status": error.status})
+            return error_response(error, shape, {"x-request-id": id})
+        except BaseException:
+            if call is not None:
+                call.close(GONE)
+            raise
+        if not isinstance(response, Lasting):
+            call.close(response.status_code)
+        return response
+
+    del handle.__wrapped__  # type: ignore[attr-defined]  # FastAPI would read the handler's signature
+    return handle
+
+
+class Lasting(Response):
+    """A response that closes its call itself."""
+
+
+def told_error(problem: Exception, id: str) -> HttpError:
+    error = refusal_of(problem, id)
+    if error.status == 500:
+        bug = not isinstance(problem, HttpError)
+        logging.getLogger("tokenmill.serve").error("%s", problem, exc_info=problem if bug else None, extra={"id": id})
+    return error
+
+
+def error_response(error: HttpError, shape: Shape, headers: dict[str, str]) -> Response:
+    return json_response(shape(error), error.status, headers | error.headers())
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def note_request(site: Site, request: Request, status: int, told: dict[str, Any]) -> None:
+    """Count a request that has ended, and write it into the log."""
+    site.metrics.http_ended(request.url.path, status)
+    level = logging.WARNING if status >= 500 else logging.INFO
+    said = {name: value for name, value in told.items() if value is not None}
+    log.log(level, "%s %s", request.method, request.url.path, extra=said)

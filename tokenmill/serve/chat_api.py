@@ -1,0 +1,196 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import Response
+
+from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.serve.answers import Cutter, Delta, token_logprobs, usage_of
+from tokenmill.serve.call import Call
+from tokenmill.serve.chat_messages import Messages, normal_messages, template_input
+from tokenmill.serve.errors import HttpError
+from tokenmill.serve.sampling_of import sampling_params
+from tokenmill.serve.schemas import ChatRequest
+from tokenmill.serve.sse import DONE, EventStream, event
+from tokenmill.serve.stream import Stream
+from tokenmill.serve.tools import (
+    CallDelta,
+    Choice,
+    Parser,
+    ToolDelta,
+    checked_choice,
+    checked_tools,
+    choice_form,
+    format_of,
+    parse,
+    parser_for,
+)
+
+MOST_TOP_LOGPROBS = 20
+
+
+async def chat(call: Call, body: ChatRequest) -> Response:
+    toolbox = Toolbox(call, body.tools, body.tool_choice, body.parallel_tool_calls)
+    params = sampling_params(body, _max_tokens(body), toolbox.form, logprobs=_logprobs(body))
+    if body.modalities not in (None, ["text"]):
+        raise HttpError(400, f"modalities is {body.modalities}; this model writes text only", "invalid_value", "modalities")
+    ids = await toolbox.prompt(normal_messages(body.messages), body.chat_template_kwargs)
+    stream = await call.submit(ids, params, body)
+    if body.stream:
+        return EventStream(call, _events(call, body, stream, toolbox, params.n))
+    [output] = await call.whole([stream])
+    return call.answer(
+        _head(call, "chat.completion")
+        | {
+            "choices": [_choice(call, body, one, toolbox.parser()) for one in output.outputs],
+            "usage": usage_of([output]),
+        }
+    )
+
+
+class Toolbox:
+    """The tools of a request: how the model is told of them and how its calls are found."""
+
+    def __init__(self, call: Call, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> None:
+        self._call = call
+        self._given = tools
+        self._tools = checked_tools(tools)
+        self._choice: Choice = checked_choice(choice, self._tools)
+        self.form = choice_form(self._tools, self._choice, parallel is not False)
+
+    async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
+        """The token ids of a conversation."""
+        tokenizer = self._call.service.tokenizer
+        template = tokenizer.chat_template if tokenizer is not None else None
+        shown, options = template_input(messages, self._given, self._choice, template, variables)
+        return await self._call.service.chat_ids(shown, **options)
+
+    def parser(self) -> Parser | None:
+        tokenizer = self._call.service.tokenizer
+        return parser_for(self._tools, self._choice, format_of(tokenizer.chat_template if tokenizer else None))
+
+
+def chat_finish(reason: str | None, called: bool) -> str | None:
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    top = body.top_logprobs
+    if top is not None and not 0 <= top <= MOST_TOP_LOGPROBS:
+        raise HttpError(
+            400, f"top_logprobs is {top}; it must be from 0 to {MOST_TOP_LOGPROBS}", "invalid_value", "top_logprobs"
+        )
+    if top and not body.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs to be true", "invalid_value", "top_logprobs")
+    return (top or 0) if body.logprobs else None
+
+
+def _head(call: Call, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{call.id}",
+        "object": kind,
+        "created": call.created,
+        "model": call.model,
+        "system_fingerprint": None,
+        "service_tier": None,
+    }
+
+
+def _choice(call: Call, body: ChatRequest, one: CompletionOutput, parser: Parser | None) -> dict[str, Any]:
+    content, calls = (one.text, []) if parser is None else parse(parser, one.text)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
+        message["content"] = content or None
+        message["tool_calls"] = [
+            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+            for each in calls
+        ]
+    return {
+        "index": one.index,
+        "message": message,
+        "logprobs": _told_logprobs(call, body, one.token_ids, one.logprobs),
+        "finish_reason": chat_finish(one.finish_reason, bool(calls)),
+        "stop_reason": one.stop_reason,
+    }
+
+
+def _told_logprobs(call: Call, body: ChatRequest, tokens: list[int], tables: Any) -> dict[str, Any] | None:
+    if tables is None:
+        return None
+    return {"content": token_logprobs(tokens, tables, body.top_logprobs or 0, call.service.tokenizer), "refusal": None}
+
+
+async def _events(
+    call: Call, body: ChatRequest, stream: Stream, toolbox: Toolbox, n: int
+) -> AsyncGenerator[bytes, None]:
+    with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    head = _head(call, "chat.completion.chunk") | ({"usage": None} if with_usage else {})
+    cutter, voices = Cutter(n), [_Voice(toolbox.parser()) for _ in range(n)]
+    output: RequestOutput | None = None
+    async for output in stream:
+        call.saw(output)
+        choices = [
+            choice
+            for delta in cutter.take(output)
+            for choice in voices[delta.index].say(delta, _told_logprobs(call, body, delta.token_ids, delta.logprobs))
+        ]
+        if choices:
+            yield b"".join([event(head | {"choices": [choice]}) for choice in choices])
+    if with_usage and output is not None:
+        yield event(head | {"choices": [], "usage": usage_of([output])})
+    yield DONE
+
+
+class _Voice:
+    """One choice of a stream: remembers what was said of it already."""
+
+    def __init__(self, parser: Parser | None) -> None:
+        self._parser = parser
+        self._began = False
+        self._called = False
+
+    def say(self, delta: Delta, logprobs: Any) -> list[dict[str, Any]]:
+        """The choices of the chunks that tell this delta."""
+        parts = self._parts(delta)
+        said = []
+        if not self._began:
+            self._began = True
+            said.append(_chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}))
+        if parts.content or (logprobs is not None and not parts.calls):
+            said.append(_chunk(delta.index, {"content": parts.content}, logprobs))
+            logprobs = None
+        for part in parts.calls:
+            self._called = True
+            said.append(_chunk(delta.index, {"tool_calls": [_told_call(part)]}, logprobs))
+            logprobs = None
+        if delta.finish is not None:
+            last = _chunk(delta.index, {}, logprobs, chat_finish(delta.finish, self._called))
+            said.append(last | {"stop_reason": delta.stop})
+        return said
+
+    def _parts(self, delta: Delta) -> ToolDelta:
+        if self._parser is None:
+            return ToolDelta(delta.text)
+        found = self._parser.feed(delta.text)
+        if delta.finish is None:
+            return found
+        rest = self._parser.finish()
+        return ToolDelta(found.content + rest.content, [*found.calls, *rest.calls])
+
+
+def _chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _told_call(part: CallDelta) -> dict[str, Any]:
+    if part.id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}

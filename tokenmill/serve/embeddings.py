@@ -1,0 +1,70 @@
+"""Embeddings: the front's side of asking for vectors, which are asked for again when an engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.serve import wire
+
+MOST_DEATHS = 2  # engines that may die with a text before it is given up
+
+
+@dataclass
+class _Asked:
+    message: wire.Embed
+    answer: asyncio.Future[list[float]]
+    deaths: int = 0
+
+
+class Embeddings:
+    """What was asked for and not answered yet."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, _Asked] = {}
+        self._count = 0
+        self._send: Callable[[wire.ToEngine], None] | None = None
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._asked)
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum(len(asked.message.tokens) for asked in self._asked.values())
+
+    def ask(self, tokens: list[int], pooling: str) -> asyncio.Future[list[float]]:
+        self._count += 1
+        asked = _Asked(wire.Embed(self._count, tokens, pooling), asyncio.get_running_loop().create_future())
+        self._asked[self._count] = asked
+        if self._send is not None:
+            self._send(asked.message)
+        return asked.answer
+
+    def take_in(self, message: wire.Embedded) -> None:
+        asked = self._asked.pop(message.key, None)
+        if asked is None or asked.answer.done():
+            return
+        if message.error is None:
+            asked.answer.set_result(message.vector)
+        else:
+            kind, _, text = message.error.partition(": ")
+            asked.answer.set_exception(InvalidRequest(text) if kind == "InvalidRequest" else TokenmillError(text))
+
+    def attach(self, send: Callable[[wire.ToEngine], None]) -> None:
+        self._send = send
+        for asked in self._asked.values():
+            send(asked.message)
+
+    def lose(self, cause: str) -> None:
+        self._send = None
+        for key, asked in list(self._asked.items()):
+            asked.deaths += 1
+            if asked.deaths > MOST_DEATHS or asked.answer.done():
+                self.take_in(wire.Embedded(key, [], f"Loss: the engine died {asked.deaths} times with it: {cause}"))
+
+    def end_all(self, why: str) -> None:
+        for key in list(self._asked):
+            self.take_in(wire.Embedded(key, [], f"Ended: {why}"))

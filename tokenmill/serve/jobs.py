@@ -1,0 +1,157 @@
+"""JobStore: batch jobs on a journal. What was accepted is there after a restart, with the answers it had by then."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.serve.journal import Journal, JournalFull
+
+WASTE = 64 * 1024 * 1024  # bytes of a journal below which it is not rewritten
+
+
+class Created(msgspec.Struct, array_like=True, tag=1):
+    """A job: its items are opaque to us (JSON lines of a batch file), and so is what its owner notes about it."""
+
+    id: str
+    at: float  # seconds since the epoch
+    owner: str  # tenant
+    about: bytes
+    items: list[bytes]
+
+
+class Answered(msgspec.Struct, array_like=True, tag=2):
+    id: str
+    index: int
+    ok: bool
+    answer: bytes
+
+
+class Ended(msgspec.Struct, array_like=True, tag=3):
+    id: str
+    at: float
+    how: str  # completed, cancelled, failed, expired
+
+
+class Removed(msgspec.Struct, array_like=True, tag=4):
+    id: str
+
+
+Record = Created | Answered | Ended | Removed
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+@dataclass
+class Job:
+    """A batch of items and their answers so far."""
+
+    id: str
+    created: float
+    owner: str
+    about: bytes
+    items: list[bytes]
+    answers: dict[int, tuple[bool, bytes]] = field(default_factory=dict)  # index -> (ok, answer)
+    ended: float | None = None
+    how: str | None = None  # completed, cancelled, failed, expired; None while it runs
+
+    def open_items(self) -> Iterator[tuple[int, bytes]]:
+        """What is still to be done."""
+        return ((index, item) for index, item in enumerate(self.items) if index not in self.answers)
+
+    @property
+    def failed(self) -> int:
+        return sum(1 for ok, _ in self.answers.values() if not ok)
+
+
+class JobStore:
+    """Every change is in the journal before it is in memory: JournalFull means that nothing has changed.
+
+    Without a journal it works the same and forgets everything with the process.
+    """
+
+    def __init__(self, journal: Journal | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.jobs: dict[str, Job] = {}
+        self._journal = journal
+        self._clock = clock
+        if journal is not None:
+            for record in journal.recovered:
+                self._apply(_decoder.decode(record))
+            journal.recovered = []
+
+    def create(self, id: str, items: list[bytes], about: bytes = b"", owner: str = "") -> Job:
+        if id in self.jobs:
+            raise InvalidRequest(f"there is a job {id!r} already; choose another id")
+        self._record(Created(id, self._clock(), owner, about, items))
+        return self.jobs[id]
+
+    def answer(self, id: str, index: int, answer: bytes, ok: bool = True) -> None:
+        """An item is done. The last one does not end the job: `end` does."""
+        job = self._running(id)
+        if not 0 <= index < len(job.items) or index in job.answers:
+            raise InvalidRequest(f"job {id!r} has {len(job.items)} items; number {index} is not open")
+        self._record(Answered(id, index, ok, answer))
+
+    def end(self, id: str, how: str = "completed") -> None:
+        self._running(id)
+        self._record(Ended(id, self._clock(), how))
+        if self._journal is not None:
+            with contextlib.suppress(JournalFull):  # it is written; only the disk has not confirmed it
+                self._journal.flush()
+
+    def remove(self, id: str) -> None:
+        """Forget a job; its space in the journal is won back when enough of it is waste."""
+        if id not in self.jobs:
+            raise InvalidRequest(f"there is no job {id!r}")
+        self._record(Removed(id))
+        self._tidy()
+
+    def unfinished(self) -> list[Job]:
+        """Jobs to go on with, oldest first."""
+        return sorted((job for job in self.jobs.values() if job.how is None), key=lambda job: job.created)
+
+    def _running(self, id: str) -> Job:
+        job = self.jobs.get(id)
+        if job is None:
+            raise InvalidRequest(f"there is no job {id!r}")
+        if job.how is not None:
+            raise InvalidRequest(f"job {id!r} is {job.how} already")
+        return job
+
+    def _record(self, record: Record) -> None:
+        if self._journal is not None:
+            self._journal.append(_encode(record))
+        self._apply(record)
+
+    def _apply(self, record: Record) -> None:
+        match record:
+            case Created():
+                self.jobs[record.id] = Job(record.id, record.at, record.owner, record.about, record.items)
+            case Answered():
+                self.jobs[record.id].answers[record.index] = (record.ok, record.answer)
+            case Ended():
+                self.jobs[record.id].ended, self.jobs[record.id].how = record.at, record.how
+            case Removed():
+                self.jobs.pop(record.id, None)
+
+    def _tidy(self) -> None:
+        if self._journal is None or self._journal.size < WASTE:
+            return
+        records = [_encode(record) for job in self.jobs.values() for record in _history(job)]
+        if 2 * sum(map(len, records)) < self._journal.size:
+            self._journal.rewrite(records)
+
+
+def _history(job: Job) -> Iterator[Record]:
+    """The records that lead to this job."""
+    yield Created(job.id, job.created, job.owner, job.about, job.items)
+    for index, (ok, answer) in job.answers.items():
+        yield Answered(job.id, index, ok, answer)
+    if job.how is not None and job.ended is not None:
+        yield Ended(job.id, job.ended, job.how)

@@ -1,0 +1,136 @@
+"""GET /metrics: what the service counts, in Prometheus' words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tokenmill.serve.events import EngineEvent, Event, RequestEvent, StepEvent
+from tokenmill.serve.service import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_LAG = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/batches",
+    "/v1/files",
+    "/tokenize",
+    "/detokenize",
+)
+
+
+class Metrics:
+    """Histograms are filled as things happen; counters and gauges are read from the service when somebody asks."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Books(service))
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"tokenmill_{name}", what, registry=self.registry, buckets=buckets)
+
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
+        self._gap = histogram("inter_token_seconds", "Between two tokens of a request", _SHORT)
+        self._queue = histogram("queue_seconds", "Arrival to first step", _LONG)
+        self._step = histogram("step_seconds", "One turn of the engine's loop", _SHORT)
+        self._lag = histogram("delivery_seconds", "From the engine's sending of tokens to the front", _LAG)
+        self._batch = histogram("step_tokens", "Tokens computed in a step", _TOKENS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._output = histogram("request_output_tokens", "Output tokens of a request", _TOKENS)
+        self._http = Counter(
+            "tokenmill_http_requests", "Requests by route and status", ["route", "status"], registry=self.registry
+        )
+        self._tenant = Counter(
+            "tokenmill_tenant_tokens", "Tokens by tenant", ["tenant", "kind"], registry=self.registry
+        )
+        self._engine = Counter(
+            "tokenmill_engine_events", "What happened to the engine process", ["kind"], registry=self.registry
+        )
+        self.leave = service.subscribe(self._listen)
+
+    def http_ended(self, path: str, status: int) -> None:
+        self._http.labels(path if path in _ROUTES else "other", str(status)).inc()
+
+    def tenant_used(self, tenant: str, prompt: int, output: int) -> None:
+        self._tenant.labels(tenant, "prompt").inc(prompt)
+        self._tenant.labels(tenant, "output").inc(output)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _listen(self, event: Event) -> None:
+        match event:
+            case StepEvent():
+                self._step.observe(event.seconds)
+                self._lag.observe(max(0.0, event.lag))
+                if computed := event.decodes + event.prefill_tokens:
+                    self._batch.observe(computed)
+            case RequestEvent(kind="finished"):
+                self._prompt.observe(event.prompt_tokens)
+                self._output.observe(event.output_tokens)
+                if event.ttft is not None:
+                    self._ttft.observe(event.ttft)
+                if event.queue_seconds is not None:
+                    self._queue.observe(event.queue_seconds)
+                for gap in event.token_gaps:
+                    self._gap.observe(gap)
+            case EngineEvent():
+                self._engine.labels(event.kind).inc()
+            case _:
+                pass
+
+
+class _Books(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._service.stats()
+        engine = stats.engine
+        gauges = {
+            "requests_active": ("Requests accepted and not finished", stats.active),
+            "requests_running": ("Sequences in the engine's batch", engine.running),
+            "requests_queued": ("Sequences that the engine has not begun", stats.queued),
+            "queued_tokens": ("Prompt tokens that the engine has not begun", stats.queued_tokens),
+            "drain_seconds": ("Predicted time to finish what was accepted", stats.drain_seconds or 0.0),
+            "kv_blocks": ("Blocks of the KV pool", engine.blocks),
+            "kv_blocks_free": ("Blocks without content", engine.free_blocks),
+            "kv_blocks_cached": ("Free blocks whose content may be found again", engine.cached_blocks),
+            "engine_memory_bytes": ("Resident memory of the engine process", engine.memory),
+            "engine_device_memory_bytes": ("Memory held on the device", engine.device_memory),
+            "ready": ("1: a request would be worked on now", float(self._service.ready())),
+            "breaker_open": ("1: new requests are refused", float(stats.breaker == "open")),
+        }
+        counters = {
+            "requests_accepted": ("Requests let in", stats.accepted),
+            "requests_refused": ("Requests not let in", stats.refused),
+            "prompt_tokens": ("Prompt tokens of finished requests", stats.prompt_tokens),
+            "output_tokens": ("Output tokens of finished requests", stats.output_tokens),
+            "cached_tokens": ("Prompt tokens that the prefix cache supplied", stats.cached_tokens),
+            "prefix_cache_queried_tokens": ("Prompt tokens looked up in the prefix cache", stats.cache_queried),
+            "prefix_cache_hit_tokens": ("Prompt tokens found in the prefix cache", stats.cache_hit),
+            "preemptions": ("Requests that had to give up their blocks", stats.preemptions),
+            "evictions": ("Cached blocks given up", stats.evicted_blocks),
+            "failed_steps": ("Steps that did not complete", stats.failed_steps),
+            "engine_restarts": ("Engine processes started anew", stats.restarts),
+        }
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"tokenmill_{name}", what, value=value)
+        for name, (what, count) in counters.items():
+            yield CounterMetricFamily(f"tokenmill_{name}", what, value=count)
+        finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
+        for reason, count in stats.finished.items():
+            finished.add_metric([reason], count)
+        yield finished

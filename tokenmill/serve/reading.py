@@ -1,0 +1,101 @@
+"""Reads what a client sends: a body of bounded size in bounded time, as JSON, as one of the known requests."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from tokenmill.compat import did_you_mean
+from tokenmill.serve.errors import GONE, HttpError
+from tokenmill.serve.http_settings import HttpSettings
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_LARGE = 256 << 10  # bytes: decoded in a thread, so that the event loop goes on
+
+
+async def read_body(request: Request, settings: HttpSettings) -> bytes:
+    """The whole body. Raises HttpError 413 and 408."""
+    limit = settings.max_body_bytes
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise HttpError(GONE, "the client left before its request was complete")
+                part = message.get("body", b"")
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise HttpError(
+            408, f"the body did not arrive within {settings.body_seconds:g} s", "request_timeout", close=True
+        ) from None
+    return b"".join(parts)
+
+
+async def read_request(request: Request, kind: type[T], settings: HttpSettings) -> tuple[T, list[str]]:
+    """The body as a request of this kind, and the names of what it says in vain. Raises HttpError."""
+    body = await read_body(request, settings)
+    if len(body) > _LARGE:
+        return await asyncio.to_thread(parse, body, kind)
+    return parse(body, kind)
+
+
+def parse(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    if not body.strip():
+        raise HttpError(400, "the body is empty; send a JSON object", "invalid_json")
+    try:
+        content = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise HttpError(400, f"the body is not valid JSON: {reason}", "invalid_json") from None
+    return of_kind(content, kind)
+
+
+def of_kind(content: Any, kind: type[T]) -> tuple[T, list[str]]:
+    """Decoded JSON as a request of this kind."""
+    if not isinstance(content, dict):
+        raise HttpError(400, f"the body is a JSON {_json_name(content)}; send an object", "invalid_json")
+    known = kind.__struct_fields__
+    ignored = sorted(content.keys() & kind.IGNORED)  # type: ignore[attr-defined]
+    for name in content.keys() - known - kind.IGNORED:  # type: ignore[attr-defined]
+        raise HttpError(
+            400, f"there is no parameter {name[:60]!r} here; {did_you_mean(name[:60], known)}", "unknown_parameter", name
+        )
+    try:
+        return msgspec.convert(content, kind), ignored
+    except (msgspec.ValidationError, RecursionError) as error:
+        message, param = _located(str(error))
+        raise HttpError(400, message, "invalid_value", param) from None
+
+
+def _located(message: str) -> tuple[str, str | None]:
+    """msgspec's "Expected `int`, got `str` - at `$.n`" as a sentence that begins with the place."""
+    found = re.fullmatch(r"(.*) - at `(?:key in )?\$\.?(.*)`", message, re.DOTALL)
+    if found is None:
+        missing = re.search(r"missing required field `(\w+)`", message)
+        if missing:
+            return f"{missing[1]} is missing; it is required", missing[1]
+        return message, None
+    said, place = found[1], found[2]
+    return f"{place}: {said[0].lower()}{said[1:]}", place
+
+
+def _json_name(value: Any) -> str:
+    return {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}.get(type(value), "null")
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body has more than {limit} bytes; send less", "request_too_large", close=True)

@@ -1,0 +1,95 @@
+"""SamplingParams from what a client asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmill.params import MAX_LENGTH, SamplingParams
+from tokenmill.sampling.structured import StructuredOutput
+from tokenmill.serve.errors import HttpError
+from tokenmill.serve.schemas import JsonSchema, ResponseFormat, Sampling, TextFormat, structured_of
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+)
+
+
+def sampling_params(body: Sampling, max_tokens: int | None, form: StructuredOutput | None, **more: Any) -> SamplingParams:
+    """`form` is what tool_choice wants of the answer, if anything. Raises InvalidRequest and HttpError."""
+    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    return make_params(
+        max_tokens,
+        top_k=body.top_k,
+        structured=one_form(format_form(body.response_format), structured_of(body), form),
+        **given,
+        **more,
+    )
+
+
+def make_params(max_tokens: int | None, top_k: int | None, **given: Any) -> SamplingParams:
+    """Numbers without an upper bound are cut to one that means the same."""
+    return SamplingParams(
+        max_tokens=None if max_tokens is None else min(max_tokens, MAX_LENGTH),
+        top_k=0 if top_k is None else min(top_k, MAX_LENGTH),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def format_form(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
+    """OpenAI's `response_format`, or the Responses API's `text.format`."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.type == "json_schema":
+        inner: JsonSchema | TextFormat | None = wanted.json_schema if isinstance(wanted, ResponseFormat) else wanted
+        if inner is None or inner.schema is None:
+            raise HttpError(400, "a response format of type json_schema needs a schema", "invalid_value", "schema")
+        return {"json": inner.schema}
+    raise HttpError(
+        400,
+        f"the response format has type {wanted.type[:60]!r}; it may be text, json_object or json_schema",
+        "invalid_value",
+        "response_format",
+    )
+
+
+def one_form(*forms: StructuredOutput | None) -> StructuredOutput | None:
+    given = [form for form in forms if form]
+    if len(given) > 1:
+        names = ", ".join(sorted(name for form in given for name in form))
+        raise HttpError(
+            400,
+            f"the form of the answer is asked for in {len(given)} ways ({names}); use one of response_format, regex, "
+            "grammar, choice, structured_outputs and a required tool",
+            "invalid_value",
+        )
+    return given[0] if given else None
+
+
+def seconds_of(deadline_ms: float | None) -> float | None:
+    if deadline_ms is None:
+        return None
+    if not 0 < deadline_ms <= 86_400_000:
+        raise HttpError(
+            400,
+            f"deadline_ms is {deadline_ms}; it must be above 0 and at most a day (86400000)",
+            "invalid_value",
+            "deadline_ms",
+        )
+    return deadline_ms / 1000

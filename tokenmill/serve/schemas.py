@@ -1,0 +1,268 @@
+"""What clients may send to each endpoint, as data. What is not here is refused; what is `IGNORED` is listed as such."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tokenmill.sampling.structured import StructuredOutput
+
+# Ranges are checked where the settings are used: the message then says what to do. Here they are for the description.
+_Stop = str | list[str] | None
+_TokenIds = Annotated[
+    list[Any], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}})
+]  # checked, many at once, by the engine's front
+_Prompt = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+            ]
+        }
+    ),
+]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is padded here, whatever is asked
+
+
+class JsonSchema(Struct):
+    """OpenAI's wrapper around a schema."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None  # the schema is always kept to
+    description: str | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: str  # text, json_object, json_schema
+    json_schema: JsonSchema | None = None
+
+
+class Service(Struct, kw_only=True):
+    """What a client may say about how it is served, in every endpoint that generates."""
+
+    model: str | None = None
+    stream: bool | None = None
+    priority: str | int | None = None  # realtime, api, batch
+    deadline_ms: float | None = None  # from arrival; the answer is worth nothing after it
+    cache_salt: str | None = None  # requests share a cached prefix only with those of the same salt
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+
+class Sampling(Service, kw_only=True):
+    """How tokens are chosen, by the names that OpenAI's clients and those of other engines use."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: _Stop = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+
+    IGNORED = frozenset(
+        "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning_effort "
+        "verbosity".split()
+    )
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: _Prompt
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    IGNORED = frozenset(["user"])
+
+
+class TextFormat(Struct, forbid_unknown_fields=True):
+    """The Responses API has the schema beside the type."""
+
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextSettings(Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Service, kw_only=True):
+    """POST /v1/responses"""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: TextSettings | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+    IGNORED = frozenset(
+        "user store service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning stream_options "
+        "max_tool_calls".split()
+    )
+
+
+class MessagesRequest(Service, kw_only=True):
+    """POST /v1/messages"""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    seed: int | None = None
+
+    IGNORED = frozenset(["metadata", "service_tier", "cache_control"])
+
+
+class CountRequest(Struct, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(["tool_choice", "thinking", "cache_control"])
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """POST /v1/embeddings"""
+
+    input: _Prompt
+    model: str | None = None
+    encoding_format: str | None = None  # float or base64
+    dimensions: int | None = None
+    pooling: str | None = None  # mean or last
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(["user"])
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize"""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize"""
+
+    tokens: _TokenIds
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+
+class BatchRequest(Struct, kw_only=True):
+    """POST /v1/batches"""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str | None = None
+    metadata: dict[str, str] | None = None
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(["output_expires_after"])
+
+
+REQUESTS: tuple[type[Struct], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    BatchRequest,
+)
+
+
+def components() -> dict[str, Any]:
+    """The JSON schemas of all requests, by name."""
+    _, found = msgspec.json.schema_components(REQUESTS, ref_template="#/components/schemas/{name}")
+    return dict(found)
+
+
+def structured_of(body: Sampling) -> StructuredOutput | None:
+    """What a request says about the form of its answer, from all the places where it may. Raises nothing: several
+    at once are refused where the form is checked."""
+    form: dict[str, Any] = dict(body.structured_outputs or {})
+    for name in ("regex", "grammar", "choice"):
+        if (value := getattr(body, name)) is not None:
+            form[name] = value
+    return form or None  # type: ignore[return-value]

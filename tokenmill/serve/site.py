@@ -1,0 +1,43 @@
+"""Site: what every handler of a server works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.keys import KeyRing
+from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.service import Service
+from tokenmill.serve.tenants import Tenant
+
+
+@dataclass(frozen=True)
+class Site:
+    service: Service
+    settings: HttpSettings
+    keys: KeyRing
+    metrics: Metrics
+
+    def tenant_of(self, request: Request) -> Tenant:
+        """Who asks. Raises HttpError 401."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return self.keys.tenant_of(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key"))
+
+    def name_of(self, service: Service) -> str:
+        """What clients call the model of this service or of its degrade service."""
+        if service is self.service and self.settings.names:
+            return self.settings.names[0]
+        return service.facts.model if hasattr(service, "facts") else service.config.model
+
+    def names(self) -> list[str]:
+        """Every name that the model answers to."""
+        known = [*self.settings.names, self.name_of(self.service), self.service.config.model]
+        return list(dict.fromkeys(known))
+
+
+def site_of(request: Request) -> Site:
+    site = request.app.state.site
+    assert isinstance(site, Site)
+    return site

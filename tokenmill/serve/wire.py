@@ -1,0 +1,233 @@
+"""The messages between the front process and the engine process, and their encoding.
+
+A sequence travels under a `key`, a number that the front never uses twice: what arrives late cannot be taken for
+somebody else's. Times are seconds in the engine's monotonic clock, or spans. Everything is msgpack, arrays with tags.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.records import TokenLogprobs
+
+VERSION = 1  # both processes come from one installation; this catches the one that was replaced while it ran
+
+
+class Sequence(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence of a request."""
+
+    key: int
+    seed: int
+    output: list[int] = []  # what it has said already: not empty when it goes on after a restart
+
+
+class Scored(msgspec.Struct, array_like=True, frozen=True):
+    """TokenLogprobs on the wire."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """What one step added to one sequence."""
+
+    key: int
+    tokens: list[int]
+    logprobs: list[Scored] | None = None
+    finish: str | None = None  # a Finish; set in the last piece only
+    error: str | None = None
+    opening: Opening | None = None  # with its first piece after a submission
+
+
+class Opening(msgspec.Struct, array_like=True):
+    """What is known once a sequence has been let in."""
+
+    scheduled: float | None  # when it first ran
+    cached_tokens: int  # prompt tokens that the prefix cache supplied
+    prompt_logprobs: list[Scored] | None = None
+
+
+class Stats(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's books. Counters count since this engine process started."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # known tokens of waiting requests
+    blocks: int = 0
+    free_blocks: int = 0  # without content
+    cached_blocks: int = 0  # free, but with content that a later request may find
+    block_size: int = 0
+    steps: int = 0
+    tokens: int = 0  # computed, prompt and output
+    preemptions: int = 0
+    failed_steps: int = 0
+    cache_queried: int = 0  # prompt tokens
+    cache_hit: int = 0
+    evicted_blocks: int = 0
+    memory: int = 0  # resident bytes of the process
+    device_memory: int = 0  # bytes held on the device, 0 on a CPU
+
+
+class RowView(msgspec.Struct, array_like=True, frozen=True):
+    """A request in the engine, for those who watch."""
+
+    key: int
+    running: bool
+    prompt: int
+    output: int
+    computed: int
+    blocks: int
+    cached: int
+    priority: int
+
+
+class View(msgspec.Struct, array_like=True, frozen=True):
+    """The inside of the engine: costs a walk over all blocks, so it is made only when asked for."""
+
+    blocks: bytes  # one byte per block, see FREE..SHARED
+    rows: list[RowView]
+
+
+FREE, CACHED, USED, SHARED = 0, 1, 2, 3  # a block: empty; free with content; held by one; held by several
+
+
+# To the engine
+
+
+class Submit(msgspec.Struct, array_like=True, tag=1):
+    """One request. Several sequences share the prompt (n > 1); with output already there, they are on their own."""
+
+    sequences: list[Sequence]
+    prompt: list[int]
+    params: SamplingParams  # with what it says about structured output; its grammar is advanced over `output`
+    max_tokens: int
+    stop_ids: list[int]
+    priority: int
+    waited: float  # since it arrived: keeps its place in the queue after a restart
+    deadline_in: float | None
+    salt: str
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=2):
+    key: int
+    why: str  # a Finish
+
+
+class Ping(msgspec.Struct, array_like=True, tag=3):
+    """Asks for a Beat."""
+
+    view: bool = False
+
+
+class Forget(msgspec.Struct, array_like=True, tag=4):
+    """Empty the prefix cache."""
+
+
+class Stop(msgspec.Struct, array_like=True, tag=5):
+    """Leave now; whoever wants requests finished waits for them first."""
+
+
+class Embed(msgspec.Struct, array_like=True, tag=6):
+    """Ask for the vector of a prompt."""
+
+    key: int  # of a count of its own
+    tokens: list[int]
+    pooling: str  # mean or last
+
+
+# From the engine
+
+
+class Loading(msgspec.Struct, array_like=True, tag=21):
+    """The engine is being built; it also says that it is alive."""
+
+    done: int
+    total: int
+    what: str
+
+
+class Hello(msgspec.Struct, array_like=True, tag=22):
+    """The engine is ready, and these are the facts that a front needs."""
+
+    version: int
+    pid: int
+    vocab_size: int
+    max_len: int
+    eos_ids: list[int]
+    max_rows: int
+    max_step_tokens: int
+    block_size: int
+    num_blocks: int
+    model: str  # its name
+    device: str
+    report: list[str]  # what was chosen and why, one line each
+
+
+class Stepped(msgspec.Struct, array_like=True, tag=23):
+    """One turn of the loop. Sent after each, so its number growing is the sign of progress."""
+
+    number: int  # turns of the loop since the process started
+    at: float  # when it was sent
+    seconds: float  # how long the turn took
+    decodes: int  # rows that computed one token in the step launched now
+    prefill_rows: int
+    prefill_tokens: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int  # with or without content
+    pieces: list[Piece]
+
+
+class Beat(msgspec.Struct, array_like=True, tag=24):
+    """Sent a few times per second while there is work, when the work ends, and when asked for."""
+
+    number: int
+    at: float
+    busy: bool
+    stats: Stats
+    view: View | None = None
+
+
+class Embedded(msgspec.Struct, array_like=True, tag=25):
+    key: int
+    vector: list[float]  # of unit length
+    error: str | None = None
+
+
+class Fatal(msgspec.Struct, array_like=True, tag=26):
+    """The last message of an engine that cannot go on."""
+
+    kind: str  # the error's class name; ConfigError and ModelError are the user's to mend
+    text: str
+
+
+ToEngine = Submit | Cancel | Ping | Forget | Stop | Embed
+FromEngine = Loading | Hello | Stepped | Beat | Embedded | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)
+
+
+def scored(found: list[TokenLogprobs]) -> list[Scored]:
+    return [Scored(one.token, one.logprob, one.rank, one.top) for one in found]
+
+
+def unscored(found: list[Scored]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(one.token, one.logprob, one.rank, one.top) for one in found]
