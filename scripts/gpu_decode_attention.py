@@ -150,6 +150,7 @@ class Load:
         """Microseconds per layer; the plan of the step is not counted."""
         self.batch.cache.clear()
         self.run()
+        torch.cuda.synchronize()  # the timing runs on a stream of its own
         return float(triton.testing.do_bench_cudagraph(call or self.run, rep=15)) * 1e3 / len(self.caches)
 
 
@@ -221,6 +222,7 @@ def time_decode() -> None:
         attention_decode._plan(work.q, 8, 128, work.batch, CAUSAL)
 
     work.run()
+    torch.cuda.synchronize()  # the timing runs on a stream of its own
     say(f"the plan of a step of 256 rows: {float(triton.testing.do_bench_cudagraph(plan, rep=10)) * 1e3:.1f} us")
 
 

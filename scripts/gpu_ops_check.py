@@ -226,6 +226,7 @@ def report(name: str, call: Callable[[], Any], moved: float, flops: float = 0.0)
     """Time replays of a graph, so that what the host costs does not count."""
     try:
         call()
+        torch.cuda.synchronize()  # the timing runs on a stream of its own
         seconds = triton.testing.do_bench_cudagraph(call, rep=30) * 1e-3
     except Exception as error:
         print(f"{name:<66} failed: {type(error).__name__}: {str(error)[:120]}", flush=True)

@@ -252,6 +252,7 @@ def time_rope() -> None:
 
         fused = partial(rope.rope_kv_write, q, k, v, *rest, weight, weight, 1e-6)
         plain = partial(rope.rope_kv_write, q, k, v, *rest)
+        torch.cuda.synchronize()  # the timing runs on a stream of its own
         times = [1e3 * triton.testing.do_bench_cudagraph(call, rep=10) for call in (separate, fused, plain)]
         moved = tokens * 128 * 2 * (2 * 16 + 4 * 8)
         speed = moved / times[1] / 1e6

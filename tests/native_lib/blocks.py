@@ -36,8 +36,11 @@ def packed(raw: np.ndarray, type_id: int, order: np.ndarray | None = None) -> Pa
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Inputs as the kernels see them: 8 bits in groups of 32."""
+    """Inputs as the kernels see them: 8 bits in groups of 32, and 8 more in groups that are large in their row."""
     groups = x.view(x.shape[0], -1, 32)
     top = groups.abs().amax(-1, keepdim=True)
-    codes = torch.where(top > 0, groups * (127 / top), 0.0).round()
-    return (codes * (top / 127)).view_as(x).double()
+    scaled = torch.where(top > 0, groups * (127 / top), 0.0)
+    coarse = scaled.round()
+    fine = ((scaled - coarse) * 256).round().clamp(-127, 127) / 256
+    refined = top.square() > 2 * top.square().mean(1, keepdim=True)
+    return (torch.where(refined, coarse + fine, coarse).double() * (top.double() / 127)).view(x.shape)

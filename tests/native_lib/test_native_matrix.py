@@ -24,7 +24,7 @@ def test_quantized_products_equal_their_definition(name: str, rows: int, level: 
     raw = random_blocks(QUANTIZED[name], rows, 768, random)
     x = torch.randn(21, 768, generator=torch.Generator().manual_seed(0))
     found = packed(raw, QUANTIZED[name]).matmul(x)
-    assert relative_error(found, rounded(x) @ meaning(raw, QUANTIZED[name]).double().T) < 2e-6
+    assert relative_error(found, rounded(x) @ meaning(raw, QUANTIZED[name]).double().T) < 1e-5
 
 
 @pytest.mark.parametrize("columns", [32, 96, 160])
@@ -33,7 +33,7 @@ def test_an_odd_number_of_groups(name: str, columns: int, level: int) -> None:
     raw = random_blocks(QUANTIZED[name], 17, columns, np.random.default_rng(1))
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
     expected = rounded(x) @ meaning(raw, QUANTIZED[name]).double().T
-    assert relative_error(packed(raw, QUANTIZED[name]).matmul(x), expected) < 2e-6
+    assert relative_error(packed(raw, QUANTIZED[name]).matmul(x), expected) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 7), (33, 100), (5, 257)])

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, models, pull, run
+from tokenmill.cli import bench, chat, keys, models, pull, run, serve
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 
@@ -78,6 +78,8 @@ def tokenmill(
 
 app.command(name="run")(run.run)
 app.command(name="chat")(chat.chat)
+app.command(name="serve")(serve.serve)
+app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(pull.pull)
 app.command(name="models")(models.models)
 app.add_typer(bench.bench, name="bench")

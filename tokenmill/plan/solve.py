@@ -12,7 +12,7 @@ from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = (8192, 16384)
-SHORT_STEP_FLOPS = 1e14  # about a fifth of a second on a large GPU
+SHORT_STEP_FLOPS = 1.2e14  # about a fifth of a second on a large GPU
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 import uuid
@@ -60,10 +59,7 @@ class Call:
 
     def check_model(self, asked: str | None) -> None:
         if asked is not None and asked not in self.site.names():
-            names = ", ".join(self.site.names())
-            raise HttpError(
-                404, f"the model {asked[:100]!r} is not served here; there is {names}", "model_not_found", "model"
-            )
+            raise self.site.no_model(asked)
 
     async def submit(self, prompt: Prompt, params: SamplingParams, asked: Asked) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
@@ -174,7 +170,6 @@ class Call:
 def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
     """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
 
-    @functools.wraps(handler)
     async def handle(request: Request) -> Response:
         site, id = site_of(request), uuid.uuid4().hex
         call: Call | None = None
@@ -198,7 +193,24 @@ def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Ca
             call.close(response.status_code)
         return response
 
-    del handle.__wrapped__  # type: ignore[attr-defined]  # FastAPI would read the handler's signature
+    handle.__name__, handle.__doc__ = handler.__name__, kind.__doc__
+    return handle
+
+
+def reader(handler: Callable[[Site, Request, Tenant], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """An HTTP handler for what has no body and costs nothing; whoever has a key may ask."""
+
+    async def handle(request: Request) -> Response:
+        site, id = site_of(request), uuid.uuid4().hex
+        try:
+            response = await handler(site, request, site.tenant_of(request))
+        except Exception as problem:
+            error = told_error(problem, id)
+            response = error_response(error, openai_shape, {"x-request-id": id})
+        note_request(site, request, response.status_code, {"id": id, "status": response.status_code})
+        return response
+
+    handle.__name__, handle.__doc__ = handler.__name__, handler.__doc__
     return handle
 
 

@@ -10,24 +10,14 @@ from starlette.responses import Response
 from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.serve.answers import Cutter, Delta, token_logprobs, usage_of
 from tokenmill.serve.call import Call
-from tokenmill.serve.chat_messages import Messages, normal_messages, template_input
+from tokenmill.serve.chat_messages import normal_messages
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params
 from tokenmill.serve.schemas import ChatRequest
 from tokenmill.serve.sse import DONE, EventStream, event
 from tokenmill.serve.stream import Stream
-from tokenmill.serve.tools import (
-    CallDelta,
-    Choice,
-    Parser,
-    ToolDelta,
-    checked_choice,
-    checked_tools,
-    choice_form,
-    format_of,
-    parse,
-    parser_for,
-)
+from tokenmill.serve.toolbox import Toolbox
+from tokenmill.serve.tools import CallDelta, Parser, ToolDelta, parse
 
 MOST_TOP_LOGPROBS = 20
 
@@ -36,7 +26,7 @@ async def chat(call: Call, body: ChatRequest) -> Response:
     toolbox = Toolbox(call, body.tools, body.tool_choice, body.parallel_tool_calls)
     params = sampling_params(body, _max_tokens(body), toolbox.form, logprobs=_logprobs(body))
     if body.modalities not in (None, ["text"]):
-        raise HttpError(400, f"modalities is {body.modalities}; this model writes text only", "invalid_value", "modalities")
+        raise HttpError(400, "modalities may be ['text'] only: this model writes text", "invalid_value", "modalities")
     ids = await toolbox.prompt(normal_messages(body.messages), body.chat_template_kwargs)
     stream = await call.submit(ids, params, body)
     if body.stream:
@@ -49,28 +39,6 @@ async def chat(call: Call, body: ChatRequest) -> Response:
             "usage": usage_of([output]),
         }
     )
-
-
-class Toolbox:
-    """The tools of a request: how the model is told of them and how its calls are found."""
-
-    def __init__(self, call: Call, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> None:
-        self._call = call
-        self._given = tools
-        self._tools = checked_tools(tools)
-        self._choice: Choice = checked_choice(choice, self._tools)
-        self.form = choice_form(self._tools, self._choice, parallel is not False)
-
-    async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
-        """The token ids of a conversation."""
-        tokenizer = self._call.service.tokenizer
-        template = tokenizer.chat_template if tokenizer is not None else None
-        shown, options = template_input(messages, self._given, self._choice, template, variables)
-        return await self._call.service.chat_ids(shown, **options)
-
-    def parser(self) -> Parser | None:
-        tokenizer = self._call.service.tokenizer
-        return parser_for(self._tools, self._choice, format_of(tokenizer.chat_template if tokenizer else None))
 
 
 def chat_finish(reason: str | None, called: bool) -> str | None:

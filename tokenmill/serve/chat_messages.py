@@ -85,9 +85,7 @@ def template_input(
     """Messages and options for `Service.chat_ids`. A template that knows no tools is told of them in words."""
     for name in _RESERVED:
         if variables and name in variables:
-            raise HttpError(
-                400, f"chat_template_kwargs may not set {name!r}", "invalid_value", "chat_template_kwargs"
-            )
+            raise HttpError(400, f"chat_template_kwargs may not set {name!r}", "invalid_value", "chat_template_kwargs")
     options = dict(variables or {})
     shown = [] if choice == "none" else [_as_function(tool) for tool in tools or []]
     if "tools" in (template or ""):
@@ -99,7 +97,8 @@ def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
     """The shape that templates know; the Responses API has it all in one object."""
     if isinstance(tool.get("function"), dict):
         return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key not in ("type", "strict")}}
+    function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
+    return {"type": "function", "function": function}
 
 
 def _in_words(messages: Messages, tools: list[dict[str, Any]]) -> Messages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -90,13 +90,14 @@ def _choice(
     call: Call, body: CompletionRequest, output: RequestOutput, one: CompletionOutput, index: int
 ) -> dict[str, Any]:
     tokenizer = call.service.tokenizer
-    tokens, tables, text = one.token_ids, one.logprobs, one.text
+    tokens, text = one.token_ids, one.text
+    tables: Sequence[LogprobTable | None] | None = one.logprobs
     if body.echo:
         before = output.prompt_token_ids
         told = output.prompt if output.prompt is not None or tokenizer is None else tokenizer.decode(before, False)
         text = (told or "") + text
         tokens = [*before, *tokens]
-        tables = None if tables is None else [*(output.prompt_logprobs or []), *tables]  # type: ignore[list-item]
+        tables = None if tables is None else [*(output.prompt_logprobs or []), *tables]
     return {
         "index": index,
         "text": text,
@@ -113,7 +114,7 @@ class _Offsets:
         self._tokenizer = tokenizer
         self._at = 0
 
-    def tell(self, tokens: list[int], tables: list[LogprobTable | None] | list[LogprobTable], top: int) -> dict[str, Any]:
+    def tell(self, tokens: list[int], tables: Sequence[LogprobTable | None], top: int) -> dict[str, Any]:
         texts, offsets = [], []
         for token in tokens:
             text = self._tokenizer.decode([token], False) if self._tokenizer is not None else str(token)
@@ -134,9 +135,7 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
     return {table[token].decoded_token or str(token): finite(table[token].logprob) for token in best_of(table, top)}
 
 
-async def _events(
-    call: Call, body: CompletionRequest, streams: list[Stream], n: int
-) -> AsyncGenerator[bytes, None]:
+async def _events(call: Call, body: CompletionRequest, streams: list[Stream], n: int) -> AsyncGenerator[bytes, None]:
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     head = _head(call) | ({"usage": None} if with_usage else {})
     cutters = [Cutter(n) for _ in streams]

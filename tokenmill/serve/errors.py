@@ -91,8 +91,10 @@ def _code_and_param(message: str) -> tuple[str, str | None]:
     if message.startswith("the prompt has "):
         return "context_length_exceeded", None
     name, _, rest = message.partition(" ")  # messages about a setting begin with its name
-    return "invalid_value", name if rest.startswith(("is ", "has ", "contains ", "names ")) and _is_name(name) else None
+    return "invalid_value", name if rest.startswith(("is ", "has ", "contains ", "names ", "must ")) and _is_name(
+        name
+    ) else None
 
 
 def _is_name(word: str) -> bool:
-    return word.isascii() and word.replace("_", "").isalnum() and word not in ("this", "it", "message")
+    return word.isascii() and word.replace("_", "").isalnum() and word not in ("this", "it", "message", "structured")

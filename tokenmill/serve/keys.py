@@ -83,7 +83,7 @@ class KeyRing:
             # Who has not changed keeps what it has used of its limits.
             tenant = known if known and known.limits == limits else Tenant(name, limits, clock=self._clock)
             tenants[name] = tenant
-            by_hash.update({hashed: tenant for hashed in entry["keys"]})
+            by_hash.update(dict.fromkeys(entry["keys"], tenant))
         self._tenants, self._by_hash, self._version = tenants, by_hash, version
 
 

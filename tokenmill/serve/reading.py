@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from tokenmill.serve.http_settings import HttpSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_LINGER = 2.0  # seconds
 _LARGE = 256 << 10  # bytes: decoded in a thread, so that the event loop goes on
 
 
@@ -23,6 +25,7 @@ async def read_body(request: Request, settings: HttpSettings) -> bytes:
     limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        await _discard(request)
         raise _too_large(limit)
     parts: list[bytes] = []
     size, more = 0, True
@@ -36,6 +39,7 @@ async def read_body(request: Request, settings: HttpSettings) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > limit:
+                    await _discard(request)
                     raise _too_large(limit)
                 more = message.get("more_body", False)
     except TimeoutError:
@@ -43,6 +47,14 @@ async def read_body(request: Request, settings: HttpSettings) -> bytes:
             408, f"the body did not arrive within {settings.body_seconds:g} s", "request_timeout", close=True
         ) from None
     return b"".join(parts)
+
+
+async def _discard(request: Request) -> None:
+    """Read on for a while: a connection that is closed with unread data loses the answer that was sent over it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER):
+            while (message := await request.receive())["type"] == "http.request" and message.get("more_body"):
+                pass
 
 
 async def read_request(request: Request, kind: type[T], settings: HttpSettings) -> tuple[T, list[str]]:
@@ -71,9 +83,9 @@ def of_kind(content: Any, kind: type[T]) -> tuple[T, list[str]]:
     known = kind.__struct_fields__
     ignored = sorted(content.keys() & kind.IGNORED)  # type: ignore[attr-defined]
     for name in content.keys() - known - kind.IGNORED:  # type: ignore[attr-defined]
-        raise HttpError(
-            400, f"there is no parameter {name[:60]!r} here; {did_you_mean(name[:60], known)}", "unknown_parameter", name
-        )
+        short = name[:60]
+        message = f"there is no parameter {short!r} here; {did_you_mean(short, known)}"
+        raise HttpError(400, message, "unknown_parameter", short)
     try:
         return msgspec.convert(content, kind), ignored
     except (msgspec.ValidationError, RecursionError) as error:

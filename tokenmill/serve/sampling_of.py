@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from tokenmill.params import MAX_LENGTH, SamplingParams
 from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.schemas import JsonSchema, ResponseFormat, Sampling, TextFormat, structured_of
+from tokenmill.serve.schemas import JsonSchema, ResponseFormat, Sampling, TextFormat
 
 _SAME_NAME = (
     "temperature",
@@ -29,13 +29,22 @@ _SAME_NAME = (
 )
 
 
-def sampling_params(body: Sampling, max_tokens: int | None, form: StructuredOutput | None, **more: Any) -> SamplingParams:
+def sampling_params(
+    body: Sampling, max_tokens: int | None, form: StructuredOutput | None, **more: Any
+) -> SamplingParams:
     """`form` is what tool_choice wants of the answer, if anything. Raises InvalidRequest and HttpError."""
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     return make_params(
         max_tokens,
         top_k=body.top_k,
-        structured=one_form(format_form(body.response_format), structured_of(body), form),
+        structured=one_form(
+            format_form(body.response_format),
+            cast(StructuredOutput | None, body.structured_outputs),
+            None if body.regex is None else {"regex": body.regex},
+            None if body.grammar is None else {"grammar": body.grammar},
+            None if body.choice is None else {"choice": body.choice},
+            form,
+        ),
         **given,
         **more,
     )

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-from tokenmill.sampling.structured import StructuredOutput
-
-# Ranges are checked where the settings are used: the message then says what to do. Here they are for the description.
+# Ranges are checked where the settings are used: the message then says what to do.
+_COMMON = frozenset(["safety_identifier", "prompt_cache_key", "prompt_cache_retention"])
+_ANTHROPIC = frozenset(["metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"])
 _Stop = str | list[str] | None
 _TokenIds = Annotated[
     list[Any], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}})
@@ -63,7 +63,7 @@ class Service(Struct, kw_only=True):
 class Sampling(Service, kw_only=True):
     """How tokens are chosen, by the names that OpenAI's clients and those of other engines use."""
 
-    temperature: Annotated[float, Meta(ge=0)] | None = None
+    temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -102,10 +102,7 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
-    IGNORED = frozenset(
-        "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning_effort "
-        "verbosity".split()
-    )
+    IGNORED = _COMMON | {"user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity"}
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -158,10 +155,12 @@ class ResponsesRequest(Service, kw_only=True):
     include: list[str] | None = None
     truncation: str | None = None
 
-    IGNORED = frozenset(
-        "user store service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning stream_options "
-        "max_tool_calls".split()
-    )
+    IGNORED = _COMMON | {"user", "store", "service_tier", "reasoning", "stream_options", "max_tool_calls"}
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    effort: str | None = None  # there is one kind of effort
 
 
 class MessagesRequest(Service, kw_only=True):
@@ -177,9 +176,10 @@ class MessagesRequest(Service, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     seed: int | None = None
 
-    IGNORED = frozenset(["metadata", "service_tier", "cache_control"])
+    IGNORED = _ANTHROPIC
 
 
 class CountRequest(Struct, kw_only=True):
@@ -190,7 +190,9 @@ class CountRequest(Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(["tool_choice", "thinking", "cache_control"])
+    IGNORED: ClassVar[frozenset[str]] = _ANTHROPIC | {
+        "tool_choice", "thinking", "output_config", "output_format",
+    }  # fmt: skip
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -256,13 +258,3 @@ def components() -> dict[str, Any]:
     """The JSON schemas of all requests, by name."""
     _, found = msgspec.json.schema_components(REQUESTS, ref_template="#/components/schemas/{name}")
     return dict(found)
-
-
-def structured_of(body: Sampling) -> StructuredOutput | None:
-    """What a request says about the form of its answer, from all the places where it may. Raises nothing: several
-    at once are refused where the form is checked."""
-    form: dict[str, Any] = dict(body.structured_outputs or {})
-    for name in ("regex", "grammar", "choice"):
-        if (value := getattr(body, name)) is not None:
-            form[name] = value
-    return form or None  # type: ignore[return-value]

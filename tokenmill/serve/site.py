@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.metrics import Metrics
@@ -19,6 +21,7 @@ class Site:
     settings: HttpSettings
     keys: KeyRing
     metrics: Metrics
+    started: float = field(default_factory=time.time)
 
     def tenant_of(self, request: Request) -> Tenant:
         """Who asks. Raises HttpError 401."""
@@ -35,6 +38,12 @@ class Site:
         """Every name that the model answers to."""
         known = [*self.settings.names, self.name_of(self.service), self.service.config.model]
         return list(dict.fromkeys(known))
+
+    def no_model(self, name: str) -> HttpError:
+        known = ", ".join(self.names())
+        return HttpError(
+            404, f"the model {name[:100]!r} is not served here; there is {known}", "model_not_found", "model"
+        )
 
 
 def site_of(request: Request) -> Site:

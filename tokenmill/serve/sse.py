@@ -25,7 +25,9 @@ def event(content: Any, name: str | None = None) -> bytes:
 class EventStream(Lasting):
     """Sends the events of a generator. `last` follows an error; with `named`, an error is an event called error."""
 
-    def __init__(self, call: Call, events: AsyncGenerator[bytes, None], last: bytes = DONE, named: bool = False) -> None:
+    def __init__(
+        self, call: Call, events: AsyncGenerator[bytes, None], last: bytes = DONE, named: bool = False
+    ) -> None:
         super().__init__(
             status_code=200,
             headers=call.headers() | {"cache-control": "no-cache", "x-accel-buffering": "no"},

@@ -50,9 +50,13 @@ static inline void unpack(const uint8_t* at, int half, int j, __m256i& low, __m2
     }
 }
 
-// Sums of four products each for ROWS rows of the tile: of the whole group, and for groups of 16, of both parts.
-template <class C, int ROWS>
-static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, __m256i sums[ROWS], __m256i others[ROWS]) {
+// The compiler would add in another order, keep all products until the end, and run out of registers.
+static inline void now(__m256i& sum) { __asm__("" : "+x"(sum)); }
+
+// Sums of four products each for ROWS rows of inputs, STRIDE bytes apart: of the whole group, or for scales of 16
+// columns, of its first half and in `others` of its second.
+template <class C, int ROWS, int STRIDE>
+static inline void dots(const uint8_t* at, int half, const int8_t* q, __m256i sums[ROWS], __m256i others[ROWS]) {
     const __m256i ones = _mm256_set1_epi16(1);
     if constexpr (C::BITS == 8) {
         // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
@@ -62,8 +66,9 @@ static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, _
         for (int j = 0; j < 8; ++j) {
             const __m256i weight = _mm256_xor_si256(load(at + 64 * j + 32 * half), flip), size = _mm256_abs_epi8(weight);
             for (int row = 0; row < ROWS; ++row) {
-                const __m256i x = _mm256_sign_epi8(broadcast(blocks[row].q + 4 * j), weight);
+                const __m256i x = _mm256_sign_epi8(broadcast(q + STRIDE * row + 4 * j), weight);
                 sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_maddubs_epi16(size, x), ones));
+                now(sums[row]);
             }
         }
     } else {
@@ -75,19 +80,21 @@ static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, _
             __m256i low, high;
             unpack<C::BITS>(at, half, j, low, high);
             for (int row = 0; row < ROWS; ++row) {
-                const __m256i a = _mm256_maddubs_epi16(low, broadcast(blocks[row].q + 4 * j));
-                const __m256i b = _mm256_maddubs_epi16(high, broadcast(blocks[row].q + 16 + 4 * j));
+                const __m256i a = _mm256_maddubs_epi16(low, broadcast(q + STRIDE * row + 4 * j));
+                const __m256i b = _mm256_maddubs_epi16(high, broadcast(q + STRIDE * row + 16 + 4 * j));
                 if constexpr (C::SCALES == K_SIXTEENTHS) {
                     pairs[row] = j % TOGETHER ? _mm256_add_epi16(pairs[row], a) : a;
                     tails[row] = j % TOGETHER ? _mm256_add_epi16(tails[row], b) : b;
+                    now(pairs[row]);
+                    now(tails[row]);
                     if (j % TOGETHER == TOGETHER - 1) {
                         sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
                         others[row] = _mm256_add_epi32(others[row], _mm256_madd_epi16(tails[row], ones));
                     }
                 } else {
-                    const __m256i both = _mm256_add_epi16(a, b);
                     constexpr int STEPS = TOGETHER / 2;
-                    pairs[row] = j % STEPS ? _mm256_add_epi16(pairs[row], both) : both;
+                    pairs[row] = _mm256_add_epi16(j % STEPS ? _mm256_add_epi16(pairs[row], a) : a, b);
+                    now(pairs[row]);
                     if (j % STEPS == STEPS - 1)
                         sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
                 }
@@ -136,25 +143,36 @@ struct ChunkScales {
 // Adds one group to the totals of ROWS rows.
 template <class C, int ROWS>
 static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m256 other, const InputBlock* blocks,
-                             __m256 totals[ROWS]) {
+                             const int8_t* fine, __m256 totals[ROWS]) {
     __m256i sums[ROWS], others[ROWS];
-    dots<C, ROWS>(packed, half, blocks, sums, others);
+    // Both halves broadcast the same inputs. Kept from the first to the second they would not fit in the registers:
+    // the compiler must not know that they are the same.
+    __asm__("" : "+r"(blocks));
+    dots<C, ROWS, sizeof(InputBlock)>(packed, half, blocks->q, sums, others);
     for (int row = 0; row < ROWS; ++row) {
         const InputBlock& x = blocks[row];
+        if (__builtin_expect(x.d < 0, 0)) {
+            __m256i more[1], others_more[1];
+            dots<C, 1, GROUP>(packed, half, fine + GROUP * row, more, others_more);
+            sums[row] = _mm256_add_epi32(_mm256_slli_epi32(sums[row], 8), more[0]);
+            if constexpr (C::SCALES == K_SIXTEENTHS)
+                others[row] = _mm256_add_epi32(_mm256_slli_epi32(others[row], 8), others_more[0]);
+        }
+        const __m256 d = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_set1_ps(x.d));
         if constexpr (C::SCALES == K_SIXTEENTHS) {
-            const __m256i low = _mm256_set1_epi32(x.minus_half * (1 << C::ZERO_SHIFT));
-            const __m256i high = _mm256_set1_epi32((x.minus_sum - x.minus_half) * (1 << C::ZERO_SHIFT));
+            const __m256i low = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_half), C::ZERO_SHIFT);
+            const __m256i high = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum - x.minus_half), C::ZERO_SHIFT);
             const __m256 first = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[row], low));
             const __m256 second = _mm256_cvtepi32_ps(_mm256_add_epi32(others[row], high));
             const __m256 both = _mm256_fmadd_ps(first, scale, _mm256_mul_ps(second, other));
-            totals[row] = _mm256_fmadd_ps(both, _mm256_set1_ps(x.d), totals[row]);
+            totals[row] = _mm256_fmadd_ps(both, d, totals[row]);
         } else {
             if constexpr (C::HAS_ZERO && C::BITS < 8) {
                 const __m256i zero = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum), C::ZERO_SHIFT);
                 sums[row] = _mm256_add_epi32(sums[row], zero);
             }
             const __m256 sum = _mm256_cvtepi32_ps(sums[row]);
-            totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(sum, scale), _mm256_set1_ps(x.d), totals[row]);
+            totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(sum, scale), d, totals[row]);
             if constexpr (!C::HAS_ZERO) totals[row] = _mm256_fmadd_ps(other, _mm256_set1_ps(x.sum), totals[row]);
         }
     }
@@ -162,8 +180,8 @@ static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m2
 
 // Both halves of each chunk in turn, so that memory is read from end to end; totals[half][row].
 template <class C, int ROWS>
-static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride,
-                            __m256 totals[2][ROWS]) {
+static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine,
+                            int64_t stride, __m256 totals[2][ROWS]) {
     for (int row = 0; row < ROWS; ++row) totals[0][row] = totals[1][row] = _mm256_setzero_ps();
     for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
         if constexpr (ROWS <= 2) prefetch<C>(panel);
@@ -172,10 +190,11 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const InputBl
             const ChunkScales<C> scales(panel, 8 * half);
             for (int g = 0; g < groups; ++g)
                 add_group<C, ROWS>(panel + C::SCALE_BYTES + g * C::GROUP_BYTES, half, scales.scale(g), scales.other(g),
-                                   blocks + g * stride, totals[half]);
+                                   blocks + g * stride, fine + GROUP * g * stride, totals[half]);
         }
         panel += C::CHUNK_BYTES;
         blocks += groups * stride;
+        fine += GROUP * groups * stride;
     }
 }
 
@@ -207,10 +226,10 @@ static inline void put(__m256 total, float* out, int width, const float* bias) {
 }
 
 template <class C, int ROWS>
-static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride, float* out,
-                    int64_t out_stride, int width, const float* bias) {
+static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine, int64_t stride,
+                    float* out, int64_t out_stride, int width, const float* bias) {
     __m256 totals[2][ROWS];
-    multiply<C, ROWS>(panel, columns, blocks, stride, totals);
+    multiply<C, ROWS>(panel, columns, blocks, fine, stride, totals);
     for (int half = 0; 8 * half < width; ++half)
         for (int row = 0; row < ROWS; ++row)
             put(totals[half][row], out + row * out_stride + 8 * half, width - 8 * half, bias ? bias + 8 * half : nullptr);
@@ -238,40 +257,47 @@ static void product_dense(const uint8_t* panel, int64_t columns, const float* x,
     }
 }
 
-static inline float largest(__m256 x) {
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
-}
-
 static inline int total(__m256i x) {
     __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
-static inline void quantize_block(const float* x, InputBlock& out) {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    __m256 values[4], top4 = _mm256_setzero_ps();
+// The largest magnitude of 32 values; not finite if one of them is not.
+static inline float largest(const float* x) {
+    __m256 top = _mm256_setzero_ps();
     int unordered = 0;
     for (int i = 0; i < 4; ++i) {
-        values[i] = _mm256_loadu_ps(x + 8 * i);
-        top4 = _mm256_max_ps(top4, _mm256_andnot_ps(sign, values[i]));
-        unordered |= _mm256_movemask_ps(_mm256_cmp_ps(values[i], values[i], _CMP_UNORD_Q));
+        const __m256 values = _mm256_loadu_ps(x + 8 * i);
+        top = _mm256_max_ps(top, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values));
+        unordered |= _mm256_movemask_ps(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
     }
-    const float top = largest(top4);
-    if (unordered || !(top <= LARGEST)) return spoil(out);
-    const __m256 inverse = _mm256_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
-    __m256i codes[4];
-    for (int i = 0; i < 4; ++i) codes[i] = _mm256_cvtps_epi32(_mm256_mul_ps(values[i], inverse));
-    const int half = total(_mm256_add_epi32(codes[0], codes[1])), rest = total(_mm256_add_epi32(codes[2], codes[3]));
-    const __m256i words = _mm256_packs_epi16(_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3]));
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out.q), _mm256_permutevar8x32_epi32(words, order));
-    out.d = top > 1e-30f ? top / 127.0f : 0.0f;
-    out.sum = out.d * static_cast<float>(half + rest);
-    out.minus_sum = -(half + rest);
-    out.minus_half = -half;
+    if (unordered) return __builtin_nanf("");
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+static inline void store_bytes(__m256i low, __m256i high, int8_t* to) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+
+// Rounds 16 values; returns the sum of their codes. `fine` gets the further bits, if there is one.
+static inline int round_half(const float* x, float inverse, int8_t* q, int8_t* fine) {
+    __m256i coarse[2], kept[2], sum = _mm256_setzero_si256();
+    for (int i = 0; i < 2; ++i) {
+        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse));
+        coarse[i] = _mm256_cvtps_epi32(scaled);
+        const __m256 rest = _mm256_mul_ps(_mm256_sub_ps(scaled, _mm256_cvtepi32_ps(coarse[i])), _mm256_set1_ps(256.0f));
+        const __m256i bits = _mm256_min_epi32(_mm256_cvtps_epi32(rest), _mm256_set1_epi32(127));
+        kept[i] = _mm256_max_epi32(bits, _mm256_set1_epi32(-127));
+        sum = _mm256_add_epi32(sum, fine ? _mm256_add_epi32(_mm256_slli_epi32(coarse[i], 8), kept[i]) : coarse[i]);
+    }
+    store_bytes(coarse[0], coarse[1], q);
+    if (fine) store_bytes(kept[0], kept[1], fine);
+    return total(sum);
 }
 
 }  // namespace TM_NS

@@ -119,36 +119,46 @@ struct ChunkScales {
     }
 };
 
+// The integer sums of a row, over COUNT code vectors from `first` on; `minus` is minus the sum of these inputs.
+template <class C, int COUNT>
+static inline __m512i whole_dot(const __m512i* codes, const InputBlock& x, const int8_t* fine, int first, int32_t minus) {
+    __m512i start = _mm512_setzero_si512(), zero = start;
+    if constexpr (SUBTRACT_ZERO<C>) zero = _mm512_slli_epi32(_mm512_set1_epi32(minus), C::ZERO_SHIFT);
+    if (__builtin_expect(x.d < 0, 0)) {
+        const __m512i coarse = dot<C::BITS, COUNT>(start, codes + first, x.q + 4 * first);
+        start = _mm512_add_epi32(_mm512_slli_epi32(coarse, 8), zero);
+        return dot<C::BITS, COUNT>(start, codes + first, fine + 4 * first);
+    }
+    return dot<C::BITS, COUNT>(zero, codes + first, x.q + 4 * first);
+}
+
 // Adds one group to the sums of ROWS rows.
 template <class C, int ROWS>
 static inline void add_group(const uint8_t* packed, __m512 scale, __m512 other, const InputBlock* blocks,
-                             __m512 sums[ROWS]) {
+                             const int8_t* fine, __m512 sums[ROWS]) {
     __m512i codes[8];
     unpack<C::BITS>(packed, codes);
     for (int row = 0; row < ROWS; ++row) {
         const InputBlock& x = blocks[row];
+        const __m512 d = _mm512_abs_ps(_mm512_set1_ps(x.d));
         if constexpr (C::SCALES == K_SIXTEENTHS) {
-            const __m512i low = _mm512_slli_epi32(_mm512_set1_epi32(x.minus_half), C::ZERO_SHIFT);
-            const __m512i high = _mm512_slli_epi32(_mm512_set1_epi32(x.minus_sum - x.minus_half), C::ZERO_SHIFT);
-            const __m512 first = _mm512_cvtepi32_ps(dot<C::BITS, 4>(low, codes, x.q));
-            const __m512 second = _mm512_cvtepi32_ps(dot<C::BITS, 4>(high, codes + 4, x.q + 16));
-            const __m512 both = _mm512_fmadd_ps(first, scale, _mm512_mul_ps(second, other));
-            sums[row] = _mm512_fmadd_ps(both, _mm512_set1_ps(x.d), sums[row]);
+            const __m512i low = whole_dot<C, 4>(codes, x, fine + GROUP * row, 0, x.minus_half);
+            const __m512i high = whole_dot<C, 4>(codes, x, fine + GROUP * row, 4, x.minus_sum - x.minus_half);
+            const __m512 first = _mm512_cvtepi32_ps(low), second = _mm512_cvtepi32_ps(high);
+            sums[row] = _mm512_fmadd_ps(_mm512_fmadd_ps(first, scale, _mm512_mul_ps(second, other)), d, sums[row]);
         } else {
-            __m512i start = _mm512_setzero_si512();
-            if constexpr (SUBTRACT_ZERO<C>) start = _mm512_slli_epi32(_mm512_set1_epi32(x.minus_sum), C::ZERO_SHIFT);
-            const __m512 sum = _mm512_cvtepi32_ps(dot<C::BITS, 8>(start, codes, x.q));
-            sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(x.d), sums[row]);
+            const __m512 sum = _mm512_cvtepi32_ps(whole_dot<C, 8>(codes, x, fine + GROUP * row, 0, x.minus_sum));
+            sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), d, sums[row]);
             if constexpr (!C::HAS_ZERO) sums[row] = _mm512_fmadd_ps(other, _mm512_set1_ps(x.sum), sums[row]);
         }
     }
 }
 
 // sums[row] = a panel times ROWS rows of a tile: `blocks` is the first row's block of group 0, the next group's is
-// `stride` further.
+// `stride` further, and so are the fine bits.
 template <class C, int ROWS>
-static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride,
-                            __m512 sums[ROWS]) {
+static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine,
+                            int64_t stride, __m512 sums[ROWS]) {
     for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
     for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
         if constexpr (ROWS <= 4) prefetch<C>(panel);
@@ -156,9 +166,10 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const InputBl
         panel += C::SCALE_BYTES;
         const int groups = left < C::CHUNK ? static_cast<int>(left) : C::CHUNK;
         for (int g = 0; g < groups; ++g) {
-            add_group<C, ROWS>(panel, scales.scale(g), scales.other(g), blocks, sums);
+            add_group<C, ROWS>(panel, scales.scale(g), scales.other(g), blocks, fine, sums);
             panel += C::GROUP_BYTES;
             blocks += stride;
+            fine += GROUP * stride;
         }
     }
 }
@@ -202,10 +213,10 @@ static inline void put(const __m512 sums[ROWS], float* out, int64_t out_stride, 
 }
 
 template <class C, int ROWS>
-static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride, float* out,
-                    int64_t out_stride, int width, const float* bias) {
+static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine, int64_t stride,
+                    float* out, int64_t out_stride, int width, const float* bias) {
     __m512 sums[ROWS];
-    multiply<C, ROWS>(panel, columns, blocks, stride, sums);
+    multiply<C, ROWS>(panel, columns, blocks, fine, stride, sums);
     put<ROWS>(sums, out, out_stride, width, bias);
 }
 
@@ -217,21 +228,24 @@ static void product_dense(const uint8_t* panel, int64_t columns, const float* x,
     put<ROWS>(sums, out, out_stride, width, bias);
 }
 
-static inline void quantize_block(const float* x, InputBlock& out) {
+// The largest magnitude of 32 values; not finite if one of them is not.
+static inline float largest(const float* x) {
     const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
-    const float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    const bool unordered = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
-    if (unordered || !(top <= LARGEST)) return spoil(out);
-    const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
-    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, _mm512_set1_ps(inverse)));
-    const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(high, _mm512_set1_ps(inverse)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q), _mm512_cvtsepi32_epi8(a));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + 16), _mm512_cvtsepi32_epi8(b));
-    const int half = _mm512_reduce_add_epi32(a), sum = half + _mm512_reduce_add_epi32(b);
-    out.d = top > 1e-30f ? top / 127.0f : 0.0f;
-    out.sum = out.d * static_cast<float>(sum);
-    out.minus_sum = -sum;
-    out.minus_half = -half;
+    if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q)) return __builtin_nanf("");
+    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+}
+
+// Rounds 16 values; returns the sum of their codes. `fine` gets the further bits, if there is one.
+static inline int round_half(const float* x, float inverse, int8_t* q, int8_t* fine) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse));
+    const __m512i coarse = _mm512_cvtps_epi32(scaled);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(coarse));
+    if (!fine) return _mm512_reduce_add_epi32(coarse);
+    const __m512 rest = _mm512_mul_ps(_mm512_sub_ps(scaled, _mm512_cvtepi32_ps(coarse)), _mm512_set1_ps(256.0f));
+    const __m512i bits = _mm512_min_epi32(_mm512_cvtps_epi32(rest), _mm512_set1_epi32(127));
+    const __m512i kept = _mm512_max_epi32(bits, _mm512_set1_epi32(-127));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(fine), _mm512_cvtsepi32_epi8(kept));
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), kept));
 }
 
 }  // namespace TM_NS

@@ -55,8 +55,8 @@ static inline void group_scales(const uint8_t* panel, int64_t g, float scale[2][
 }
 
 template <class C, int ROWS>
-static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, int64_t stride, float* out,
-                    int64_t out_stride, int width, const float* bias) {
+static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine, int64_t stride,
+                    float* out, int64_t out_stride, int width, const float* bias) {
     constexpr int ZERO = C::HAS_ZERO ? 1 << C::ZERO_SHIFT : 0;
     const int64_t groups = columns / GROUP;
     float totals[ROWS][PANEL] = {};
@@ -67,12 +67,15 @@ static void product(const uint8_t* panel, int64_t columns, const InputBlock* blo
         group_scales<C>(panel, g, scale, minimum);
         for (int row = 0; row < ROWS; ++row) {
             const InputBlock& x = blocks[g * stride + row];
+            const int8_t* more = fine + GROUP * (g * stride + row);
+            int32_t q[GROUP];
+            for (int column = 0; column < GROUP; ++column) q[column] = x.d < 0 ? 256 * x.q[column] + more[column] : x.q[column];
             int32_t sums[2][PANEL];
             for (int half = 0; half < 2; ++half) {
                 const int minus = half ? x.minus_sum - x.minus_half : x.minus_half;
                 for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] = ZERO * minus;
                 for (int column = 16 * half; column < 16 * half + 16; ++column)
-                    for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] += codes[column][lane] * x.q[column];
+                    for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] += codes[column][lane] * q[column];
             }
             for (int lane = 0; lane < PANEL; ++lane) {
                 float sum;
@@ -80,7 +83,7 @@ static void product(const uint8_t* panel, int64_t columns, const InputBlock* blo
                     sum = static_cast<float>(sums[0][lane]) * scale[0][lane] + static_cast<float>(sums[1][lane]) * scale[1][lane];
                 else
                     sum = static_cast<float>(sums[0][lane] + sums[1][lane]) * scale[0][lane];
-                totals[row][lane] += sum * x.d + minimum[lane] * x.sum;
+                totals[row][lane] += sum * __builtin_fabsf(x.d) + minimum[lane] * x.sum;
             }
         }
     }
@@ -121,24 +124,33 @@ static void product_dense(const uint8_t* panel, int64_t columns, const float* x,
             out[row * out_stride + lane] = bias ? totals[row][lane] + bias[lane] : totals[row][lane];
 }
 
-static inline void quantize_block(const float* x, InputBlock& out) {
+// The largest magnitude of 32 values; not finite if one of them is not.
+static inline float largest(const float* x) {
     float top = 0;
     for (int i = 0; i < GROUP; ++i) {
         const float size = __builtin_fabsf(x[i]);
-        if (!(size <= LARGEST)) return spoil(out);
+        if (!(size <= LARGEST)) return size;
         top = size > top ? size : top;
     }
-    const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
-    int half = 0, sum = 0;
-    for (int i = 0; i < GROUP; ++i) {
-        out.q[i] = static_cast<int8_t>(__builtin_lrintf(x[i] * inverse));
-        sum += out.q[i];
-        if (i < 16) half += out.q[i];
+    return top;
+}
+
+// Rounds 16 values; returns the sum of their codes. `fine` gets the further bits, if there is one.
+static inline int round_half(const float* x, float inverse, int8_t* q, int8_t* fine) {
+    int sum = 0;
+    for (int i = 0; i < 16; ++i) {
+        const float scaled = x[i] * inverse;
+        const int coarse = static_cast<int>(__builtin_lrintf(scaled));
+        q[i] = static_cast<int8_t>(coarse);
+        if (!fine) {
+            sum += coarse;
+            continue;
+        }
+        const int bits = static_cast<int>(__builtin_lrintf((scaled - static_cast<float>(coarse)) * 256.0f));
+        fine[i] = static_cast<int8_t>(bits > 127 ? 127 : bits < -127 ? -127 : bits);
+        sum += 256 * coarse + fine[i];
     }
-    out.d = top > 1e-30f ? top / 127.0f : 0.0f;
-    out.sum = out.d * static_cast<float>(sum);
-    out.minus_sum = -sum;
-    out.minus_half = -half;
+    return sum;
 }
 
 }  // namespace TM_NS

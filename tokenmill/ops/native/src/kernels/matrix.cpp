@@ -18,14 +18,9 @@ namespace TM_NS {
 constexpr int64_t CACHED_INPUTS = 320 << 10;  // bytes of inputs that every panel is multiplied with before going on
 constexpr int64_t OWN_INPUTS = 8 << 10;       // elements that each thread prepares for itself rather than waiting
 
-using Product = void (*)(const uint8_t*, int64_t, const InputBlock*, int64_t, float*, int64_t, int, const float*);
+using Product = void (*)(const uint8_t*, int64_t, const InputBlock*, const int8_t*, int64_t, float*, int64_t, int,
+                         const float*);
 using ProductDense = void (*)(const uint8_t*, int64_t, const float*, int64_t, float*, int64_t, int, const float*);
-
-// Inputs in tiles, quantized where a quantized segment wants them and as floats where a dense one does.
-struct Inputs {
-    InputBlock* blocks;  // tile t starts at blocks + t * TILE * groups
-    float* floats;       // tile t starts at floats + t * TILE * k
-};
 
 struct Plan {
     int64_t m, k, groups, panels;
@@ -41,12 +36,22 @@ static Plan plan_of(const MatmulArgs& a, int64_t rows) {
     return plan;
 }
 
-static size_t block_bytes(const Plan& plan) {
-    return plan.quantized ? static_cast<size_t>(round_up(plan.m * plan.groups * int64_t(sizeof(InputBlock)), 64)) : 0;
+// Inputs are prepared in both ways where segments of both kinds want them.
+static int64_t block_bytes(const Plan& plan) {
+    return plan.quantized ? round_up(plan.m * plan.groups * int64_t(sizeof(InputBlock)), 64) : 0;
 }
 
+static int64_t fine_bytes(const Plan& plan) { return plan.quantized ? round_up(plan.m * plan.groups * GROUP, 64) : 0; }
+
 static size_t input_bytes(const Plan& plan) {
-    return block_bytes(plan) + (plan.dense ? static_cast<size_t>(round_up(plan.m * plan.k * 4, 64)) : 0);
+    const int64_t floats = plan.dense ? round_up(plan.m * plan.k * 4, 64) : 0;
+    return static_cast<size_t>(block_bytes(plan) + fine_bytes(plan) + floats);
+}
+
+static Inputs inputs_at(char* memory, const Plan& plan) {
+    char* fine = memory + block_bytes(plan);
+    return {reinterpret_cast<InputBlock*>(memory), reinterpret_cast<int8_t*>(fine),
+            reinterpret_cast<float*>(fine + fine_bytes(plan))};
 }
 
 static bool each_its_own(const Plan& plan) { return plan.m * plan.k <= OWN_INPUTS; }
@@ -56,14 +61,38 @@ static size_t matmul_scratch(const void* args, int64_t rows) {
     return input_bytes(plan) * static_cast<size_t>(each_its_own(plan) ? pool_size() : 1);
 }
 
+// Quantizes one row to blocks that are `stride` apart.
+static void quantize_row(const float* x, int64_t groups, InputBlock* blocks, int8_t* fine, int64_t stride) {
+    float squares = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float top = blocks[g * stride].d = largest(x + g * GROUP);
+        squares += top * top;
+    }
+    const float limit = REFINE_ABOVE * squares / static_cast<float>(groups);
+    for (int64_t g = 0; g < groups; ++g) {
+        InputBlock& block = blocks[g * stride];
+        const float top = block.d;
+        if (!(top <= LARGEST)) {
+            spoil(block);
+            continue;
+        }
+        const bool refined = top * top > limit && top > SMALLEST;
+        const float inverse = top > SMALLEST ? 127.0f / top : 0.0f;
+        int8_t* more = refined ? fine + GROUP * g * stride : nullptr;
+        const int half = round_half(x + g * GROUP, inverse, block.q, more);
+        const int rest = round_half(x + g * GROUP + 16, inverse, block.q + 16, more ? more + 16 : nullptr);
+        describe(block, top, refined, half, half + rest);
+    }
+}
+
 static void prepare(const MatmulArgs& a, const Plan& plan, const Inputs& to, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         const int64_t first = row / TILE * TILE;  // of the tile
         const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
         const float* x = a.x + row * a.x_stride;
         if (plan.quantized) {
-            InputBlock* blocks = to.blocks + first * plan.groups + (row - first);
-            for (int64_t g = 0; g < plan.groups; ++g) quantize_block(x + g * GROUP, blocks[g * size]);
+            const int64_t block = first * plan.groups + (row - first);
+            quantize_row(x, plan.groups, to.blocks + block, to.fine + GROUP * block, size);
         }
         if (plan.dense) {
             float* floats = to.floats + first * plan.k + (row - first);
@@ -134,7 +163,8 @@ static void multiply_panel(const MatmulArgs& a, const Plan& plan, const Inputs& 
                 dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride,
                                           width, bias);
             else
-                quantized_product(form, rows)(packed, plan.k, inputs.blocks + first * plan.groups + row, size, out,
+                quantized_product(form, rows)(packed, plan.k, inputs.blocks + first * plan.groups + row,
+                                              inputs.fine + GROUP * (first * plan.groups + row), size, out,
                                               a.out_stride, width, bias);
             row += rows;
         }
@@ -161,7 +191,7 @@ static void matmul(const void* args, Team& team) {
     const Plan plan = plan_of(a, team.rows);
     const bool own = each_its_own(plan);
     char* scratch = team.scratch() + (own ? input_bytes(plan) * static_cast<size_t>(team.index) : 0);
-    const Inputs inputs{reinterpret_cast<InputBlock*>(scratch), reinterpret_cast<float*>(scratch + block_bytes(plan))};
+    const Inputs inputs = inputs_at(scratch, plan);
     int64_t begin, end;
     if (own) {
         prepare(a, plan, inputs, 0, plan.m);

@@ -1,0 +1,115 @@
+"""`tokenmill serve`: an OpenAI-compatible server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill.cli import options
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+_NET = "Who may ask"
+_LOAD = "How much, how long"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=_NET)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_NET)] = 8000,
+    keys: Annotated[
+        Path | None, typer.Option(help="File of API keys (see `tokenmill keys`).", rich_help_panel=_NET)
+    ] = None,
+    origin: Annotated[
+        list[str] | None, typer.Option(help="Web pages of this origin may ask; * for all.", rich_help_panel=_NET)
+    ] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; may be given several times.")
+    ] = None,
+    degrade: Annotated[
+        str | None, typer.Option(help="A smaller MODEL that answers while the first one cannot.")
+    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at once; unset: solved.", rich_help_panel=_LOAD)
+    ] = None,
+    load_format: Annotated[
+        str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel="Where it runs")
+    ] = "auto",
+    max_queued_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens that may wait; more are refused with 429.", rich_help_panel=_LOAD)
+    ] = 500_000,
+    drain_seconds: Annotated[
+        float, typer.Option(help="How long SIGTERM waits for what runs.", rich_help_panel=_LOAD)
+    ] = 30.0,
+    hang_seconds: Annotated[
+        float, typer.Option(help="An engine without progress for this long is restarted.", rich_help_panel=_LOAD)
+    ] = 60.0,
+    max_body_mb: Annotated[float, typer.Option(help="Largest request.", rich_help_panel=_LOAD)] = 16.0,
+    log_format: Annotated[
+        str | None, typer.Option(help="json or plain; unset: plain at a terminal.", show_default=False)
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve MODEL over HTTP, with OpenAI's and Anthropic's API.
+
+    Ctrl-C or SIGTERM stops accepting, finishes what runs, and exits.
+    """
+    try:
+        from tokenmill.serve.http_settings import HttpSettings
+        from tokenmill.serve.logs import set_up_logs
+        from tokenmill.serve.server import serve as run_server
+        from tokenmill.serve.service import Service
+        from tokenmill.serve.settings import ServeSettings
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tokenmill"):
+            raise
+        raise ConfigError(f"serving needs the package {error.name}; pip install 'tokenmill[serve]'") from None
+    from tokenmill.config import EngineConfig
+
+    if log_format not in (None, "json", "plain"):
+        raise ConfigError(f"--log-format is {log_format!r}; it must be json or plain")
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level is {log_level!r}; it must be debug, info, warning or error")
+    set_up_logs(log_format or ("plain" if sys.stderr.isatty() else "json"), log_level)
+    chosen: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+    }
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    http = HttpSettings(
+        host=host,
+        port=port,
+        keys=keys,
+        names=tuple(name or ()),
+        drain_seconds=drain_seconds,
+        max_body_bytes=int(max_body_mb * 1_000_000),
+        origins=tuple(origin or ()),
+    )
+    settings = ServeSettings(max_queued_tokens=max_queued_tokens, hang_seconds=hang_seconds)
+
+    async def main() -> None:
+        second = None if degrade is None else Service(EngineConfig.from_options(model=degrade, **chosen), settings)
+        config = EngineConfig.from_options(model=model, load_format=load_format, **chosen)
+        service = Service(config, settings, second)
+        with ExitStack() as stack:
+            report = stack.enter_context(progress())
+
+            def on_ready(url: str) -> None:
+                stack.close()
+                for line in service.facts.report:
+                    note(line)
+                note(f"tokenmill serves {service.facts.model} at {url}")
+
+            await run_server(service, http, report, on_ready)
+
+    asyncio.run(main())

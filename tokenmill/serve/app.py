@@ -1,0 +1,123 @@
+"""The HTTP application: which endpoints there are, and how errors outside of them are told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill import __version__
+from tokenmill.serve import health, schemas, tokens_api
+from tokenmill.serve.call import Handler, endpoint, error_response, reader
+from tokenmill.serve.chat_api import chat
+from tokenmill.serve.completions_api import complete
+from tokenmill.serve.embeddings_api import embed
+from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape
+from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.keys import KeyRing
+from tokenmill.serve.messages_api import count, message
+from tokenmill.serve.metrics import Metrics
+from tokenmill.serve.pages import add_pages
+from tokenmill.serve.responses_api import respond
+from tokenmill.serve.service import Service
+from tokenmill.serve.site import Site
+
+_POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
+    ("/v1/chat/completions", schemas.ChatRequest, chat, openai_shape),
+    ("/v1/completions", schemas.CompletionRequest, complete, openai_shape),
+    ("/v1/responses", schemas.ResponsesRequest, respond, openai_shape),
+    ("/v1/messages", schemas.MessagesRequest, message, anthropic_shape),
+    ("/v1/messages/count_tokens", schemas.CountRequest, count, anthropic_shape),
+    ("/v1/embeddings", schemas.EmbeddingRequest, embed, openai_shape),
+    ("/tokenize", schemas.TokenizeRequest, tokens_api.tokenize, openai_shape),
+    ("/detokenize", schemas.DetokenizeRequest, tokens_api.detokenize, openai_shape),
+)
+
+
+def create_app(service: Service, settings: HttpSettings) -> FastAPI:
+    """The application around a service, which somebody else starts and stops."""
+    app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service))
+    for path, kind, handler, shape in _POSTS:
+        _add(app, path, "POST", endpoint(kind, handler, shape), kind)
+    _add(app, "/v1/models", "GET", reader(tokens_api.list_models))
+    _add(app, "/v1/models/{name:path}", "GET", reader(tokens_api.one_model))
+    for path, read in (
+        ("/health", health.ready),
+        ("/health/live", health.live),
+        ("/health/ready", health.ready),
+        ("/metrics", health.metrics),
+    ):
+        _add(app, path, "GET", read)
+    add_pages(app)
+    app.add_exception_handler(HTTPException, _not_here)
+    app.add_exception_handler(Exception, _broken)
+    app.openapi = lambda: _description(app)  # type: ignore[method-assign]
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add(
+    app: FastAPI,
+    path: str,
+    method: str,
+    handler: Callable[[Request], Awaitable[Response]],
+    kind: type[msgspec.Struct] | None = None,
+) -> None:
+    extra: dict[str, Any] = {"parameters": [_NAME]} if "{name" in path else {}
+    if kind is not None:
+        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    extra["responses"] = {"default": {"description": "An error, in the shape of the API that was asked"}}
+    app.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        openapi_extra=extra,
+        response_model=None,
+        operation_id=f"{method} {path}",
+        summary=(handler.__doc__ or "").strip(),
+        description="",
+    )
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _description(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        made.setdefault("components", {}).setdefault("schemas", {}).update(schemas.components())
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+async def _not_here(request: Request, problem: Exception) -> Response:
+    found = cast(HTTPException, problem)
+    if found.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+    elif found.status_code == 404:
+        message = f"there is nothing at {request.url.path[:200]!r}; /openapi.json lists what there is"
+    else:
+        message = str(found.detail)
+    error = HttpError(found.status_code, message, "not_found" if found.status_code == 404 else None)
+    return error_response(error, _shape_of(request), dict(found.headers or {}))
+
+
+async def _broken(request: Request, problem: Exception) -> Response:
+    error = HttpError(500, "something went wrong on the server; its log says more", "internal_error")
+    return error_response(error, _shape_of(request), {})
+
+
+def _shape_of(request: Request) -> Shape:
+    return anthropic_shape if request.url.path.startswith("/v1/messages") else openai_shape

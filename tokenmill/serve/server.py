@@ -1,0 +1,147 @@
+"""Runs a server from its start to its end: listens, loads, serves, drains, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from tokenmill.errors import ConfigError
+from tokenmill.serve.app import create_app
+from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.protocol import protocol_for
+from tokenmill.serve.served import Progress
+from tokenmill.serve.service import Service
+
+log = logging.getLogger("tokenmill.serve")
+
+FLUSH_SECONDS = 5.0  # for the last bytes of answers that have ended
+_SPARE_FILES = 256  # that are no connections
+
+
+async def serve(
+    service: Service,
+    settings: HttpSettings,
+    progress: Progress | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises what starting the service raises; `on_ready` is called with the address.
+
+    The port is open while the model loads, so that whoever watches sees a live server that is not ready yet.
+    """
+    sock = listen(settings.host, settings.port)
+    allow_files(settings.max_connections + _SPARE_FILES)
+    server = _Server(settings, service)
+    services = [service] if service.degrade is None else [service.degrade, service]
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    starting = asyncio.create_task(_start(services, progress))
+    told = asyncio.create_task(_told(service))
+    try:
+        await asyncio.wait({starting, told, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            on_ready(f"http://{_shown(settings.host)}:{sock.getsockname()[1]}")
+            await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
+            await _drain(server, serving, service, settings.drain_seconds)
+    finally:
+        starting.cancel()
+        for one in services:
+            await one.stop()
+        await server.end(serving)
+        told.cancel()
+
+
+async def _start(services: list[Service], progress: Progress | None) -> None:
+    for service in services:
+        await service.start(progress)
+
+
+async def _told(service: Service) -> None:
+    """Returns when the process is told to leave; told again, it hands back what runs at once."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    await told.wait()
+    hurried: list[asyncio.Task[int]] = []  # somebody must hold a task
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: hurried.append(loop.create_task(service.drain(0))))
+
+
+async def _drain(server: _Server, serving: asyncio.Task[None], service: Service, seconds: float) -> None:
+    log.info("draining", extra={"active": service.stats().active, "seconds": seconds})
+    draining = asyncio.create_task(service.drain(seconds))
+    await asyncio.sleep(0)  # from here on requests are refused, and then the door is closed
+    server.leave.set()
+    handed_back = await draining
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(serving), FLUSH_SECONDS)
+    log.info("drained", extra={"handed_back": handed_back})
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us, and sleeps while there is nothing to do."""
+
+    def __init__(self, settings: HttpSettings, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(service, settings),
+                http=protocol_for(settings),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=int(settings.idle_seconds),
+                backlog=2048,
+            )
+        )
+        self.leave = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self.leave.wait()
+
+    async def end(self, serving: asyncio.Task[None]) -> None:
+        """Drop whatever is still connected."""
+        self.leave.set()
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(serving, FLUSH_SECONDS)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); choose another --host or --port"
+        ) from None
+    return sock
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def allow_files(wanted: int) -> None:
+    """Every connection is a file: ask the system for as many as it grants."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

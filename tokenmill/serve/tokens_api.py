@@ -1,0 +1,80 @@
+"""GET /v1/models, POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.serve.call import Call, json_response
+from tokenmill.serve.chat_messages import normal_messages, template_input
+from tokenmill.serve.errors import HttpError
+from tokenmill.serve.schemas import DetokenizeRequest, TokenizeRequest
+from tokenmill.serve.site import Site
+from tokenmill.serve.tenants import Tenant
+
+
+async def list_models(site: Site, request: Request, tenant: Tenant) -> Response:
+    """The models that are served."""
+    return json_response({"object": "list", "data": _models(site)})
+
+
+async def one_model(site: Site, request: Request, tenant: Tenant) -> Response:
+    """One model by its name."""
+    name = request.path_params["name"]
+    found = next((model for model in _models(site) if model["id"] == name), None)
+    if found is None and name in site.names():
+        found = _models(site)[0]
+    if found is None:
+        raise site.no_model(name)
+    return json_response(found)
+
+
+def _models(site: Site) -> list[dict[str, Any]]:
+    services = [site.service] if site.service.degrade is None else [site.service, site.service.degrade]
+    names = [(name, site.service) for name in site.settings.names] or [(site.name_of(site.service), site.service)]
+    names += [(site.name_of(service), service) for service in services[1:]]
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": int(site.started),
+            "owned_by": "tokenmill",
+            "max_model_len": service.facts.max_len if hasattr(service, "facts") else None,
+        }
+        for name, service in names
+    ]
+
+
+async def tokenize(call: Call, body: TokenizeRequest) -> Response:
+    if (body.prompt is None) == (body.messages is None):
+        raise HttpError(400, "give either prompt or messages", "invalid_value", "prompt")
+    tokenizer = call.service.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("this server has no tokenizer; send token ids")
+    if body.messages is not None:
+        shown, options = template_input(normal_messages(body.messages), None, "none", tokenizer.chat_template)
+        ids = await call.service.chat_ids(shown, add_generation_prompt=body.add_generation_prompt, **options)
+    else:
+        most = call.service.facts.max_len if hasattr(call.service, "facts") else None
+        ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", body.add_special_tokens, most)
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": call.service.facts.max_len, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [tokenizer.id_to_token(id) for id in ids]
+    return call.answer(told)
+
+
+async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
+    tokenizer = call.service.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("this server has no tokenizer")
+    size = tokenizer.vocab_size
+    for id in body.tokens:
+        if type(id) is not int or not 0 <= id < size:
+            raise HttpError(
+                400, f"tokens has {id!r:.60}; each must be a token id from 0 to {size - 1}", "invalid_value", "tokens"
+            )
+    return call.answer({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
