@@ -9,13 +9,14 @@ python := $(venv)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 pins := requirements/constraints.txt
 
-.PHONY: help run chat test test-slow check clean
+.PHONY: help run chat test test-slow sanitize check clean
 
 help:
 	@echo "make run        set up, get the default model and answer a prompt (PROMPT='...')"
 	@echo "make chat       the same, as a conversation"
 	@echo "make test       set up and run the tests"
 	@echo "make test-slow  the tests that take more than a minute each"
+	@echo "make sanitize   the native library's tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make check      ruff, and mypy --strict on the package"
 	@echo "make clean      remove the virtual environment and everything built"
 
@@ -34,6 +35,9 @@ test: $(venv)/.installed-dev
 
 test-slow: $(venv)/.installed-dev
 	$(python) -m pytest -n $(WORKERS) -m slow
+
+sanitize: $(venv)/.installed-dev
+	$(python) -m pytest -m 'slow or not slow' tests/native_lib -k sanitizer
 
 check: $(venv)/.installed-dev
 	$(venv)/bin/ruff check tokenmill tests scripts

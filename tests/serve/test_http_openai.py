@@ -133,6 +133,15 @@ def test_logprobs_are_those_of_the_offline_api(client: openai.OpenAI, offline: L
     assert all(value < 0 and math.isfinite(value) for value in legacy.logprobs.token_logprobs[1:])
 
 
+def test_token_ids_are_told_on_request(client: openai.OpenAI, offline: LLM) -> None:
+    expected = offline.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=9))[0].outputs[0].token_ids
+    asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 9}
+    more = {"return_token_ids": True}
+    assert client.chat.completions.create(**asked, extra_body=more).choices[0].model_extra["token_ids"] == expected
+    chunks = client.chat.completions.create(**asked, extra_body=more, stream=True)
+    assert [id for one in chunks for id in one.choices[0].model_extra.get("token_ids", [])] == expected
+
+
 def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
     text = client.completions.create(model=MODEL, prompt="The mill", temperature=0, max_tokens=30).choices[0].text
     stop = text[10:12]

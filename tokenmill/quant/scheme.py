@@ -87,13 +87,10 @@ class Dense:
         if isinstance(x, QuantizedRows):
             x = x.widen()
         if x.dim() == 2 and has_small_gemm(x.device):
-            from tokenmill.ops.triton import gemm_invariant
             from tokenmill.ops.triton.gemm_small import beats_library, small_gemm
 
             if beats_library(x, weight):
                 return small_gemm(x, weight, bias, arrivals=storage.get("arrivals"))
-            if gemm_invariant.beats_library(x, weight):
-                return gemm_invariant.invariant_gemm(x, weight, bias)
         return F.linear(x, weight, bias)
 
 

@@ -27,9 +27,10 @@ class Delta:
 
 
 class Cutter:
-    """Cuts cumulative outputs into deltas."""
+    """Cuts cumulative outputs into deltas; with `tokens`, also where a token has no text yet."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, tokens: bool = False) -> None:
+        self._by_token = tokens
         self._characters = [0] * n
         self._tokens = [0] * n
         self._ended = [False] * n
@@ -44,7 +45,7 @@ class Cutter:
     def _cut(self, one: CompletionOutput) -> Delta | None:
         index, before = one.index, self._tokens[one.index]
         text = one.text[self._characters[index] :]
-        news = len(one.token_ids) > before and one.logprobs is not None
+        news = len(one.token_ids) > before and (self._by_token or one.logprobs is not None)
         if not text and not news and one.finish_reason is None:
             return None  # a part of a character, or of what may become a stop string
         logprobs = None if one.logprobs is None else one.logprobs[before:]

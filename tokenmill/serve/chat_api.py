@@ -80,7 +80,7 @@ def _choice(call: Call, body: ChatRequest, one: CompletionOutput, parser: Parser
             {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
             for each in calls
         ]
-    return {
+    return ({"token_ids": one.token_ids} if body.return_token_ids else {}) | {
         "index": one.index,
         "message": message,
         "logprobs": _told_logprobs(call, body, one.token_ids, one.logprobs),
@@ -100,7 +100,10 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     head = _head(call, "chat.completion.chunk") | ({"usage": None} if with_usage else {})
-    cutter, voices = Cutter(n), [_Voice(toolbox.parser()) for _ in range(n)]
+    cutter, voices = (
+        Cutter(n, bool(body.return_token_ids)),
+        [_Voice(toolbox.parser(), bool(body.return_token_ids)) for _ in range(n)],
+    )
     output: RequestOutput | None = None
     async for output in stream:
         call.saw(output)
@@ -119,8 +122,9 @@ async def _events(
 class _Voice:
     """One choice of a stream: remembers what was said of it already."""
 
-    def __init__(self, parser: Parser | None) -> None:
+    def __init__(self, parser: Parser | None, with_ids: bool) -> None:
         self._parser = parser
+        self._with_ids = with_ids
         self._began = False
         self._called = False
 
@@ -141,6 +145,9 @@ class _Voice:
         if delta.finish is not None:
             last = _chunk(delta.index, {}, logprobs, chat_finish(delta.finish, self._called))
             said.append(last | {"stop_reason": delta.stop})
+        if self._with_ids and delta.token_ids:
+            said = said or [_chunk(delta.index, {})]
+            said[-1]["token_ids"] = delta.token_ids
         return said
 
     def _parts(self, delta: Delta) -> ToolDelta:

@@ -98,7 +98,8 @@ def _choice(
         text = (told or "") + text
         tokens = [*before, *tokens]
         tables = None if tables is None else [*(output.prompt_logprobs or []), *tables]
-    return {
+    ids = {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+    return ids | {
         "index": index,
         "text": text,
         "logprobs": None if tables is None else _Offsets(tokenizer).tell(tokens, tables, body.logprobs or 0),
@@ -138,7 +139,7 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
 async def _events(call: Call, body: CompletionRequest, streams: list[Stream], n: int) -> AsyncGenerator[bytes, None]:
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     head = _head(call) | ({"usage": None} if with_usage else {})
-    cutters = [Cutter(n) for _ in streams]
+    cutters = [Cutter(n, bool(body.return_token_ids)) for _ in streams]
     offsets = [_Offsets(call.service.tokenizer) for _ in range(n * len(streams))]
     last: dict[int, RequestOutput] = {}
 
@@ -146,7 +147,14 @@ async def _events(call: Call, body: CompletionRequest, streams: list[Stream], n:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = offsets[index].tell(delta.token_ids, delta.logprobs, body.logprobs or 0)
-        choice = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
         return choice | ({"stop_reason": delta.stop} if delta.finish is not None else {})
 
     async for number, output in merged(streams):

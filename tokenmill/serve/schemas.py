@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 # Ranges are checked where the settings are used: the message then says what to do.
-_COMMON = frozenset(["safety_identifier", "prompt_cache_key", "prompt_cache_retention"])
+_COMMON = frozenset(["safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"])
 _ANTHROPIC = frozenset(["metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"])
 _Stop = str | list[str] | None
 _TokenIds = Annotated[
@@ -81,6 +81,7 @@ class Sampling(Service, kw_only=True):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     regex: str | None = None
     grammar: str | None = None

@@ -38,10 +38,6 @@ class Shape:
     group: int = 8  # tiles of rows that go through all weights together, for the sake of the cache
 
 
-# From here on as measured on an H200 (scripts/gpu_invariant.py): 8,192 rows of llama3-8b.
-LARGE_ROWS, LARGE_COLUMNS = 4096, 4096
-
-
 def choose_shape(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Shape:
     """As measured on an H200 (scripts/gpu_invariant.py)."""
     if dtype == torch.float32:
@@ -63,11 +59,6 @@ def choose_shape(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Sha
             return Shape(128, 64, 128, 4, 4)
         return Shape(128, 128, 64, 8, 6) if columns <= 8192 else Shape(256, 128, 64, 8, 4)
     return Shape(128, 256, 64, 8, 3 if inner <= 4096 else 4, rows_left=True, group=16)
-
-
-def beats_library(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether any product should come here, for speed alone: large ones do 2-13 % better than the library's."""
-    return x.dtype == torch.bfloat16 and x.shape[0] >= LARGE_ROWS and min(weight.shape) >= LARGE_COLUMNS
 
 
 def invariant_gemm(
