@@ -17,6 +17,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.plan.hardware import GIB, Hardware, cpu_hardware
 from tokenmill.plan.memory import ATTENTION_WORKSPACE, ModelBytes
 from tokenmill.plan.solve import Settings, solve
+from tokenmill.quant.scheme import Linear
 
 # Plans
 
@@ -229,12 +230,13 @@ def test_the_default_model_stays_within_its_planned_activations(default_model: s
         assert (tokens, samples) == (256, 16)
         assert peak <= memory.activations
         weights = llm._front.engine.runner.decoder.weights  # type: ignore[attr-defined]
-        held = {id(weights.embed): weights.embed.nbytes, id(weights.final_norm): weights.final_norm.nbytes}
+        embed = weights.embed.storage.values() if isinstance(weights.embed, Linear) else [weights.embed]
+        held = {id(tensor): tensor.nbytes for tensor in (*embed, weights.final_norm)}
         for index in range(llm._built.spec.num_layers):
             layer = weights.layer(index)
             linears = (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
-            tensors = [linear.storage["weight"] for linear in linears] + [layer.before_attention, layer.before_mlp]
-            held |= {id(tensor): tensor.nbytes for tensor in tensors}
+            stored = [tensor for linear in linears for tensor in linear.storage.values()]
+            held |= {id(tensor): tensor.nbytes for tensor in (*stored, layer.before_attention, layer.before_mlp)}
         assert sum(held.values()) == memory.weights
 
 

@@ -26,7 +26,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch: pytest.
     (sources / "kernels").mkdir(parents=True)
     (sources / "broken.cpp").write_text("int broken( {\n")
     monkeypatch.setattr(build, "SOURCES", sources)
-    with pytest.raises(build.BuildError, match="failed: .*error"):
+    with pytest.raises(build.BuildError, match=r"failed: .*error"):
         build.compile_library(tmp_path / "out" / build.LIBRARY)
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -61,8 +61,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     dtype, dtype_why = choose_dtype(config.dtype, spec, device)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
     scheme = choose_scheme(config, spec, dtype, device)
-    native = native_for(config, checkpoint, dtype, device, tell)
-    if isinstance(native, Library) and isinstance(scheme, Dense):
+    native = native_for(config, dtype, device, tell)
+    # Floats stay with torch, whose products of many rows are as good; its weights can be read by other ops, too.
+    if isinstance(native, Library) and isinstance(scheme, Dense) and isinstance(checkpoint, BlockCheckpoint):
         scheme = Packed()
     sizes = model_bytes(spec, dtype, scheme, checkpoint)
     settings = solve(config, sizes, spec.max_positions, hardware_of(device))
@@ -78,7 +79,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
-        f"linear       {scheme.name}{_native_line(native)}",
+        f"linear       {scheme.name}",
+        *_native_lines(native),
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
@@ -166,13 +168,9 @@ def choose_scheme(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, d
     return Fp8()
 
 
-def native_for(
-    config: EngineConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device, tell: Progress
-) -> Library | str | None:
-    """The native library where it can multiply this checkpoint's weights; why not, or None where nobody asked."""
+def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, tell: Progress) -> Library | str | None:
+    """The native library for a model on a CPU, built first where it must be; why not, or None where nobody asked."""
     if device.type != "cpu" or dtype != torch.float32 or config.ops not in (None, "native") or config.batch_invariant:
-        return None
-    if not isinstance(checkpoint, BlockCheckpoint):
         return None
     native = load_native(tell)
     if isinstance(native, Library):
@@ -277,10 +275,10 @@ def hardware_of(device: torch.device) -> Hardware:
     return Hardware("cuda", torch.cuda.get_device_name(device), total, free)
 
 
-def _native_line(native: Library | str | None) -> str:
+def _native_lines(native: Library | str | None) -> list[str]:
     if isinstance(native, str):
-        return f" (slower than it could be: {native})"
-    return "" if native is None else f" (native, {LEVEL_NAMES[native.level]}, {native.threads} threads)"
+        return [f"native       not there, so this is slower than it could be: {native}"]
+    return [] if native is None else [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads"]
 
 
 def _ops_lines(ops: Ops) -> list[str]:

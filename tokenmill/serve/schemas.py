@@ -7,24 +7,68 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-# Ranges are checked where the settings are used: the message then says what to do.
+# Ranges and inner forms are checked where they are used, where a message can say what to do; to clients they are
+# described here.
+
+
+def _described(**schema: Any) -> Meta:
+    return Meta(extra_json_schema=schema)
+
+
+def _within(low: float, high: float) -> Meta:
+    return _described(minimum=low, maximum=high)
+
+
 _COMMON = frozenset(["safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"])
 _ANTHROPIC = frozenset(["metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"])
 _Stop = str | list[str] | None
-_TokenIds = Annotated[
-    list[Any], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}})
-]  # checked, many at once, by the engine's front
+_Content = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+_Messages = Annotated[
+    list[
+        Annotated[
+            dict[str, Any],
+            _described(
+                required=["role", "content"],
+                properties={
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": _Content,
+                    "tool_calls": {"type": "array", "items": {"type": "object", "required": ["function"]}},
+                },
+            ),
+        ]
+    ],
+    _described(minItems=1),
+]
+_Tools = list[Annotated[dict[str, Any], _described(properties={"type": {"enum": ["function", "custom"]}})]]
+_Temperature = Annotated[float, _within(0, 100)]
+_Share = Annotated[float, _within(0.001, 1)]
+_TopLogprobs = Annotated[int, _within(0, 20)]
+_Few = Annotated[int, _within(1, 128)]
+_Count = Annotated[int, _described(minimum=1)]
+_Seed = Annotated[int, _within(-(2**63), 2**64 - 1)]
+_Priority = Annotated[str, _described(enum=["realtime", "api", "batch"])] | Annotated[int, _within(0, 2)]
+_TokenIds = list[Annotated[Any, _described(type="integer", minimum=0)]]  # checked where they are used, all at once
 _Prompt = Annotated[
     Any,
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
-            ]
-        }
+    _described(
+        anyOf=[
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            {"type": "array", "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}},
+        ]
     ),
 ]
 
@@ -53,8 +97,10 @@ class Service(Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
-    priority: str | int | None = None  # realtime, api, batch
-    deadline_ms: float | None = None  # from arrival; the answer is worth nothing after it
+    priority: _Priority | None = None
+    deadline_ms: Annotated[float, _within(1, 86_400_000)] | None = (
+        None  # from arrival; the answer is worth nothing after it
+    )
     cache_salt: str | None = None  # requests share a cached prefix only with those of the same salt
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -63,22 +109,22 @@ class Service(Struct, kw_only=True):
 class Sampling(Service, kw_only=True):
     """How tokens are chosen, by the names that OpenAI's clients and those of other engines use."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
+    temperature: _Temperature | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, _described(minimum=-1)] | None = None
+    min_p: Annotated[float, _within(0, 1)] | None = None
+    n: _Few | None = None
+    seed: _Seed | None = None
     stop: _Stop = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: Annotated[float, _within(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, _within(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, _within(0.001, 100)] | None = None
+    logit_bias: Annotated[dict[str, float], _described(propertyNames={"pattern": "^[0-9]+$"})] | None = None
     bad_words: list[str] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -92,12 +138,12 @@ class Sampling(Service, kw_only=True):
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    messages: _Messages
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: _TopLogprobs | None = None
+    tools: _Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -110,10 +156,10 @@ class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions"""
 
     prompt: _Prompt
-    max_tokens: int | None = 16
-    logprobs: int | None = None
+    max_tokens: _Count | None = 16
+    logprobs: _TopLogprobs | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: _Few | None = None
 
     IGNORED = frozenset(["user"])
 
@@ -138,18 +184,18 @@ class ResponsesRequest(Service, kw_only=True):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: _Count | None = None
+    temperature: _Temperature | None = None
+    top_p: _Share | None = None
+    top_logprobs: _TopLogprobs | None = None
     text: TextSettings | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    seed: _Seed | None = None
+    top_k: Annotated[int, _described(minimum=-1)] | None = None
+    min_p: Annotated[float, _within(0, 1)] | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
@@ -167,18 +213,18 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 class MessagesRequest(Service, kw_only=True):
     """POST /v1/messages"""
 
-    messages: list[dict[str, Any]]
-    max_tokens: int
+    messages: _Messages
+    max_tokens: _Count
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    temperature: _Temperature | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, _described(minimum=-1)] | None = None
+    tools: _Tools | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
-    seed: int | None = None
+    seed: _Seed | None = None
 
     IGNORED = _ANTHROPIC
 
@@ -186,10 +232,10 @@ class MessagesRequest(Service, kw_only=True):
 class CountRequest(Struct, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
-    messages: list[dict[str, Any]]
+    messages: _Messages
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Tools | None = None
 
     IGNORED: ClassVar[frozenset[str]] = _ANTHROPIC | {
         "tool_choice", "thinking", "output_config", "output_format",
@@ -201,9 +247,9 @@ class EmbeddingRequest(Struct, kw_only=True):
 
     input: _Prompt
     model: str | None = None
-    encoding_format: str | None = None  # float or base64
-    dimensions: int | None = None
-    pooling: str | None = None  # mean or last
+    encoding_format: Annotated[str, _described(enum=["float", "base64"])] | None = None
+    dimensions: _Count | None = None
+    pooling: Annotated[str, _described(enum=["mean", "last"])] | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(["user"])
 
@@ -212,7 +258,7 @@ class TokenizeRequest(Struct, kw_only=True):
     """POST /tokenize"""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _Messages | None = None
     model: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -258,4 +304,11 @@ REQUESTS: tuple[type[Struct], ...] = (
 def components() -> dict[str, Any]:
     """The JSON schemas of all requests, by name."""
     _, found = msgspec.json.schema_components(REQUESTS, ref_template="#/components/schemas/{name}")
+    for kind in REQUESTS:
+        schema = found[kind.__name__]
+        for name in sorted(kind.IGNORED):  # type: ignore[attr-defined]
+            schema["properties"][name] = {
+                "description": "without effect here; listed in the header x-tokenmill-ignored"
+            }
+        schema["additionalProperties"] = False
     return dict(found)

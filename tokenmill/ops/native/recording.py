@@ -116,6 +116,11 @@ class Buffers:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses torch computations while a tape is recorded: a replay would not repeat them. Views are harmless."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to be shielded from the compiler would import it: 90 MB and most of a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}

@@ -142,6 +142,12 @@ static inline void spoil(InputBlock& out) {
     out.d = out.sum = __builtin_nanf("");
 }
 
+static inline bool is_refined(const InputBlock& block) {
+    int32_t bits;  // a test of the sign bit needs no register of floats
+    __builtin_memcpy(&bits, &block.d, 4);
+    return __builtin_expect(bits < 0, 0);
+}
+
 // The scales and sums of a block whose values were rounded.
 static inline void describe(InputBlock& out, float top, bool refined, int half, int sum) {
     const float d = top > SMALLEST ? top / (refined ? 127.0f * 256.0f : 127.0f) : 0.0f;

@@ -151,7 +151,7 @@ static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m2
     dots<C, ROWS, sizeof(InputBlock)>(packed, half, blocks->q, sums, others);
     for (int row = 0; row < ROWS; ++row) {
         const InputBlock& x = blocks[row];
-        if (__builtin_expect(x.d < 0, 0)) {
+        if (is_refined(x)) {
             __m256i more[1], others_more[1];
             dots<C, 1, GROUP>(packed, half, fine + GROUP * row, more, others_more);
             sums[row] = _mm256_add_epi32(_mm256_slli_epi32(sums[row], 8), more[0]);

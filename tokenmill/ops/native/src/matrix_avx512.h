@@ -119,15 +119,16 @@ struct ChunkScales {
     }
 };
 
-// The integer sums of a row, over COUNT code vectors from `first` on; `minus` is minus the sum of these inputs.
+// The integer sums of a row, over COUNT code vectors from `first` on; `minus` is minus the sum of these inputs. They
+// have the sign of the block's d, so that their product with it is right.
 template <class C, int COUNT>
 static inline __m512i whole_dot(const __m512i* codes, const InputBlock& x, const int8_t* fine, int first, int32_t minus) {
     __m512i start = _mm512_setzero_si512(), zero = start;
     if constexpr (SUBTRACT_ZERO<C>) zero = _mm512_slli_epi32(_mm512_set1_epi32(minus), C::ZERO_SHIFT);
-    if (__builtin_expect(x.d < 0, 0)) {
+    if (is_refined(x)) {
         const __m512i coarse = dot<C::BITS, COUNT>(start, codes + first, x.q + 4 * first);
         start = _mm512_add_epi32(_mm512_slli_epi32(coarse, 8), zero);
-        return dot<C::BITS, COUNT>(start, codes + first, fine + 4 * first);
+        return _mm512_sub_epi32(_mm512_setzero_si512(), dot<C::BITS, COUNT>(start, codes + first, fine + 4 * first));
     }
     return dot<C::BITS, COUNT>(zero, codes + first, x.q + 4 * first);
 }
@@ -140,7 +141,7 @@ static inline void add_group(const uint8_t* packed, __m512 scale, __m512 other, 
     unpack<C::BITS>(packed, codes);
     for (int row = 0; row < ROWS; ++row) {
         const InputBlock& x = blocks[row];
-        const __m512 d = _mm512_abs_ps(_mm512_set1_ps(x.d));
+        const __m512 d = _mm512_set1_ps(x.d);
         if constexpr (C::SCALES == K_SIXTEENTHS) {
             const __m512i low = whole_dot<C, 4>(codes, x, fine + GROUP * row, 0, x.minus_half);
             const __m512i high = whole_dot<C, 4>(codes, x, fine + GROUP * row, 4, x.minus_sum - x.minus_half);
