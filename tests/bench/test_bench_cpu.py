@@ -106,6 +106,12 @@ def test_every_round_starts_new_processes_and_ends_them(setup: Setup, tmp_path: 
     assert not any(Path(f"/proc/{number}").exists() for number in numbers)
 
 
+def test_what_there_is_can_be_kept_after_each_round(setup: Setup) -> None:
+    kept: list[int] = []
+    compare(setup, WHO, quiet, lambda rows: kept.append(len(rows[0].figures["batch3"])))
+    assert kept == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
@@ -138,6 +144,14 @@ def test_a_peer_without_an_environment_is_said_to_be_missing(setup: Setup) -> No
 def test_an_environment_that_is_not_there_is_named(setup: Setup) -> None:
     rows = compare(replace(setup, pythons=setup.pythons | {"vllm": "/no/python"}), WHO, quiet)
     assert "/no/python cannot be run" in str(rows[2].failure)
+
+
+def test_a_worker_that_never_began_is_reported_and_can_be_closed() -> None:
+    worker = Worker("/bin/false", "-", 1, name="false")
+    worker._process.wait()  # so that the question finds nobody
+    with pytest.raises(PeerFailed, match="ended with code 1"):
+        worker.ask("prepare", 20, prompts=[[1] * 100_000])
+    worker.close()
 
 
 def test_frozen_workers_do_not_run(tmp_path: Path) -> None:

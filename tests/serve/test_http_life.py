@@ -8,11 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import Server, simulated
+import sim_service
+from http_server import Server, http_around, simulated
 from sim_engine import POISON
 from sim_service import assert_nothing_left, eventually, run, solo
 
 from tokenmill import SamplingParams
+from tokenmill.serve.service import Service
 
 PATH = "/v1/completions"
 
@@ -219,6 +221,24 @@ def test_a_draining_service_finishes_streams_and_lets_nobody_in() -> None:
             assert await draining == 0
             said = [token for event in events((await running).text) for token in event["choices"][0]["token_ids"]]
             assert said == solo([1, 2, 3], SamplingParams(temperature=0, max_tokens=100))
+
+    run(main())
+
+
+def test_a_second_model_answers_while_the_first_cannot() -> None:
+    async def main() -> None:
+        async with sim_service.opened() as second:
+            first = Service(sim_service.make().config, degrade=second)  # never started
+            async with http_around(first) as url, httpx.AsyncClient(base_url=url) as client:
+                answer = await client.post(PATH, json=body([1, 2], 5))
+                assert answer.status_code == 200 and answer.headers["x-tokenmill-degraded"] == "sim"
+                assert answer.json()["model"] == "sim"
+                assert (await client.get("/health/ready")).status_code == 200
+            async with http_around(sim_service.make()) as url, httpx.AsyncClient(base_url=url) as client:
+                alone = await client.post(PATH, json=body([1, 2], 5))
+                assert alone.status_code == 503 and "being loaded" in alone.json()["error"]["message"]
+                assert (await client.get("/health/live")).status_code == 200
+                assert (await client.get("/v1/models")).status_code == 200
 
     run(main())
 

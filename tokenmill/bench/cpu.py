@@ -93,11 +93,18 @@ class Row:
         return {"label": self.contender.label, **asdict(self)}
 
 
-def compare(setup: Setup, who: list[Contender], tell: Tell) -> list[Row]:
-    """The table's rows. A contender that fails keeps what it has, with the reason, and the others go on."""
+def compare(
+    setup: Setup, who: list[Contender], tell: Tell, keep: Callable[[list[Row]], None] | None = None
+) -> list[Row]:
+    """The table's rows. A contender that fails keeps what it has, with the reason, and the others go on.
+
+    `keep` is called with what there is after each round: a run takes long, and may be ended before its time.
+    """
     rows = prepare(setup, who, tell)
     for number in range(setup.rounds):
         _round(setup, rows, number, tell)
+        if keep is not None:
+            keep(rows)
     return rows
 
 

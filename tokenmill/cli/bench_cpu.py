@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,6 +67,11 @@ def cpu(
     note(f"{before['cpu']}, {before['cores']} cores ({', '.join(before['features'])}), {setup.threads} threads")
     if (before["load"] or 0) > BUSY:
         note(f"(the machine is busy: load {before['load']}; figures will be low and their ratios doubtful)")
+
+    def write(content: dict[str, Any]) -> None:
+        if out is not None:
+            out.write_text(json.dumps(content, indent=1) + "\n")
+
     if scaling:
         results = measure_scaling(setup, who, _numbers("--contexts", contexts), note)
         for count, rows in results.threads.items():
@@ -74,13 +79,11 @@ def cpu(
         written = draw(results, setup.columns, plot) if plot is not None else []
         for file in written:
             note(f"wrote {file}")
-        content = {"machine": before, **results.as_dict()}
+        write({"machine": before, **results.as_dict()})
     else:
-        rows = compare(setup, who, note)
+        rows = compare(setup, who, note, lambda rows: write(as_json(setup, rows, before)))
         typer.echo("\n".join(["", *table(setup.columns, rows), "", *notes(rows)]))
-        content = as_json(setup, rows, before)
     if out is not None:
-        out.write_text(json.dumps(content, indent=1) + "\n")
         note(f"wrote {out}")
 
 

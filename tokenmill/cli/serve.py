@@ -28,6 +28,9 @@ def serve(
     origin: Annotated[
         list[str] | None, typer.Option(help="Web pages of this origin may ask; * for all.", rich_help_panel=_NET)
     ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="File that remembers batches over a restart.", rich_help_panel=_LOAD)
+    ] = None,
     name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be given several times.")
     ] = None,
@@ -90,6 +93,7 @@ def serve(
         host=host,
         port=port,
         keys=keys,
+        journal=journal,
         names=tuple(name or ()),
         drain_seconds=drain_seconds,
         max_body_bytes=int(max_body_mb * 1_000_000),

@@ -14,13 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.serve import health, schemas, tokens_api
-from tokenmill.serve.call import Handler, endpoint, error_response, reader
+from tokenmill.serve import batches_api, health, schemas, tokens_api
+from tokenmill.serve.batches import Batches
+from tokenmill.serve.call import Handler, Reader, endpoint, error_response, reader
 from tokenmill.serve.chat_api import chat
 from tokenmill.serve.completions_api import complete
 from tokenmill.serve.embeddings_api import embed
 from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape
 from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.jobs import JobStore
+from tokenmill.serve.journal import Journal
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.messages_api import count, message
 from tokenmill.serve.metrics import Metrics
@@ -36,19 +39,36 @@ _POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
     ("/v1/messages", schemas.MessagesRequest, message, anthropic_shape),
     ("/v1/messages/count_tokens", schemas.CountRequest, count, anthropic_shape),
     ("/v1/embeddings", schemas.EmbeddingRequest, embed, openai_shape),
+    ("/v1/batches", schemas.BatchRequest, batches_api.create_batch, openai_shape),
     ("/tokenize", schemas.TokenizeRequest, tokens_api.tokenize, openai_shape),
     ("/detokenize", schemas.DetokenizeRequest, tokens_api.detokenize, openai_shape),
+)
+
+_READS: tuple[tuple[str, str, Reader], ...] = (
+    ("/v1/models", "GET", tokens_api.list_models),
+    ("/v1/models/{name:path}", "GET", tokens_api.one_model),
+    ("/v1/files", "POST", batches_api.upload),
+    ("/v1/files", "GET", batches_api.list_files),
+    ("/v1/files/{name}", "GET", batches_api.one_file),
+    ("/v1/files/{name}", "DELETE", batches_api.delete_file),
+    ("/v1/files/{name}/content", "GET", batches_api.file_content),
+    ("/v1/batches", "GET", batches_api.list_batches),
+    ("/v1/batches/{name}", "GET", batches_api.one_batch),
+    ("/v1/batches/{name}/cancel", "POST", batches_api.cancel_batch),
 )
 
 
 def create_app(service: Service, settings: HttpSettings) -> FastAPI:
     """The application around a service, which somebody else starts and stops."""
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service))
-    for path, kind, handler, shape in _POSTS:
-        _add(app, path, "POST", endpoint(kind, handler, shape), kind)
-    _add(app, "/v1/models", "GET", reader(tokens_api.list_models))
-    _add(app, "/v1/models/{name:path}", "GET", reader(tokens_api.one_model))
+    posts = {path: endpoint(kind, handler, shape) for path, kind, handler, shape in _POSTS}
+    store = JobStore(None if settings.journal is None else Journal(settings.journal))
+    batches = Batches(store, batches_api.asker(app, posts))
+    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches)
+    for path, kind, _, _ in _POSTS:
+        _add(app, path, "POST", posts[path], kind)
+    for path, method, read_handler in _READS:
+        _add(app, path, method, reader(read_handler))
     for path, read in (
         ("/health", health.ready),
         ("/health/live", health.live),

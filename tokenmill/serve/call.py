@@ -31,6 +31,7 @@ log = logging.getLogger("tokenmill.serve.access")
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[["Call", Any], Awaitable[Response]]
+Reader = Callable[[Site, Request, Tenant], Awaitable[Response]]
 
 
 class Call:
@@ -197,8 +198,8 @@ def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Ca
     return handle
 
 
-def reader(handler: Callable[[Site, Request, Tenant], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """An HTTP handler for what has no body and costs nothing; whoever has a key may ask."""
+def reader(handler: Reader) -> Callable[[Request], Awaitable[Response]]:
+    """An HTTP handler for what needs no engine; whoever has a key may ask."""
 
     async def handle(request: Request) -> Response:
         site, id = site_of(request), uuid.uuid4().hex

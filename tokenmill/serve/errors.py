@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
 from tokenmill.serve.admission import Overloaded, Unavailable
+from tokenmill.serve.journal import JournalFull
 
 GONE = 499  # nobody reads this status: the client has left
 
@@ -82,6 +83,8 @@ def refusal_of(error: Exception, request_id: str) -> HttpError:
             return HttpError(429, str(error), "overloaded", retry_after=1.0)
         case Unavailable():
             return HttpError(503, str(error), "unavailable", retry_after=error.retry_after)
+        case JournalFull():
+            return HttpError(507, str(error), "journal_full")
         case TokenmillError():
             return HttpError(500, str(error), "engine_error")
     return HttpError(500, f"something went wrong on the server; its log says more about {request_id}", "internal_error")

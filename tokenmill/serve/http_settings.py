@@ -16,6 +16,7 @@ class HttpSettings:
     port: int = 8000  # 0: any free one
     names: tuple[str, ...] = ()  # what clients call the model; empty: its own name
     keys: Path | None = None  # the file of API keys; None: everybody may ask
+    journal: Path | None = None  # the file that remembers batches; None: they are forgotten with the process
     drain_seconds: float = 30.0  # how long a server that is told to stop waits for what runs
     max_body_bytes: int = 16 << 20
     body_seconds: float = 30.0  # from a request's head to the end of its body

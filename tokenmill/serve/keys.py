@@ -65,6 +65,13 @@ class KeyRing:
             raise HttpError(401, "this API key is not known here; check it", "invalid_api_key", close=True)
         return tenant
 
+    def named(self, name: str) -> Tenant:
+        """A tenant that was let in earlier. Raises HttpError 401 where it is not known any more."""
+        tenant = self._anybody if self._file is None else self._tenants.get(name)
+        if tenant is None:
+            raise HttpError(401, f"the tenant {name!r} has no keys any more", "invalid_api_key")
+        return tenant
+
     def _look_again(self, file: Path) -> None:
         """A file that cannot be read leaves the keys as they are: nobody is locked out by a half-written one."""
         try:

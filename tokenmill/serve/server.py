@@ -19,6 +19,7 @@ from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.protocol import protocol_for
 from tokenmill.serve.served import Progress
 from tokenmill.serve.service import Service
+from tokenmill.serve.site import Site
 
 log = logging.getLogger("tokenmill.serve")
 
@@ -47,11 +48,13 @@ async def serve(
         await asyncio.wait({starting, told, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
+            server.site.batches.start()
             on_ready(f"http://{_shown(settings.host)}:{sock.getsockname()[1]}")
             await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
             await _drain(server, serving, service, settings.drain_seconds)
     finally:
         starting.cancel()
+        await server.site.batches.stop()
         for one in services:
             await one.stop()
         await server.end(serving)
@@ -89,9 +92,11 @@ class _Server(uvicorn.Server):
     """Leaves signals to us, and sleeps while there is nothing to do."""
 
     def __init__(self, settings: HttpSettings, service: Service) -> None:
+        app = create_app(service, settings)
+        self.site: Site = app.state.site
         super().__init__(
             uvicorn.Config(
-                create_app(service, settings),
+                app,
                 http=protocol_for(settings),
                 ws="none",
                 lifespan="off",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from tokenmill.serve.batches import Batches
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.keys import KeyRing
@@ -21,10 +22,13 @@ class Site:
     settings: HttpSettings
     keys: KeyRing
     metrics: Metrics
+    batches: Batches
     started: float = field(default_factory=time.time)
 
     def tenant_of(self, request: Request) -> Tenant:
         """Who asks. Raises HttpError 401."""
+        if (owner := request.scope.get("tokenmill.owner")) is not None:  # a batch asks for whom it belongs to
+            return self.keys.named(owner)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         return self.keys.tenant_of(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key"))
 

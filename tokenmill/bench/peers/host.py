@@ -72,11 +72,13 @@ class Worker:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        if self._process.returncode is None:
+            self._kill_group()
+            self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # a question that nobody was there to read
+                    stream.close()
 
     def _read_line(self, command: str, timeout: float) -> bytes:
         assert self._process.stdout is not None
@@ -95,11 +97,16 @@ class Worker:
 
     def _failure(self, command: str) -> PeerFailed:
         code = self._process.wait()
+        self._kill_group()  # now: later, its number may be somebody else's
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-REASON_LINES:]
         return PeerFailed(f"{command}: the worker {how}" + (f" ({' | '.join(last)})" if last else ""))
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may be gone already, with its group
+        if self._process.returncode is None:
             os.killpg(self._process.pid, number)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # all of it may be gone
+            os.killpg(self._process.pid, signal.SIGKILL)

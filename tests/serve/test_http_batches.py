@@ -1,0 +1,106 @@
+"""Batches are answered in the background as their requests would be alone, and survive the server."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_server import Server
+
+
+def lines(count: int, tokens: int = 8) -> bytes:
+    bodies = [{"prompt": f"mill {n}", "max_tokens": tokens, "temperature": 0, "ignore_eos": True} for n in range(count)]
+    asked = [
+        {"custom_id": f"item-{n}", "method": "POST", "url": "/v1/completions", "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    return "\n".join(map(json.dumps, asked)).encode()
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def submitted(client: openai.OpenAI, content: bytes) -> Any:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def ended(client: openai.OpenAI, id: str) -> Any:
+    for _ in range(1200):
+        batch = client.batches.retrieve(id)
+        if batch.status != "in_progress":
+            return batch
+        time.sleep(0.05)
+    raise AssertionError("it does not end")
+
+
+def test_a_batch_gives_what_its_requests_give(server: Server) -> None:
+    client = client_of(server)
+    wrong = {"custom_id": "wrong", "url": "/v1/completions", "body": {"prompt": "x", "top_p": 9}}
+    content = lines(20) + b"\n\n" + json.dumps(wrong).encode() + b"\n"
+    batch = ended(client, submitted(client, content).id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [f"item-{n}" for n in range(20)]
+    alone = client.completions.create(
+        model="tiny-chat", prompt="mill 7", max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answers[7]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    [error] = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert error["response"]["status_code"] == 400 and "top_p" in error["response"]["body"]["error"]["message"]
+    assert batch.id in [one.id for one in client.batches.list()]
+    assert client.files.delete(batch.input_file_id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(batch.input_file_id)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"{}", b'{"custom_id": 3, "body": {}}', lines(1) + b"\n" + lines(1), b'{"body": {"stream": 1}}'],
+)
+def test_a_wrong_file_is_refused(server: Server, content: bytes) -> None:
+    with pytest.raises(openai.BadRequestError):
+        submitted(client_of(server), content)
+    plain = httpx.post(f"{server.url}/v1/files", content=content)
+    assert plain.status_code == 400
+
+
+def test_a_batch_survives_the_death_of_its_server(chat_model: str, tmp_path: Path) -> None:
+    journal = str(tmp_path / "journal")
+    first = Server.start(chat_model, "--journal", journal)
+    client = client_of(first)
+    batch = submitted(client, lines(60, tokens=60))
+    for _ in range(2000):
+        if client.batches.retrieve(batch.id).request_counts.completed > 5:
+            break
+        time.sleep(0.005)
+    first.process.kill()
+    first.process.wait()
+    second = Server.start(chat_model, "--journal", journal)
+    try:
+        client = client_of(second)
+        again = ended(client, batch.id)
+        assert again.status == "completed" and again.request_counts.completed == 60
+        answers = [json.loads(line) for line in client.files.content(again.output_file_id).text.splitlines()]
+        assert [answer["custom_id"] for answer in answers] == [f"item-{n}" for n in range(60)]
+    finally:
+        assert second.stop() == 0
+
+
+def test_a_batch_can_be_cancelled(server: Server) -> None:
+    client = client_of(server)
+    batch = submitted(client, lines(500, tokens=200))
+    cancelled = client.batches.cancel(batch.id)
+    assert cancelled.status == "cancelled" and cancelled.request_counts.completed < 500
+    for _ in range(200):
+        if httpx.get(f"{server.url}/health/ready").json()["active"] == 0:
+            return
+        time.sleep(0.05)
+    raise AssertionError("its requests still run")

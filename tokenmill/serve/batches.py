@@ -1,0 +1,99 @@
+"""Batches: works on jobs of many requests in the background, and goes on with them after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tokenmill.serve.jobs import Job, JobStore
+from tokenmill.serve.journal import JournalFull
+
+log = logging.getLogger("tokenmill.serve")
+
+PARALLEL = 16  # requests of one batch at a time: the others of its class must also get their turn
+_LATER = (429, 503)  # the server has no room for it now
+_PATIENCE = 5.0  # seconds, where the server does not say
+
+# (owner, endpoint, body) -> (status, seconds to wait or None, body)
+Ask = Callable[[str, str, bytes], Awaitable[tuple[int, float | None, bytes]]]
+
+
+class Batches:
+    """`ask` answers one request as if a client of that tenant had sent it."""
+
+    def __init__(self, store: JobStore, ask: Ask) -> None:
+        self.store = store
+        self._ask = ask
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Go on with what an earlier process left."""
+        for job in self.store.unfinished():
+            self.begin(job)
+
+    def begin(self, job: Job) -> None:
+        task = asyncio.get_running_loop().create_task(self._work(job))
+        self._tasks[job.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
+
+    async def cancel(self, job: Job) -> None:
+        """End a job; what it has by now is kept."""
+        await self._leave(job.id)
+        if job.how is None:
+            self.store.end(job.id, "cancelled")
+
+    async def stop(self) -> None:
+        """Leave everything as it is for the next process."""
+        for id in list(self._tasks):
+            await self._leave(id)
+
+    async def _leave(self, id: str) -> None:
+        task = self._tasks.get(id)
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _work(self, job: Job) -> None:
+        endpoint = about(job)["endpoint"]
+        todo = list(job.open_items())
+        todo.reverse()  # so that popping takes the first
+
+        async def worker() -> None:
+            while todo:
+                index, item = todo.pop()
+                await self._answer(job, endpoint, index, item)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(PARALLEL, len(todo))):
+                    group.create_task(worker())
+            self.store.end(job.id)
+            log.info("batch completed", extra={"batch": job.id, "items": len(job.items), "failed": job.failed})
+        except* JournalFull as full:  # it stays unfinished, for a restart with room on the disk
+            log.error("batch %s stops: %s", job.id, full.exceptions[0])
+
+    async def _answer(self, job: Job, endpoint: str, index: int, item: bytes) -> None:
+        asked: dict[str, Any] = msgspec.json.decode(item)
+        body = msgspec.json.encode({"priority": "batch", **asked["body"]})
+        while True:
+            status, wait, said = await self._ask(job.owner, endpoint, body)
+            if status not in _LATER:
+                break
+            await asyncio.sleep(_PATIENCE if wait is None else wait)
+        id = f"batch_req_{uuid.uuid4().hex}"
+        response = {"status_code": status, "request_id": id, "body": msgspec.Raw(said)}
+        line = {"id": id, "custom_id": asked["custom_id"], "response": response, "error": None}
+        self.store.answer(job.id, index, msgspec.json.encode(line), status == 200)
+
+
+def about(job: Job) -> dict[str, Any]:
+    """What was noted about a job when it was made."""
+    noted: dict[str, Any] = msgspec.json.decode(job.about)
+    return noted
