@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -111,7 +112,11 @@ def test_a_head_that_does_not_come(sent: bytes) -> None:
 def test_a_client_that_reads_nothing_is_dropped() -> None:
     async def main() -> None:
         async with simulated({"step": 0.0005}, http={"write_seconds": 0.5}) as (service, url):
-            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"), limit=1024)
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, port = url.removeprefix("http://").split(":")
+            sock.connect((host, int(port)))
+            reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
             asked = body([1, 2, 3], 1900, stream=True, logprobs=20, n=16)
             writer.write(head(json.dumps(asked).encode()))
             await reader.readuntil(b"\r\n\r\n")
