@@ -13,17 +13,21 @@ beside it (on_*.py) import nothing but their engine, so the environment needs no
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -74,6 +78,8 @@ def peak_bytes(process: int) -> int:
 
 
 def main() -> None:
+    if sys.platform == "linux":  # end with whoever asks, even if that one was killed while this one was stopped
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Engines print what they like to stdout; the answers keep a door of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
