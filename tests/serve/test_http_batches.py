@@ -47,13 +47,13 @@ def test_a_batch_gives_what_its_requests_give(server: Server) -> None:
     batch = ended(client, submitted(client, content).id)
     assert batch.status == "completed"
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
-    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).read().splitlines()]
     assert [answer["custom_id"] for answer in answers] == [f"item-{n}" for n in range(20)]
     alone = client.completions.create(
         model="tiny-chat", prompt="mill 7", max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
     )
     assert answers[7]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
-    [error] = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    [error] = [json.loads(line) for line in client.files.content(batch.error_file_id).read().splitlines()]
     assert error["response"]["status_code"] == 400 and "top_p" in error["response"]["body"]["error"]["message"]
     assert batch.id in [one.id for one in client.batches.list()]
     assert client.files.delete(batch.input_file_id).deleted
@@ -88,7 +88,7 @@ def test_a_batch_survives_the_death_of_its_server(chat_model: str, tmp_path: Pat
         client = client_of(second)
         again = ended(client, batch.id)
         assert again.status == "completed" and again.request_counts.completed == 60
-        answers = [json.loads(line) for line in client.files.content(again.output_file_id).text.splitlines()]
+        answers = [json.loads(line) for line in client.files.content(again.output_file_id).read().splitlines()]
         assert [answer["custom_id"] for answer in answers] == [f"item-{n}" for n in range(60)]
     finally:
         assert second.stop() == 0

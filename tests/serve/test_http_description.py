@@ -33,8 +33,8 @@ def try_all(server: Server, examples: int) -> Counter[int]:
     for found in description.get_all_operations():
         operation = found.ok()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            if mode is GenerationMode.NEGATIVE and operation.method == "get":
-                continue
+            if mode is GenerationMode.NEGATIVE and not list(operation.body):
+                continue  # there is nothing that could be wrong
 
             @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=CHECKS)
             @given(case=operation.as_strategy(generation_mode=mode))

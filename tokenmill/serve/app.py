@@ -98,6 +98,8 @@ def _add(
     if kind is not None:
         schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if (path, method) == ("/v1/files", "POST"):
+        extra["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
     extra["responses"] = {"default": {"description": "An error, in the shape of the API that was asked"}}
     app.add_api_route(
         path,
@@ -111,6 +113,11 @@ def _add(
     )
 
 
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+}
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 

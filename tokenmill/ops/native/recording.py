@@ -118,7 +118,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to be shielded from the compiler would import it: 90 MB and most of a second."""
+        """Nothing is compiled here, and the shield from the compiler would import it: 90 MB and most of a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,39 @@
+"""The default model from its packed weights answers what the reference path answers from the same weights, expanded."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenmill import LLM, RequestOutput, SamplingParams
+from tokenmill.quant.packed import Packed
+
+SUBJECTS = ("the moon", "bread", "prime numbers", "a river", "the sea", "an old mill", "rain", "bees", "maps", "ice")
+QUESTIONS = ("Tell me about {}.", "Write a line about {}.", "Why is {} good?", "Name a fact about {}.", "What is {}?")
+PROMPTS = [question.format(subject) for subject in SUBJECTS for question in QUESTIONS]
+# Inputs are rounded to 8 bits (more where they are large): the two best tokens may swap if they are this close.
+GAP = 0.25
+
+
+def answers(model: str, **options: str) -> list[RequestOutput]:
+    with LLM(model, device="cpu", max_num_seqs=64, max_model_len=256, **options) as llm:
+        packed = isinstance(llm._front.engine.runner.decoder.weights.lm_head.scheme, Packed)  # type: ignore[attr-defined]
+        if packed != (not options):
+            pytest.skip("there is no native library here: no compiler was found")
+        chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=8, detokenize=False)
+        return llm.chat(chats, params, use_tqdm=False)
+
+
+def test_greedy_answers_are_those_of_the_reference_up_to_near_ties(default_model: str) -> None:
+    whole = 0
+    for mine, theirs in zip(answers(default_model), answers(default_model, ops="reference"), strict=True):
+        ids, expected = mine.outputs[0].token_ids, theirs.outputs[0].token_ids
+        first = next((at for at, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1]), None)
+        if first is None:
+            whole += 1
+            continue
+        assert theirs.outputs[0].logprobs is not None
+        table = theirs.outputs[0].logprobs[first]
+        best = max(entry.logprob for entry in table.values())
+        assert ids[first] in table and best - table[ids[first]].logprob < GAP, f"token {first} of {mine.request_id}"
+    assert whole >= 25, f"only {whole} of {len(PROMPTS)} answers are equal to the last token"
