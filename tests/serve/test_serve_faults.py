@@ -182,7 +182,7 @@ def test_a_client_that_leaves_while_the_engine_is_down_is_not_resumed() -> None:
             await strike(service, signal.SIGKILL)
             await eventually(lambda: service._supervisor.pid is None)
             await stream.aclose()
-            await eventually(service.ready)
+            await eventually(lambda: service._supervisor.pid is not None and service.ready())
             await assert_nothing_left(service)
 
     run(main())
