@@ -209,7 +209,7 @@ def _interrupts_held_back() -> Iterator[None]:
 @contextmanager
 def _full_collections_rare() -> Iterator[None]:
     """Thousands of prompts are many new objects, for which the collector would look through the whole process again
-    and again while the device waits: 30 ms of the 400 ms that 256 prompts of 2,000 tokens take on a small model.
+    and again while the device waits.
     """
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], max(before[2], 1000))

@@ -198,7 +198,8 @@ class Request:
         """Tokens that a step could compute now, drafts included."""
         num_tokens = len(self.tokens) + self.pending
         last_is_out = self.pending and num_tokens - self.prompt_len >= self.max_tokens
-        if self.held or last_is_out or self.awaits_mask:  # the token that reaches max_tokens never becomes an input
+        # The token that reaches max_tokens never becomes an input. (A property costs: this runs per row and step.)
+        if self.held or last_is_out or (self.grammar is not None and self.awaits_mask):
             return 0
         return num_tokens - self.num_computed + len(self.drafts)
 

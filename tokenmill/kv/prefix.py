@@ -16,17 +16,15 @@ def root_identity(salt: str, adapter: str = "") -> bytes:
     return _digest(struct.pack("<II", len(salt.encode()), len(adapter.encode())) + salt.encode() + adapter.encode())
 
 
-def block_identity(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a full block of tokens that follows `parent`: the same on every device, disk and worker."""
-    return _digest(parent + struct.pack(f"<{len(tokens)}I", *tokens))
-
-
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=IDENTITY_BYTES).digest()
 
 
 class IdentityChains:
-    """Names the blocks of token sequences. Sequences that begin as the one before are not hashed again there."""
+    """Names full blocks of tokens, each by its parent's name and its own tokens: the same on every device and worker.
+
+    Sequences that begin as the one before are not hashed again there.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -72,9 +70,6 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._block_of)
-
-    def find(self, identity: bytes) -> int | None:
-        return self._block_of.get(identity)
 
     def find_leading(self, identities: list[bytes]) -> list[int]:
         """The blocks of these identities up to the first that is unknown."""
