@@ -51,7 +51,7 @@ def bench_ops(
     ops = select(Need(device.type, dtype, spec.attention_head_dim, BLOCK_SIZE))
     best = ceilings(device, dtype)
     tell(
-        f"{device}: copies {best.bytes_per_s / 1e9:,.0f} GB/s, {str(dtype).removeprefix('torch.')} matrix products "
+        f"{device}: memory {best.bytes_per_s / 1e9:,.0f} GB/s, {str(dtype).removeprefix('torch.')} matrix products "
         f"{best.flops_per_s / 1e12:,.1f} TFLOP/s (measured now)"
     )
     for choice in ops.report():

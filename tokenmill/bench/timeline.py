@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-WIDTH, LEFT, LANE, LEAST_PIXELS = 1200, 90, 26, 0.5
+WIDTH, LEFT, LANE, LEAST_PIXELS = 1200, 110, 26, 0.5
 LEAST_GAP = 3.0  # microseconds: shorter waits of the device are the launches themselves
 NAMED_GAPS, NAMED_KINDS = 6, 12
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
@@ -93,7 +93,7 @@ def draw(timeline: Timeline, title: str) -> str:
             if x(span.end) < drawn + LEAST_PIXELS:
                 continue  # too small to be seen
             drawn, width = x(span.end), max((span.end - span.start) * scale, LEAST_PIXELS)
-            fill = colours.get(span.name, "#999999") if spans is busy else "#b8c4d0"
+            fill = colours.get(span.name, "#999999") if spans is busy else _host_colour(span)
             took = f"{span.name}: {span.end - span.start:.1f} us"
             parts.append(
                 f'<rect x="{x(span.start):.2f}" y="{y}" width="{width:.2f}" height="{LANE}" fill="{fill}">'
@@ -109,10 +109,11 @@ def draw(timeline: Timeline, title: str) -> str:
     for number, gap in enumerate(timeline.gaps()[:NAMED_GAPS], start=1):
         parts.append(_text(LEFT, y, f"gap {number}: {gap[1] - gap[0]:.0f} us, {timeline.cause(gap)}", "g"))
         y += 17
-    total = last - first
-    used = sum(kinds.values())
+    total = max(span.end for span in busy) - busy[0].start
+    used = total - sum(end - start for start, end in timeline.gaps()) if timeline.device else sum(kinds.values())
     y += 8
-    parts.append(_text(LEFT, y, f"{total:,.0f} us in all, busy {used:,.0f} us ({used / total:.0%})"))
+    where = "device" if timeline.device else "host"
+    parts.append(_text(LEFT, y, f"{where}: {total:,.0f} us from first to last, busy {used:,.0f} us ({used / total:.1%})"))
     for name in named:
         y += 17
         count = sum(span.name == name for span in busy)
@@ -133,6 +134,10 @@ def _outermost(spans: Iterable[Span]) -> list[Span]:
         if not kept or span.start >= kept[-1].end:
             kept.append(span)
     return kept
+
+
+def _host_colour(span: Span) -> str:
+    return "#e8edf2" if "Synchronize" in span.name else "#8fa3b8"  # the host waits, or works
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,119 @@
+"""The offline API on the work that a server gets: what HTTP costs, measured in turns.
+
+Run as a program, this file is the worker that holds the offline engine; it answers JSON lines (see peers/host.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.serve import Load, Report, Result, drive, prompts_of, started_server
+from tokenmill.bench.serve_client import Place
+from tokenmill.errors import TokenmillError
+
+PATIENCE = 1800.0  # seconds that one question to the worker may take
+
+
+@dataclass
+class Overhead:
+    """Output tokens per second of both ways, a figure per round."""
+
+    served: list[float]
+    offline: list[float]
+    results: list[Result]  # of the served rounds
+
+    @property
+    def percent(self) -> list[float]:
+        """What HTTP costs, in percent of the offline throughput, per round."""
+        return [100 * (1 - over / without) for over, without in zip(self.served, self.offline)]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.percent)
+
+
+def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell: Report) -> Overhead:
+    """The same prompts through a server and through `LLM`, in turns. All of a round's prompts are new to both."""
+    from tokenmill.bench.peers import OURS
+    from tokenmill.bench.peers.host import PeerFailed, Worker
+
+    found = Overhead([], [], [])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
+    worker = Worker(sys.executable, "offline", threads, name=OURS, serve=Path(__file__))
+    try:
+        with started_server(model, [word for name, value in options.items() for word in _option(name, value)]) as url:
+            worker.ask("load", PATIENCE, model=model, options=options)
+
+            def offline(load: Load) -> float:
+                worker.thaw()
+                asked = worker.ask("batch", PATIENCE, prompts=prompts_of(load), max_tokens=load.max_tokens)
+                worker.freeze()
+                return float(asked["tokens"] / asked["seconds"])
+
+            def served(load: Load) -> Result:
+                result = asyncio.run(drive(Place(url), load, lambda *_: None))
+                if result.errors:
+                    raise TokenmillError(f"answers failed under load: {dict(result.errors)}")
+                return result
+
+            for number in range(-1, rounds):  # the first is for warming up and does not count
+                this = replace(load, seed=load.seed + 1000 + number)
+                for turn in (0, 1) if number % 2 else (1, 0):
+                    if turn == 0 and (result := served(this)) and number >= 0:
+                        found.results.append(result)
+                        found.served.append(result.output_tokens / result.seconds)
+                    elif turn == 1 and (speed := offline(this)) and number >= 0:
+                        found.offline.append(speed)
+                tell(number + 1, rounds, "rounds")
+    except PeerFailed as failure:
+        raise TokenmillError(f"the offline engine failed: {failure}") from None
+    finally:
+        worker.close()
+    return found
+
+
+def _option(name: str, value: Any) -> list[str]:
+    return [f"--{name.replace('_', '-')}", str(value)]
+
+
+class Offline:
+    """The worker's side."""
+
+    def load(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
+        from tokenmill import LLM
+
+        self._llm = LLM(model, **options)
+        return {"lines": self._llm.plan_lines()}
+
+    def batch(self, prompts: list[str], max_tokens: int) -> dict[str, Any]:
+        from tokenmill import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+
+
+def main() -> None:
+    worker = Offline()
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            answer = getattr(worker, question.pop("command"))(**question)
+        except TokenmillError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
