@@ -109,28 +109,50 @@ static inline void prefetch(const uint8_t* chunk) {
     for (int line = 0; line < C::CHUNK_BYTES; line += 64) __builtin_prefetch(chunk + 2048 + line, 0, 3);
 }
 
-// 32 quantized inputs: x = d * q, |q| <= 127. Where a block is large among those of its row, 8 bits would be most of the
-// row's error: it is refined by further 8 bits, x = |d| * (256 * q + fine), and d is negative to say so. The sums serve
-// the terms of a weight that do not depend on its code; they are those of q, or of 256 * q + fine.
+// 32 quantized inputs: x = d * q, |q| <= 127. The sums serve the terms of a weight that do not depend on its code.
 struct InputBlock {
     int8_t q[GROUP];
     float d;
-    float sum;           // |d| * sum
-    int32_t minus_sum;   // - sum
+    float sum;           // of the inputs as quantized, with their refinement
+    int32_t minus_sum;   // - sum of q
     int32_t minus_half;  // - sum of the first 16
 };
 static_assert(sizeof(InputBlock) == 48, "kernels address its fields by broadcast loads");
+
+// Where a block is large among those of its row, 8 bits would be most of the row's error: what is left of it, x - d * q,
+// is quantized again. These further products are added when all others of a row have been: most blocks have none, and
+// the loop over all of them has no branch.
+struct Refinement {
+    InputBlock block;  // its d is that of the block / 256, its sum is not used
+    int32_t group;
+    int32_t row;  // in its tile
+};
 
 // A block is refined if the square of its largest value is more than so many times the mean of those in its row. With the
 // default model these are one in nine, and the loss of perplexity is a seventh of what it is without.
 constexpr float REFINE_ABOVE = 2.0f;
 
-// Tiles of up to TILE rows: block (group g, row r) of a tile of n rows is number g * n + r, and so are its fine bits.
-constexpr int TILE = 16;
+// At most so many blocks of a row are more than REFINE_ABOVE = 2 times their mean.
+constexpr int64_t most_refined(int64_t groups) { return groups / 2 + 1; }
+
+// Tiles of up to TILE rows: block (group g, row r) of a tile of n rows is number g * n + r. The refinements of QUAD rows
+// are in one list.
+constexpr int TILE = 16, QUAD = 4;
 struct Inputs {
     InputBlock* blocks;
-    int8_t* fine;   // [block][32]
-    float* floats;  // for dense matrices: column k of row r is number k * n + r
+    Refinement* refinements;  // [quad][QUAD * most_refined]
+    int64_t* refined;         // [quad] how many there are
+    float* floats;            // for dense matrices: column k of row r is number k * n + r
+};
+
+// The rows of a tile that a kernel takes.
+struct Rows {
+    const InputBlock* blocks;  // of the first row's group 0
+    int64_t stride;            // to the next group's
+    int first;                 // row in the tile
+    const Refinement* refinements;
+    const int64_t* refined;
+    int64_t room;  // refinements from quad to quad
 };
 
 constexpr float LARGEST = 3.402823466e38f;  // finite float
@@ -142,19 +164,14 @@ static inline void spoil(InputBlock& out) {
     out.d = out.sum = __builtin_nanf("");
 }
 
-static inline bool is_refined(const InputBlock& block) {
-    int32_t bits;  // a test of the sign bit needs no register of floats
-    __builtin_memcpy(&bits, &block.d, 4);
-    return __builtin_expect(bits < 0, 0);
-}
-
-// The scales and sums of a block whose values were rounded.
-static inline void describe(InputBlock& out, float top, bool refined, int half, int sum) {
-    const float d = top > SMALLEST ? top / (refined ? 127.0f * 256.0f : 127.0f) : 0.0f;
-    out.d = refined ? -d : d;
-    out.sum = d * static_cast<float>(sum);
-    out.minus_sum = -sum;
-    out.minus_half = -half;
+// Calls use(refinement) for those of ROWS rows.
+template <int ROWS, class Use>
+static inline void each_refinement(const Rows& rows, Use use) {
+    for (int quad = 0; quad < (ROWS + QUAD - 1) / QUAD; ++quad) {
+        const Refinement* list = rows.refinements + quad * rows.room;
+        for (int64_t i = 0; i < rows.refined[quad]; ++i)
+            if (ROWS >= QUAD || static_cast<unsigned>(list[i].row - rows.first) < ROWS) use(list[i]);
+    }
 }
 
 // Some rows of a matrix, in one form.

@@ -53,10 +53,10 @@ static inline void unpack(const uint8_t* at, int half, int j, __m256i& low, __m2
 // The compiler would add in another order, keep all products until the end, and run out of registers.
 static inline void now(__m256i& sum) { __asm__("" : "+x"(sum)); }
 
-// Sums of four products each for ROWS rows of inputs, STRIDE bytes apart: of the whole group, or for scales of 16
-// columns, of its first half and in `others` of its second.
-template <class C, int ROWS, int STRIDE>
-static inline void dots(const uint8_t* at, int half, const int8_t* q, __m256i sums[ROWS], __m256i others[ROWS]) {
+// Sums of four products each for ROWS rows of inputs: of the whole group, or for scales of 16 columns, of its first half
+// and in `others` of its second.
+template <class C, int ROWS>
+static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, __m256i sums[ROWS], __m256i others[ROWS]) {
     const __m256i ones = _mm256_set1_epi16(1);
     if constexpr (C::BITS == 8) {
         // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
@@ -66,7 +66,7 @@ static inline void dots(const uint8_t* at, int half, const int8_t* q, __m256i su
         for (int j = 0; j < 8; ++j) {
             const __m256i weight = _mm256_xor_si256(load(at + 64 * j + 32 * half), flip), size = _mm256_abs_epi8(weight);
             for (int row = 0; row < ROWS; ++row) {
-                const __m256i x = _mm256_sign_epi8(broadcast(q + STRIDE * row + 4 * j), weight);
+                const __m256i x = _mm256_sign_epi8(broadcast(blocks[row].q + 4 * j), weight);
                 sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_maddubs_epi16(size, x), ones));
                 now(sums[row]);
             }
@@ -80,8 +80,8 @@ static inline void dots(const uint8_t* at, int half, const int8_t* q, __m256i su
             __m256i low, high;
             unpack<C::BITS>(at, half, j, low, high);
             for (int row = 0; row < ROWS; ++row) {
-                const __m256i a = _mm256_maddubs_epi16(low, broadcast(q + STRIDE * row + 4 * j));
-                const __m256i b = _mm256_maddubs_epi16(high, broadcast(q + STRIDE * row + 16 + 4 * j));
+                const __m256i a = _mm256_maddubs_epi16(low, broadcast(blocks[row].q + 4 * j));
+                const __m256i b = _mm256_maddubs_epi16(high, broadcast(blocks[row].q + 16 + 4 * j));
                 if constexpr (C::SCALES == K_SIXTEENTHS) {
                     pairs[row] = j % TOGETHER ? _mm256_add_epi16(pairs[row], a) : a;
                     tails[row] = j % TOGETHER ? _mm256_add_epi16(tails[row], b) : b;
@@ -140,25 +140,18 @@ struct ChunkScales {
     }
 };
 
-// Adds one group to the totals of ROWS rows.
-template <class C, int ROWS>
+// Adds one group to the totals of ROWS rows. FINE: as further bits of inputs, whose sum has been counted already.
+template <class C, int ROWS, bool FINE = false>
 static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m256 other, const InputBlock* blocks,
-                             const int8_t* fine, __m256 totals[ROWS]) {
+                             __m256 totals[ROWS]) {
     __m256i sums[ROWS], others[ROWS];
     // Both halves broadcast the same inputs. Kept from the first to the second they would not fit in the registers:
     // the compiler must not know that they are the same.
     __asm__("" : "+r"(blocks));
-    dots<C, ROWS, sizeof(InputBlock)>(packed, half, blocks->q, sums, others);
+    dots<C, ROWS>(packed, half, blocks, sums, others);
     for (int row = 0; row < ROWS; ++row) {
         const InputBlock& x = blocks[row];
-        if (is_refined(x)) {
-            __m256i more[1], others_more[1];
-            dots<C, 1, GROUP>(packed, half, fine + GROUP * row, more, others_more);
-            sums[row] = _mm256_add_epi32(_mm256_slli_epi32(sums[row], 8), more[0]);
-            if constexpr (C::SCALES == K_SIXTEENTHS)
-                others[row] = _mm256_add_epi32(_mm256_slli_epi32(others[row], 8), others_more[0]);
-        }
-        const __m256 d = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_set1_ps(x.d));
+        const __m256 d = _mm256_broadcast_ss(&x.d);
         if constexpr (C::SCALES == K_SIXTEENTHS) {
             const __m256i low = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_half), C::ZERO_SHIFT);
             const __m256i high = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum - x.minus_half), C::ZERO_SHIFT);
@@ -173,29 +166,38 @@ static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m2
             }
             const __m256 sum = _mm256_cvtepi32_ps(sums[row]);
             totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(sum, scale), d, totals[row]);
-            if constexpr (!C::HAS_ZERO) totals[row] = _mm256_fmadd_ps(other, _mm256_set1_ps(x.sum), totals[row]);
+            if constexpr (!C::HAS_ZERO && !FINE)
+                totals[row] = _mm256_fmadd_ps(other, _mm256_broadcast_ss(&x.sum), totals[row]);
         }
     }
 }
 
 // Both halves of each chunk in turn, so that memory is read from end to end; totals[half][row].
 template <class C, int ROWS>
-static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine,
-                            int64_t stride, __m256 totals[2][ROWS]) {
+static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& rows, __m256 totals[2][ROWS]) {
     for (int row = 0; row < ROWS; ++row) totals[0][row] = totals[1][row] = _mm256_setzero_ps();
+    const uint8_t* at = panel;
+    const InputBlock* blocks = rows.blocks;
     for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
-        if constexpr (ROWS <= 2) prefetch<C>(panel);
+        if constexpr (ROWS <= 2) prefetch<C>(at);
         const int groups = left < C::CHUNK ? static_cast<int>(left) : C::CHUNK;
         for (int half = 0; half < 2; ++half) {
-            const ChunkScales<C> scales(panel, 8 * half);
+            const ChunkScales<C> scales(at, 8 * half);
             for (int g = 0; g < groups; ++g)
-                add_group<C, ROWS>(panel + C::SCALE_BYTES + g * C::GROUP_BYTES, half, scales.scale(g), scales.other(g),
-                                   blocks + g * stride, fine + GROUP * g * stride, totals[half]);
+                add_group<C, ROWS>(at + C::SCALE_BYTES + g * C::GROUP_BYTES, half, scales.scale(g), scales.other(g),
+                                   blocks + g * rows.stride, totals[half]);
         }
-        panel += C::CHUNK_BYTES;
-        blocks += groups * stride;
-        fine += GROUP * groups * stride;
+        at += C::CHUNK_BYTES;
+        blocks += groups * rows.stride;
     }
+    each_refinement<ROWS>(rows, [&](const Refinement& fine) {
+        const int g = fine.group % C::CHUNK, row = fine.row - rows.first;
+        for (int half = 0; half < 2; ++half) {
+            const ChunkScales<C> scales(panel + C::scales_at(fine.group), 8 * half);
+            add_group<C, 1, true>(panel + C::codes_at(fine.group), half, scales.scale(g), scales.other(g), &fine.block,
+                                  &totals[half][row]);
+        }
+    });
 }
 
 struct DenseF32 {
@@ -226,10 +228,10 @@ static inline void put(__m256 total, float* out, int width, const float* bias) {
 }
 
 template <class C, int ROWS>
-static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine, int64_t stride,
-                    float* out, int64_t out_stride, int width, const float* bias) {
+static void product(const uint8_t* panel, int64_t columns, const Rows& rows, float* out, int64_t out_stride, int width,
+                    const float* bias) {
     __m256 totals[2][ROWS];
-    multiply<C, ROWS>(panel, columns, blocks, fine, stride, totals);
+    multiply<C, ROWS>(panel, columns, rows, totals);
     for (int half = 0; 8 * half < width; ++half)
         for (int row = 0; row < ROWS; ++row)
             put(totals[half][row], out + row * out_stride + 8 * half, width - 8 * half, bias ? bias + 8 * half : nullptr);
@@ -284,20 +286,26 @@ static inline void store_bytes(__m256i low, __m256i high, int8_t* to) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
 
-// Rounds 16 values; returns the sum of their codes. `fine` gets the further bits, if there is one.
-static inline int round_half(const float* x, float inverse, int8_t* q, int8_t* fine) {
-    __m256i coarse[2], kept[2], sum = _mm256_setzero_si256();
+// Rounds 16 values; returns the sum of their codes.
+static inline int round_half(const float* x, float inverse, int8_t* q) {
+    __m256i codes[2];
+    for (int i = 0; i < 2; ++i)
+        codes[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse)));
+    store_bytes(codes[0], codes[1], q);
+    return total(_mm256_add_epi32(codes[0], codes[1]));
+}
+
+// The same with what that rounding left, in 256ths.
+static inline int round_rest(const float* x, float inverse, int8_t* q) {
+    __m256i kept[2];
     for (int i = 0; i < 2; ++i) {
         const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse));
-        coarse[i] = _mm256_cvtps_epi32(scaled);
-        const __m256 rest = _mm256_mul_ps(_mm256_sub_ps(scaled, _mm256_cvtepi32_ps(coarse[i])), _mm256_set1_ps(256.0f));
-        const __m256i bits = _mm256_min_epi32(_mm256_cvtps_epi32(rest), _mm256_set1_epi32(127));
-        kept[i] = _mm256_max_epi32(bits, _mm256_set1_epi32(-127));
-        sum = _mm256_add_epi32(sum, fine ? _mm256_add_epi32(_mm256_slli_epi32(coarse[i], 8), kept[i]) : coarse[i]);
+        const __m256 rest = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(_mm256_cvtps_epi32(scaled)));
+        const __m256i codes = _mm256_cvtps_epi32(_mm256_mul_ps(rest, _mm256_set1_ps(256.0f)));
+        kept[i] = _mm256_max_epi32(_mm256_min_epi32(codes, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127));
     }
-    store_bytes(coarse[0], coarse[1], q);
-    if (fine) store_bytes(kept[0], kept[1], fine);
-    return total(sum);
+    store_bytes(kept[0], kept[1], q);
+    return total(_mm256_add_epi32(kept[0], kept[1]));
 }
 
 }  // namespace TM_NS

@@ -49,33 +49,38 @@ static inline __m512i broadcast(const int8_t* four) {
     return _mm512_set1_epi32(word);
 }
 
-// start + the sums of four products each, over COUNT code vectors.
-template <int BITS, int COUNT>
-static inline __m512i dot(__m512i start, const __m512i* codes, const int8_t* q) {
+// sums[row] += the sums of four products each, over COUNT code vectors from `first` on. Rows take turns: each waits for
+// its own last sum, and meanwhile the others are multiplied.
+template <int BITS, int COUNT, int ROWS>
+static inline void dots(const __m512i* codes, const InputBlock* blocks, int first, __m512i sums[ROWS]) {
 #if TM_LEVEL >= 3
-    for (int j = 0; j < COUNT; ++j) start = _mm512_dpbusd_epi32(start, codes[j], broadcast(q + 4 * j));
-    return start;
+#pragma GCC unroll 8
+    for (int j = first; j < first + COUNT; ++j)
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row)
+            sums[row] = _mm512_dpbusd_epi32(sums[row], codes[j], broadcast(blocks[row].q + 4 * j));
 #else
     const __m512i ones = _mm512_set1_epi16(1);
-    if constexpr (BITS == 8) {
-        // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
-        const __m512i flip = _mm512_set1_epi8(-128), zero = _mm512_setzero_si512();
-        for (int j = 0; j < COUNT; ++j) {
-            const __m512i weight = _mm512_xor_si512(codes[j], flip), x = broadcast(q + 4 * j);
-            const __m512i moved = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weight), zero, x);
-            const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(weight), moved);
-            start = _mm512_add_epi32(start, _mm512_madd_epi16(pairs, ones));
+    for (int row = 0; row < ROWS; ++row) {
+        const int8_t* q = blocks[row].q;
+        if constexpr (BITS == 8) {
+            // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
+            const __m512i flip = _mm512_set1_epi8(-128), zero = _mm512_setzero_si512();
+            for (int j = first; j < first + COUNT; ++j) {
+                const __m512i weight = _mm512_xor_si512(codes[j], flip), x = broadcast(q + 4 * j);
+                const __m512i moved = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weight), zero, x);
+                const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(weight), moved);
+                sums[row] = _mm512_add_epi32(sums[row], _mm512_madd_epi16(pairs, ones));
+            }
+        } else {
+            constexpr int TOGETHER = 1 << (7 - BITS);  // as many products of pairs as 16 bits hold: 8, 4, 2
+            for (int from = first; from < first + COUNT; from += TOGETHER) {
+                __m512i pairs = _mm512_maddubs_epi16(codes[from], broadcast(q + 4 * from));
+                for (int j = from + 1; j < from + TOGETHER && j < first + COUNT; ++j)
+                    pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(codes[j], broadcast(q + 4 * j)));
+                sums[row] = _mm512_add_epi32(sums[row], _mm512_madd_epi16(pairs, ones));
+            }
         }
-        return start;
-    } else {
-        constexpr int TOGETHER = 1 << (7 - BITS);  // as many products of pairs as 16 bits hold: 8, 4, 2
-        for (int first = 0; first < COUNT; first += TOGETHER) {
-            __m512i pairs = _mm512_maddubs_epi16(codes[first], broadcast(q + 4 * first));
-            for (int j = first + 1; j < first + TOGETHER && j < COUNT; ++j)
-                pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(codes[j], broadcast(q + 4 * j)));
-            start = _mm512_add_epi32(start, _mm512_madd_epi16(pairs, ones));
-        }
-        return start;
     }
 #endif
 }
@@ -119,60 +124,85 @@ struct ChunkScales {
     }
 };
 
-// The integer sums of a row, over COUNT code vectors from `first` on; `minus` is minus the sum of these inputs. They
-// have the sign of the block's d, so that their product with it is right.
-template <class C, int COUNT>
-static inline __m512i whole_dot(const __m512i* codes, const InputBlock& x, const int8_t* fine, int first, int32_t minus) {
-    __m512i start = _mm512_setzero_si512(), zero = start;
-    if constexpr (SUBTRACT_ZERO<C>) zero = _mm512_slli_epi32(_mm512_set1_epi32(minus), C::ZERO_SHIFT);
-    if (is_refined(x)) {
-        const __m512i coarse = dot<C::BITS, COUNT>(start, codes + first, x.q + 4 * first);
-        start = _mm512_add_epi32(_mm512_slli_epi32(coarse, 8), zero);
-        return _mm512_sub_epi32(_mm512_setzero_si512(), dot<C::BITS, COUNT>(start, codes + first, fine + 4 * first));
-    }
-    return dot<C::BITS, COUNT>(zero, codes + first, x.q + 4 * first);
+// What zero points add to the sums: `minus` is minus the sum of the inputs.
+template <class C>
+static inline __m512i zero_term(int32_t minus) {
+    if constexpr (SUBTRACT_ZERO<C>) return _mm512_slli_epi32(_mm512_set1_epi32(minus), C::ZERO_SHIFT);
+    return _mm512_setzero_si512();
 }
 
-// Adds one group to the sums of ROWS rows.
-template <class C, int ROWS>
-static inline void add_group(const uint8_t* packed, __m512 scale, __m512 other, const InputBlock* blocks,
-                             const int8_t* fine, __m512 sums[ROWS]) {
-    __m512i codes[8];
-    unpack<C::BITS>(packed, codes);
-    for (int row = 0; row < ROWS; ++row) {
-        const InputBlock& x = blocks[row];
-        const __m512 d = _mm512_set1_ps(x.d);
-        if constexpr (C::SCALES == K_SIXTEENTHS) {
-            const __m512i low = whole_dot<C, 4>(codes, x, fine + GROUP * row, 0, x.minus_half);
-            const __m512i high = whole_dot<C, 4>(codes, x, fine + GROUP * row, 4, x.minus_sum - x.minus_half);
-            const __m512 first = _mm512_cvtepi32_ps(low), second = _mm512_cvtepi32_ps(high);
-            sums[row] = _mm512_fmadd_ps(_mm512_fmadd_ps(first, scale, _mm512_mul_ps(second, other)), d, sums[row]);
-        } else {
-            const __m512 sum = _mm512_cvtepi32_ps(whole_dot<C, 8>(codes, x, fine + GROUP * row, 0, x.minus_sum));
-            sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), d, sums[row]);
-            if constexpr (!C::HAS_ZERO) sums[row] = _mm512_fmadd_ps(other, _mm512_set1_ps(x.sum), sums[row]);
+// Adds one group to the sums of ROWS rows. FINE: as further bits of inputs, whose sum has been counted already.
+template <class C, int ROWS, bool FINE = false>
+static inline void add_group(const __m512i* codes, __m512 scale, __m512 other, const InputBlock* blocks,
+                             __m512 sums[ROWS]) {
+    __m512i dot[ROWS];
+    if constexpr (C::SCALES == K_SIXTEENTHS) {
+        __m512i rest[ROWS];
+        for (int row = 0; row < ROWS; ++row) {
+            dot[row] = zero_term<C>(blocks[row].minus_half);
+            rest[row] = zero_term<C>(blocks[row].minus_sum - blocks[row].minus_half);
+        }
+        dots<C::BITS, 4, ROWS>(codes, blocks, 0, dot);
+        dots<C::BITS, 4, ROWS>(codes, blocks, 4, rest);
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512 first = _mm512_cvtepi32_ps(dot[row]), second = _mm512_cvtepi32_ps(rest[row]);
+            const __m512 both = _mm512_fmadd_ps(first, scale, _mm512_mul_ps(second, other));
+            sums[row] = _mm512_fmadd_ps(both, _mm512_set1_ps(blocks[row].d), sums[row]);
+        }
+    } else {
+        for (int row = 0; row < ROWS; ++row) dot[row] = zero_term<C>(blocks[row].minus_sum);
+        dots<C::BITS, 8, ROWS>(codes, blocks, 0, dot);
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[row]), scale);
+            sums[row] = _mm512_fmadd_ps(sum, _mm512_set1_ps(blocks[row].d), sums[row]);
+            if constexpr (!C::HAS_ZERO && !FINE)
+                sums[row] = _mm512_fmadd_ps(other, _mm512_set1_ps(blocks[row].sum), sums[row]);
         }
     }
 }
 
-// sums[row] = a panel times ROWS rows of a tile: `blocks` is the first row's block of group 0, the next group's is
-// `stride` further, and so are the fine bits.
+// Adds the refinements of ROWS rows.
 template <class C, int ROWS>
-static inline void multiply(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine,
-                            int64_t stride, __m512 sums[ROWS]) {
+static inline void refine(const uint8_t* panel, const Rows& rows, __m512 sums[ROWS]) {
+    float totals[ROWS][PANEL];
+    for (int row = 0; row < ROWS; ++row) _mm512_storeu_ps(totals[row], sums[row]);
+    each_refinement<ROWS>(rows, [&](const Refinement& fine) {
+        __m512i codes[8];
+        unpack<C::BITS>(panel + C::codes_at(fine.group), codes);
+        const ChunkScales<C> scales(panel + C::scales_at(fine.group));
+        const int g = fine.group % C::CHUNK;
+        float* total = totals[fine.row - rows.first];
+        __m512 sum[1] = {_mm512_loadu_ps(total)};
+        add_group<C, 1, true>(codes, scales.scale(g), scales.other(g), &fine.block, sum);
+        _mm512_storeu_ps(total, sum[0]);
+    });
+    for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_loadu_ps(totals[row]);
+}
+
+// sums[row] = a panel times ROWS rows.
+template <class C, int ROWS>
+static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& rows, __m512 sums[ROWS]) {
+    constexpr int TURNS = ROWS < 4 ? ROWS : 4;
     for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
+    const uint8_t* at = panel;
+    const InputBlock* blocks = rows.blocks;
     for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
-        if constexpr (ROWS <= 4) prefetch<C>(panel);
-        const ChunkScales<C> scales(panel);
-        panel += C::SCALE_BYTES;
+        prefetch<C>(at);
+        const ChunkScales<C> scales(at);
+        at += C::SCALE_BYTES;
         const int groups = left < C::CHUNK ? static_cast<int>(left) : C::CHUNK;
         for (int g = 0; g < groups; ++g) {
-            add_group<C, ROWS>(panel, scales.scale(g), scales.other(g), blocks, fine, sums);
-            panel += C::GROUP_BYTES;
-            blocks += stride;
-            fine += GROUP * stride;
+            __m512i codes[8];
+            unpack<C::BITS>(at, codes);
+            const __m512 scale = scales.scale(g), other = scales.other(g);
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; row += TURNS)
+                add_group<C, TURNS>(codes, scale, other, blocks + row, sums + row);
+            at += C::GROUP_BYTES;
+            blocks += rows.stride;
         }
     }
+    refine<C, ROWS>(panel, rows, sums);
 }
 
 struct DenseF32 {
@@ -214,10 +244,10 @@ static inline void put(const __m512 sums[ROWS], float* out, int64_t out_stride, 
 }
 
 template <class C, int ROWS>
-static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine, int64_t stride,
-                    float* out, int64_t out_stride, int width, const float* bias) {
+static void product(const uint8_t* panel, int64_t columns, const Rows& rows, float* out, int64_t out_stride, int width,
+                    const float* bias) {
     __m512 sums[ROWS];
-    multiply<C, ROWS>(panel, columns, blocks, fine, stride, sums);
+    multiply<C, ROWS>(panel, columns, rows, sums);
     put<ROWS>(sums, out, out_stride, width, bias);
 }
 
@@ -236,17 +266,21 @@ static inline float largest(const float* x) {
     return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
 }
 
-// Rounds 16 values; returns the sum of their codes. `fine` gets the further bits, if there is one.
-static inline int round_half(const float* x, float inverse, int8_t* q, int8_t* fine) {
+// Rounds 16 values; returns the sum of their codes.
+static inline int round_half(const float* x, float inverse, int8_t* q) {
+    const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(codes));
+    return _mm512_reduce_add_epi32(codes);
+}
+
+// The same with what that rounding left, in 256ths.
+static inline int round_rest(const float* x, float inverse, int8_t* q) {
     const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse));
-    const __m512i coarse = _mm512_cvtps_epi32(scaled);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(coarse));
-    if (!fine) return _mm512_reduce_add_epi32(coarse);
-    const __m512 rest = _mm512_mul_ps(_mm512_sub_ps(scaled, _mm512_cvtepi32_ps(coarse)), _mm512_set1_ps(256.0f));
-    const __m512i bits = _mm512_min_epi32(_mm512_cvtps_epi32(rest), _mm512_set1_epi32(127));
-    const __m512i kept = _mm512_max_epi32(bits, _mm512_set1_epi32(-127));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(fine), _mm512_cvtsepi32_epi8(kept));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), kept));
+    const __m512 rest = _mm512_sub_ps(scaled, _mm512_cvtepi32_ps(_mm512_cvtps_epi32(scaled)));
+    const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(256.0f)));
+    const __m512i kept = _mm512_max_epi32(_mm512_min_epi32(codes, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(kept));
+    return _mm512_reduce_add_epi32(kept);
 }
 
 }  // namespace TM_NS

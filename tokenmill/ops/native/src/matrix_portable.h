@@ -54,39 +54,42 @@ static inline void group_scales(const uint8_t* panel, int64_t g, float scale[2][
     }
 }
 
-template <class C, int ROWS>
-static void product(const uint8_t* panel, int64_t columns, const InputBlock* blocks, const int8_t* fine, int64_t stride,
-                    float* out, int64_t out_stride, int width, const float* bias) {
+// Adds what a group gives with one input block to totals. FINE: as further bits, whose sum has been counted already.
+template <class C, bool FINE>
+static inline void add_group(const uint8_t* panel, int64_t g, const InputBlock& x, float totals[PANEL]) {
     constexpr int ZERO = C::HAS_ZERO ? 1 << C::ZERO_SHIFT : 0;
-    const int64_t groups = columns / GROUP;
-    float totals[ROWS][PANEL] = {};
-    for (int64_t g = 0; g < groups; ++g) {
-        uint8_t codes[GROUP][PANEL];
-        float scale[2][PANEL], minimum[PANEL];
-        unpack<C::BITS>(panel + C::codes_at(g), codes);
-        group_scales<C>(panel, g, scale, minimum);
-        for (int row = 0; row < ROWS; ++row) {
-            const InputBlock& x = blocks[g * stride + row];
-            const int8_t* more = fine + GROUP * (g * stride + row);
-            int32_t q[GROUP];
-            for (int column = 0; column < GROUP; ++column) q[column] = x.d < 0 ? 256 * x.q[column] + more[column] : x.q[column];
-            int32_t sums[2][PANEL];
-            for (int half = 0; half < 2; ++half) {
-                const int minus = half ? x.minus_sum - x.minus_half : x.minus_half;
-                for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] = ZERO * minus;
-                for (int column = 16 * half; column < 16 * half + 16; ++column)
-                    for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] += codes[column][lane] * q[column];
-            }
-            for (int lane = 0; lane < PANEL; ++lane) {
-                float sum;
-                if constexpr (C::SCALES == K_SIXTEENTHS)
-                    sum = static_cast<float>(sums[0][lane]) * scale[0][lane] + static_cast<float>(sums[1][lane]) * scale[1][lane];
-                else
-                    sum = static_cast<float>(sums[0][lane] + sums[1][lane]) * scale[0][lane];
-                totals[row][lane] += sum * __builtin_fabsf(x.d) + minimum[lane] * x.sum;
-            }
-        }
+    uint8_t codes[GROUP][PANEL];
+    float scale[2][PANEL], minimum[PANEL];
+    unpack<C::BITS>(panel + C::codes_at(g), codes);
+    group_scales<C>(panel, g, scale, minimum);
+    int32_t sums[2][PANEL];
+    for (int half = 0; half < 2; ++half) {
+        const int minus = half ? x.minus_sum - x.minus_half : x.minus_half;
+        for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] = ZERO * minus;
+        for (int column = 16 * half; column < 16 * half + 16; ++column)
+            for (int lane = 0; lane < PANEL; ++lane) sums[half][lane] += codes[column][lane] * x.q[column];
     }
+    for (int lane = 0; lane < PANEL; ++lane) {
+        float sum;
+        if constexpr (C::SCALES == K_SIXTEENTHS)
+            sum = static_cast<float>(sums[0][lane]) * scale[0][lane] + static_cast<float>(sums[1][lane]) * scale[1][lane];
+        else
+            sum = static_cast<float>(sums[0][lane] + sums[1][lane]) * scale[0][lane];
+        totals[lane] += sum * x.d;
+        if constexpr (!FINE) totals[lane] += minimum[lane] * x.sum;
+    }
+}
+
+template <class C, int ROWS>
+static void product(const uint8_t* panel, int64_t columns, const Rows& rows, float* out, int64_t out_stride, int width,
+                    const float* bias) {
+    float totals[ROWS][PANEL] = {};
+    for (int64_t g = 0; g < columns / GROUP; ++g)
+        for (int row = 0; row < ROWS; ++row)
+            add_group<C, false>(panel, g, rows.blocks[g * rows.stride + row], totals[row]);
+    each_refinement<ROWS>(rows, [&](const Refinement& fine) {
+        add_group<C, true>(panel, fine.group, fine.block, totals[fine.row - rows.first]);
+    });
     for (int row = 0; row < ROWS; ++row)
         for (int lane = 0; lane < width; ++lane)
             out[row * out_stride + lane] = bias ? totals[row][lane] + bias[lane] : totals[row][lane];
@@ -135,20 +138,25 @@ static inline float largest(const float* x) {
     return top;
 }
 
-// Rounds 16 values; returns the sum of their codes. `fine` gets the further bits, if there is one.
-static inline int round_half(const float* x, float inverse, int8_t* q, int8_t* fine) {
+// Rounds 16 values; returns the sum of their codes.
+static inline int round_half(const float* x, float inverse, int8_t* q) {
+    int sum = 0;
+    for (int i = 0; i < 16; ++i) {
+        const int code = static_cast<int>(__builtin_lrintf(x[i] * inverse));
+        q[i] = static_cast<int8_t>(code);
+        sum += code;
+    }
+    return sum;
+}
+
+// The same with what that rounding left, in 256ths.
+static inline int round_rest(const float* x, float inverse, int8_t* q) {
     int sum = 0;
     for (int i = 0; i < 16; ++i) {
         const float scaled = x[i] * inverse;
-        const int coarse = static_cast<int>(__builtin_lrintf(scaled));
-        q[i] = static_cast<int8_t>(coarse);
-        if (!fine) {
-            sum += coarse;
-            continue;
-        }
-        const int bits = static_cast<int>(__builtin_lrintf((scaled - static_cast<float>(coarse)) * 256.0f));
-        fine[i] = static_cast<int8_t>(bits > 127 ? 127 : bits < -127 ? -127 : bits);
-        sum += 256 * coarse + fine[i];
+        const int code = static_cast<int>(__builtin_lrintf((scaled - __builtin_rintf(scaled)) * 256.0f));
+        q[i] = static_cast<int8_t>(code > 127 ? 127 : code < -127 ? -127 : code);
+        sum += q[i];
     }
     return sum;
 }

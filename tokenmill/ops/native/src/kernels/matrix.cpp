@@ -18,8 +18,7 @@ namespace TM_NS {
 constexpr int64_t CACHED_INPUTS = 320 << 10;  // bytes of inputs that every panel is multiplied with before going on
 constexpr int64_t OWN_INPUTS = 8 << 10;       // elements that each thread prepares for itself rather than waiting
 
-using Product = void (*)(const uint8_t*, int64_t, const InputBlock*, const int8_t*, int64_t, float*, int64_t, int,
-                         const float*);
+using Product = void (*)(const uint8_t*, int64_t, const Rows&, float*, int64_t, int, const float*);
 using ProductDense = void (*)(const uint8_t*, int64_t, const float*, int64_t, float*, int64_t, int, const float*);
 
 struct Plan {
@@ -37,32 +36,39 @@ static Plan plan_of(const MatmulArgs& a, int64_t rows) {
 }
 
 // Inputs are prepared in both ways where segments of both kinds want them.
-static int64_t block_bytes(const Plan& plan) {
-    return plan.quantized ? round_up(plan.m * plan.groups * int64_t(sizeof(InputBlock)), 64) : 0;
-}
+struct InputSizes {
+    int64_t blocks = 0, refinements = 0, refined = 0, floats = 0;  // bytes
 
-static int64_t fine_bytes(const Plan& plan) { return plan.quantized ? round_up(plan.m * plan.groups * GROUP, 64) : 0; }
-
-static size_t input_bytes(const Plan& plan) {
-    const int64_t floats = plan.dense ? round_up(plan.m * plan.k * 4, 64) : 0;
-    return static_cast<size_t>(block_bytes(plan) + fine_bytes(plan) + floats);
-}
+    explicit InputSizes(const Plan& plan) {
+        if (plan.quantized) {
+            const int64_t quads = (plan.m + QUAD - 1) / QUAD;
+            blocks = round_up(plan.m * plan.groups * int64_t(sizeof(InputBlock)), 64);
+            refinements = round_up(quads * QUAD * most_refined(plan.groups) * int64_t(sizeof(Refinement)), 64);
+            refined = round_up(quads * int64_t(sizeof(int64_t)), 64);
+        }
+        if (plan.dense) floats = round_up(plan.m * plan.k * 4, 64);
+    }
+    size_t total() const { return static_cast<size_t>(blocks + refinements + refined + floats); }
+};
 
 static Inputs inputs_at(char* memory, const Plan& plan) {
-    char* fine = memory + block_bytes(plan);
-    return {reinterpret_cast<InputBlock*>(memory), reinterpret_cast<int8_t*>(fine),
-            reinterpret_cast<float*>(fine + fine_bytes(plan))};
+    const InputSizes sizes(plan);
+    char* const refinements = memory + sizes.blocks;
+    char* const refined = refinements + sizes.refinements;
+    return {reinterpret_cast<InputBlock*>(memory), reinterpret_cast<Refinement*>(refinements),
+            reinterpret_cast<int64_t*>(refined), reinterpret_cast<float*>(refined + sizes.refined)};
 }
 
 static bool each_its_own(const Plan& plan) { return plan.m * plan.k <= OWN_INPUTS; }
 
 static size_t matmul_scratch(const void* args, int64_t rows) {
     const Plan plan = plan_of(*static_cast<const MatmulArgs*>(args), rows);
-    return input_bytes(plan) * static_cast<size_t>(each_its_own(plan) ? pool_size() : 1);
+    return InputSizes(plan).total() * static_cast<size_t>(each_its_own(plan) ? pool_size() : 1);
 }
 
-// Quantizes one row to blocks that are `stride` apart.
-static void quantize_row(const float* x, int64_t groups, InputBlock* blocks, int8_t* fine, int64_t stride) {
+// Quantizes one row to blocks that are `stride` apart; returns the end of the refinements.
+static Refinement* quantize_row(const float* x, int64_t groups, InputBlock* blocks, int64_t stride, int row,
+                                Refinement* refinement) {
     float squares = 0;
     for (int64_t g = 0; g < groups; ++g) {
         const float top = blocks[g * stride].d = largest(x + g * GROUP);
@@ -76,28 +82,49 @@ static void quantize_row(const float* x, int64_t groups, InputBlock* blocks, int
             spoil(block);
             continue;
         }
-        const bool refined = top * top > limit && top > SMALLEST;
-        const float inverse = top > SMALLEST ? 127.0f / top : 0.0f;
-        int8_t* more = refined ? fine + GROUP * g * stride : nullptr;
-        const int half = round_half(x + g * GROUP, inverse, block.q, more);
-        const int rest = round_half(x + g * GROUP + 16, inverse, block.q + 16, more ? more + 16 : nullptr);
-        describe(block, top, refined, half, half + rest);
+        const bool some = top > SMALLEST;
+        const float inverse = some ? 127.0f / top : 0.0f, d = some ? top / 127.0f : 0.0f;
+        const float* part = x + g * GROUP;
+        const int half = round_half(part, inverse, block.q), sum = half + round_half(part + 16, inverse, block.q + 16);
+        block.d = d;
+        block.minus_sum = -sum;
+        block.minus_half = -half;
+        block.sum = d * static_cast<float>(sum);
+        if (some && top * top > limit) {
+            InputBlock& fine = refinement->block;
+            const int fine_half = round_rest(part, inverse, fine.q);
+            const int fine_sum = fine_half + round_rest(part + 16, inverse, fine.q + 16);
+            fine.d = d / 256.0f;
+            fine.sum = 0.0f;
+            fine.minus_sum = -fine_sum;
+            fine.minus_half = -fine_half;
+            block.sum += fine.d * static_cast<float>(fine_sum);
+            refinement->group = static_cast<int32_t>(g);
+            refinement->row = row;
+            ++refinement;
+        }
     }
+    return refinement;
 }
 
+// The rows of the quads [begin, end).
 static void prepare(const MatmulArgs& a, const Plan& plan, const Inputs& to, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-        const int64_t first = row / TILE * TILE;  // of the tile
+    for (int64_t quad = begin; quad < end; ++quad) {
+        const int64_t first = quad * QUAD / TILE * TILE;  // of the tile
         const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
-        const float* x = a.x + row * a.x_stride;
-        if (plan.quantized) {
-            const int64_t block = first * plan.groups + (row - first);
-            quantize_row(x, plan.groups, to.blocks + block, to.fine + GROUP * block, size);
+        Refinement* const list = to.refinements + quad * QUAD * most_refined(plan.groups);
+        Refinement* next = list;
+        for (int64_t row = quad * QUAD; row < plan.m && row < (quad + 1) * QUAD; ++row) {
+            const float* x = a.x + row * a.x_stride;
+            const int place = static_cast<int>(row - first);
+            if (plan.quantized)
+                next = quantize_row(x, plan.groups, to.blocks + first * plan.groups + place, size, place, next);
+            if (plan.dense) {
+                float* floats = to.floats + first * plan.k + place;
+                for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[k];
+            }
         }
-        if (plan.dense) {
-            float* floats = to.floats + first * plan.k + (row - first);
-            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[k];
-        }
+        if (plan.quantized) to.refined[quad] = next - list;
     }
 }
 
@@ -159,13 +186,15 @@ static void multiply_panel(const MatmulArgs& a, const Plan& plan, const Inputs& 
         for (int64_t row = 0; row < size;) {
             const int rows = rows_at_once(size - row);
             float* out = a.out + (first + row) * a.out_stride + n;
-            if (is_dense(form))
+            if (is_dense(form)) {
                 dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride,
                                           width, bias);
-            else
-                quantized_product(form, rows)(packed, plan.k, inputs.blocks + first * plan.groups + row,
-                                              inputs.fine + GROUP * (first * plan.groups + row), size, out,
-                                              a.out_stride, width, bias);
+            } else {
+                const int64_t quad = (first + row) / QUAD, room = QUAD * most_refined(plan.groups);
+                const Rows taken{inputs.blocks + first * plan.groups + row, size, static_cast<int>(row),
+                                 inputs.refinements + quad * room, inputs.refined + quad, room};
+                quantized_product(form, rows)(packed, plan.k, taken, out, a.out_stride, width, bias);
+            }
             row += rows;
         }
     }
@@ -190,13 +219,14 @@ static void matmul(const void* args, Team& team) {
     const MatmulArgs& a = *static_cast<const MatmulArgs*>(args);
     const Plan plan = plan_of(a, team.rows);
     const bool own = each_its_own(plan);
-    char* scratch = team.scratch() + (own ? input_bytes(plan) * static_cast<size_t>(team.index) : 0);
+    char* scratch = team.scratch() + (own ? InputSizes(plan).total() * static_cast<size_t>(team.index) : 0);
     const Inputs inputs = inputs_at(scratch, plan);
+    const int64_t quads = (plan.m + QUAD - 1) / QUAD;
     int64_t begin, end;
     if (own) {
-        prepare(a, plan, inputs, 0, plan.m);
+        prepare(a, plan, inputs, 0, quads);
     } else {
-        team.share(plan.m, begin, end);
+        team.share(quads, begin, end);
         prepare(a, plan, inputs, begin, end);
         team.barrier();
     }
