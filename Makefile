@@ -60,6 +60,6 @@ $(venv)/.installed: $(python) pyproject.toml $(pins)
 
 # A CUDA build of torch brings its own Triton; beside a CPU build it is only wanted for its interpreter.
 $(venv)/.installed-dev: $(venv)/.installed
-	$(pip) install --quiet -c $(pins) --no-build-isolation -e '.[dev,serve]'
+	$(pip) install --quiet -c $(pins) --no-build-isolation -e '.[dev,serve,otel]'
 	@$(python) -c 'import triton' 2> /dev/null || $(pip) install --quiet "triton==3.6.0; sys_platform == 'linux'"
 	@touch $@

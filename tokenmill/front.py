@@ -291,7 +291,7 @@ class Follow:
         self.timeout = timeout
         self.leader = requests[0]
         self.tokenizer = tokenizer if params.detokenize else None
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         self.sequences = [_Sequence(self, request, params) for request in requests]
         self._prompt_tables: list[LogprobTable] = []
 
@@ -301,6 +301,8 @@ class Follow:
 
     @property
     def finished(self) -> bool:
+        if len(self.sequences) == 1:  # asked several times per token: a generator would show
+            return self.sequences[0].finish is not None
         return all(sequence.finish is not None for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
@@ -318,7 +320,7 @@ class Follow:
         )
 
     def _outputs(self) -> list[CompletionOutput]:
-        outputs = [sequence.output(index, self._eos_ids) for index, sequence in enumerate(self.sequences)]
+        outputs = [sequence.output(index) for index, sequence in enumerate(self.sequences)]
         if self.params.best_of is None or self.params.best_of == self.params.n:
             return outputs
         if not self.finished:
@@ -364,7 +366,7 @@ class _Sequence:
         self.text = ""
         self.num_tokens = 0  # taken in; a stop string may end the sequence before the engine does
         self._tokenizer = follow.tokenizer
-        self._logprobs: list[LogprobTable] | None = None if params.logprobs is None else []
+        self.logprobs: list[LogprobTable] | None = None if params.logprobs is None else []  # as many as tokens taken in
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
@@ -374,9 +376,9 @@ class _Sequence:
             self.num_tokens += len(delta.tokens)
         else:
             self._decode(delta.tokens)
-        if self._logprobs is not None:
-            taken = self.num_tokens - len(self._logprobs)
-            self._logprobs += [_table(one, self._tokenizer) for one in delta.logprobs[:taken]]
+        if self.logprobs is not None:
+            taken = self.num_tokens - len(self.logprobs)
+            self.logprobs += [_table(one, self._tokenizer) for one in delta.logprobs[:taken]]
         if self._stops.match is not None:
             self.finish = Finish.STOP
             return not delta.finished
@@ -386,17 +388,31 @@ class _Sequence:
                 self.text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         return False
 
-    def output(self, index: int, eos_ids: Sequence[int]) -> CompletionOutput:
-        tokens = self.request.tokens[self.request.prompt_len : self.request.prompt_len + self.num_tokens]
+    def output(self, index: int) -> CompletionOutput:
         return CompletionOutput(
             index=index,
             text=self.text,
-            token_ids=tokens,
+            token_ids=self.tokens_from(0),
             cumulative_logprob=self.request.cumulative_logprob if self.request.logprobs else None,
-            logprobs=None if self._logprobs is None else list(self._logprobs),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=None if self.finish is None else str(self.finish),
-            stop_reason=self._stop_reason(tokens, eos_ids),
+            stop_reason=self.stop_reason,
         )
+
+    def tokens_from(self, first: int) -> list[int]:
+        """The tokens taken in, without the first ones."""
+        start = self.request.prompt_len
+        return self.request.tokens[start + first : start + self.num_tokens]
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the id of the stop token; None where an end token or the end of a grammar did it."""
+        if self._stops.match is not None:
+            return self._stops.match
+        if self.finish is not Finish.STOP or not self.num_tokens:
+            return None
+        [last] = self.tokens_from(self.num_tokens - 1)
+        return last if last in self.request.stop_ids and last not in self.follow.eos_ids else None
 
     def _decode(self, tokens: list[int]) -> None:
         if self._detokenizer is None:
@@ -411,13 +427,6 @@ class _Sequence:
             self.text += text if self.num_tokens <= self.request.params.min_tokens else self._stops.push(text)
             if self._stops.match is not None:
                 return
-
-    def _stop_reason(self, tokens: list[int], eos_ids: Sequence[int]) -> str | int | None:
-        if self._stops.match is not None:
-            return self._stops.match
-        if self.finish is Finish.STOP and tokens and tokens[-1] not in eos_ids:
-            return tokens[-1]
-        return None
 
 
 def _badness(output: CompletionOutput) -> tuple[bool, float]:

@@ -241,11 +241,12 @@ def test_kernels_wait_before_they_touch_what_others_do():
 
 def compile_all() -> dict[str, tuple[int, list[str]]]:
     """How often each kernel waits on its way, and which arguments it reads or writes above that."""
-    from tokenmill.ops.triton import activation, gemm_small, norm, quantize, rope, sample
+    from tokenmill.ops.triton import activation, gemm_small, norm, quantize, rope, sample, sample_filtered
 
     half, wide, word, byte = "*bf16", "*fp32", "*i64", "*fp8e4nv"
     rope_pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "q_norm", "k_norm"), half)
     vectors = {"temperature": wide, "top_k": word, "top_p": wide, "min_p": wide, "seed": word, "position": word}
+    cut = {"GROUP": 32, "CHUNK": 4096, "CHUNKS": 4, "SPANS": 2}
     cases = [
         (norm._norm_kernel, {"x": half, "weight": half, "out": half}, {"DIM": 128, "BLOCK": 128, "ROWS": 16}),
         (norm._add_norm_kernel, {"x": half, "residual": half, "weight": half}, {"DIM": 1024, "BLOCK": 1024}),
@@ -286,7 +287,17 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
         ),
         (sample._best_kernel, dict(vectors, logits=half, space=wide), {"ALL_GREEDY": False, "BLOCK": 4096}),
         (sample._join_kernel, {"space": wide, "out": word}, {"CHUNKS": 64}),
-        (sample._filtered_kernel, dict(vectors, logits=half, out=word), {"BLOCK": 1024}),
+        (sample_filtered._survey_kernel, dict(vectors, logits=half, space=wide), cut),
+        (
+            sample_filtered._round_kernel,
+            dict(vectors, logits=half, space=wide),
+            {**cut, "SPAN": 2, "TURN": 1, "TILE": 64},
+        ),
+        (
+            sample_filtered._decide_kernel,
+            dict(vectors, logits=half, space=wide, out=word),
+            {**cut, "ROUNDS": 2, "TILE": 64},
+        ),
         (quantize._quantize_kernel, {"x": half, "values": byte, "scale": wide}, {"BLOCK": 1024, "EVEN": True}),
         (
             quantize._add_norm_kernel,

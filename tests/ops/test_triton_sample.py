@@ -86,11 +86,11 @@ def test_the_edge_of_the_nucleus_is_where_the_reference_has_it(triton_device):
     check(logits, batch)
 
 
-def test_top_k_keeps_exactly_k_of_neighbours_that_share_a_lane(triton_device):
-    """The first guess of the search looks at every 8192nd token together, and here it is wrong."""
+def test_top_k_keeps_exactly_k_of_neighbours_that_share_a_group(triton_device):
+    """The search begins with the largest logits of groups of neighbours, and here few groups hold all that is kept."""
     from tokenmill.ops.triton.sample import sample
 
-    best = [5, 8197, 100, 8292, 7, 8199]
+    best = [5, 8197, 7, 8199, 100, 8198]
     logits, batch = sample_case(48, VOCAB, spread=0.1, temperature=2.0, top_k=[2, 3, 4, 5] * 12, device=triton_device)
     logits[:, best] += torch.tensor([30.0, 29.9, 29.8, 29.7, 29.6, 29.5], device=triton_device)
     logits[:, best] = logits[:1, best].sort(descending=True).values
@@ -117,7 +117,7 @@ def test_rows_that_no_token_can_be_taken_from_give_minus_one(triton_device):
 def test_fewer_possible_tokens_than_top_k(triton_device):
     """A grammar leaves a handful of tokens; the filter must neither fail nor let a forbidden one in."""
     logits, batch = sample_case(6, VOCAB, top_k=[50, 3, 4, 5, 2, 1], top_p=0.9, device=triton_device)
-    allowed = torch.tensor([5, 4100, 8200, 8999], device=triton_device)  # two of them share a lane
+    allowed = torch.tensor([5, 4100, 8200, 8999], device=triton_device)
     masked = torch.full_like(logits, float("-inf"))
     masked[:, allowed] = logits[:, allowed]
     check(masked, batch)
@@ -126,7 +126,7 @@ def test_fewer_possible_tokens_than_top_k(triton_device):
 def test_a_row_draws_the_same_token_in_any_batch(triton_device):
     from tokenmill.ops.triton.sample import sample
 
-    for filters in ({}, {"top_k": 40, "top_p": 0.9}):
+    for filters in ({}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.05}):
         logits, batch = sample_case(9, VOCAB, device=triton_device, **filters)
         together = sample(logits, batch)
         for row in (0, 5):
@@ -153,3 +153,71 @@ def test_logits_in_half_precision_are_widened_as_they_are_read(filters, triton_d
     logits, batch = sample_case(4, VOCAB, temperature=[0.0, 1.0, 0.7, 1.3], device=triton_device, **filters)
     logits = logits.half()
     assert torch.equal(sample(logits, batch), sample(logits.float(), batch))
+
+
+@pytest.mark.parametrize("filters", [
+    {"top_p": [0.9, 0.5, 0.1, 0.02, 1e-6]},
+    {"top_p": [0.9, 0.5, 0.1, 1.0, 1.0], "min_p": [0.3, 0.9, 0.01, 0.9, 0.99]},
+    {"top_k": [7_000, 400, 64, 1, 19_999], "top_p": [0.5, 0.9, 0.8, 1.0, 0.05]},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_nearly_flat_rows_that_reject_many_candidates_equal_reference(filters, spread, triton_device):
+    """Long searches over many groups, chunks and spans: the last kernel has to go on where the rounds end."""
+    logits, batch = sample_case(5, 20_000, spread=spread, device=triton_device, **filters)
+    if spread == 0.0:  # the nucleus ends in one large tie, with a few tokens above it
+        logits[:, [3, 10_000, 19_999]] = torch.tensor([2.0, 1.0, 0.5], device=triton_device)
+    check(logits, batch)
+
+
+@pytest.mark.parametrize("shape", [
+    {"rounds": 1}, {"rounds": 3}, {"group": 16, "chunk": 1024, "span": 3}, {"group": 64, "tile": 16},
+], ids=str)  # fmt: skip
+def test_how_the_work_is_cut_does_not_change_tokens(shape, triton_device):
+    from tokenmill.ops.triton.sample_filtered import Shape, sample_filtered
+
+    top_k, top_p = [40, 0, 0, 300, 0, 3], [0.9, 0.6, 0.1, 0.3, 1.0, 1.0]
+    for spread in (0.3, 3.0):
+        logits, batch = sample_case(
+            6,
+            VOCAB,
+            spread=spread,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=[0.0, 0.0, 0.1, 0.0, 0.2, 0.0],
+            device=triton_device,
+        )
+        usual, other = torch.empty_like(batch.seed), torch.empty_like(batch.seed)
+        sample_filtered(logits, batch, usual)
+        sample_filtered(logits, batch, other, Shape(**shape))
+        assert torch.equal(usual, other)
+
+
+def test_a_mixed_batch_gives_each_row_its_own_filter(triton_device):
+    """Greedy, plain, impossible and filtered rows side by side take different ways through the same kernels."""
+    logits, batch = sample_case(
+        8, VOCAB,
+        temperature=[0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 1.0, 1.0],
+        top_k=[0, 0, 40, 40, 0, 0, 5, 0], top_p=[1.0, 1.0, 0.9, 0.9, 0.5, 1.0, 1.0, 0.9],
+        min_p=[0.0, 0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.0], device=triton_device,
+    )  # fmt: skip
+    logits[6, 4000] = float("nan")
+    logits[7] = float("-inf")
+    check(logits, batch)
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.3}, {"top_k": 600, "top_p": 0.3}], ids=str)
+def test_both_zeros_are_one_value(filters, triton_device):
+    """Neither is above the other although their bits differ, and both are outside: a third of the tokens is above."""
+    logits, batch = sample_case(8, 1200, spread=0.0, device=triton_device, **filters)
+    logits[:, ::2] = -0.0
+    logits[:, ::3] = 1.0
+    check(logits, batch)
+
+
+def test_values_that_overflow_end_the_search(triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    for filters in ({"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.5}):
+        logits, batch = sample_case(2, 600, temperature=1e-4, device=triton_device, **filters)
+        tokens = sample(logits * 1e36, batch)
+        assert ((tokens >= 0) & (tokens < 600)).all()

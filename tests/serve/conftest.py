@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from http_models import write_model
 from http_server import Server
+from page_tab import browser, open_tab  # noqa: F401 (fixtures)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def connect(url: str) -> Any:
 
 def head(content: bytes, length: int | None = None) -> bytes:
     size = len(content) if length is None else length
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), size, content)
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), size, content)
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def test_a_body_that_comes_too_slowly() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health/live HTTP/1.1\r\nhost: x\r\nslow: "])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nslow: "])
 def test_a_head_that_does_not_come(sent: bytes) -> None:
     async def main() -> None:
         async with simulated(http={"head_seconds": 0.3}) as (_, url):
@@ -98,7 +98,7 @@ def test_a_head_that_does_not_come(sent: bytes) -> None:
             writer.close()
             # The second request of a connection has no more time than the first.
             reader, writer = await connect(url)
-            writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             writer.write(sent or b"G")
             await asyncio.wait_for(reader.read(), 5)

@@ -45,9 +45,7 @@ class Line:
         return f"{self.name:44s} {self.seconds * 1e6:10.1f} us   {self.share:6.1%} of the {bound} ceiling"
 
 
-def bench_ops(
-    spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]
-) -> list[Line]:
+def bench_ops(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Line]:
     ops = select(Need(device.type, dtype, spec.attention_head_dim, BLOCK_SIZE))
     best = ceilings(device, dtype)
     tell(

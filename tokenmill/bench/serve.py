@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import random
 import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,8 +25,8 @@ WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city community name president team minute idea body information"
-).split()
+    "father power hour game line end member law car city community name president team minute idea body"
+)
 _FILES = 64  # that are no connections
 
 Report = Callable[[int, int, str], None]  # done, in all, what
@@ -71,8 +73,8 @@ class Result:
 
 def prompts_of(load: Load) -> list[str]:
     """Random words, no two prompts alike, the same for the same seed."""
-    dice = random.Random(load.seed)
-    return [" ".join(dice.choices(WORDS, k=load.prompt_tokens)) for _ in range(load.requests)]
+    dice, words = random.Random(load.seed), WORDS.split()
+    return [" ".join(dice.choices(words, k=load.prompt_tokens)) for _ in range(load.requests)]
 
 
 async def drive(place: Place, load: Load, tell: Report, what: str = "answers") -> Result:
@@ -137,9 +139,10 @@ def compare(answers: list[Answer], expected: list[str]) -> Check:
 
 
 @contextlib.contextmanager
-def started_server(model: str, options: list[str], seconds: float = 600.0) -> Iterator[str]:
+def started_server(model: str, options: dict[str, Any], seconds: float = 600.0) -> Iterator[str]:
     """`tokenmill serve` in processes of its own, until the end of the block; yields its address."""
-    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning", *options]
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         yield _address(process, seconds)
@@ -154,9 +157,6 @@ def started_server(model: str, options: list[str], seconds: float = 600.0) -> It
 
 def _address(process: subprocess.Popen[str], seconds: float) -> str:
     """Where a server that has just been started listens; its stderr is read on in the background."""
-    import queue
-    import threading
-
     found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     said: list[str] = []
 

@@ -5,7 +5,6 @@ Run as a program, this file is the worker that holds the offline engine; it answ
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.serve import Load, Report, Result, drive, prompts_of, started_server
-from tokenmill.bench.serve_client import Place
+from tokenmill.bench.serve_client import Place, run
 from tokenmill.errors import TokenmillError
 
 PATIENCE = 1800.0  # seconds that one question to the worker may take
@@ -50,7 +49,7 @@ def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell:
     threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
     worker = Worker(sys.executable, "offline", threads, name=OURS, serve=Path(__file__))
     try:
-        with started_server(model, [word for name, value in options.items() for word in _option(name, value)]) as url:
+        with started_server(model, options) as url:
             worker.ask("load", PATIENCE, model=model, options=options)
 
             def offline(load: Load) -> float:
@@ -60,7 +59,7 @@ def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell:
                 return float(asked["tokens"] / asked["seconds"])
 
             def served(load: Load) -> Result:
-                result = asyncio.run(drive(Place(url), load, lambda *_: None))
+                result = run(drive(Place(url), load, lambda *_: None))
                 if result.errors:
                     raise TokenmillError(f"answers failed under load: {dict(result.errors)}")
                 return result
@@ -79,10 +78,6 @@ def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell:
     finally:
         worker.close()
     return found
-
-
-def _option(name: str, value: Any) -> list[str]:
-    return [f"--{name.replace('_', '-')}", str(value)]
 
 
 class Offline:

@@ -33,7 +33,9 @@ def figures(load: Load, result: Result) -> dict[str, Any]:
         "itl": [after - before for answer in good for before, after in pairwise(answer.times)],
         "e2e": [answer.seconds for answer in good],
     }
-    percentiles = {name: {f"p{share}": percentile(values, share) for share in SHARES} for name, values in samples.items()}
+    percentiles = {
+        name: {f"p{share}": percentile(values, share) for share in SHARES} for name, values in samples.items()
+    }
     return {
         "load": asdict(load),
         "seconds": result.seconds,

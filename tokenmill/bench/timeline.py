@@ -113,7 +113,9 @@ def draw(timeline: Timeline, title: str) -> str:
     used = total - sum(end - start for start, end in timeline.gaps()) if timeline.device else sum(kinds.values())
     y += 8
     where = "device" if timeline.device else "host"
-    parts.append(_text(LEFT, y, f"{where}: {total:,.0f} us from first to last, busy {used:,.0f} us ({used / total:.1%})"))
+    parts.append(
+        _text(LEFT, y, f"{where}: {total:,.0f} us from first to last, busy {used:,.0f} us ({used / total:.1%})")
+    )
     for name in named:
         y += 17
         count = sum(span.name == name for span in busy)

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli.bench_cpu import cpu
+from tokenmill.cli.bench_serve import serve
 from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, Model
 from tokenmill.cli.terminal import progress
 
 bench = typer.Typer(no_args_is_help=True, help="Measure ops and steps on this machine.")
 bench.command()(cpu)
+bench.command()(serve)
 
 
 @bench.command()

@@ -22,6 +22,9 @@ def add(
     tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
     priority: Annotated[str | None, typer.Option(help="The most urgent class: realtime, api or batch.")] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="May see in /metrics what each tenant uses; for Prometheus.")
+    ] = False,
 ) -> None:
     """Make a key and print it. It is shown this once; a running server knows it within a second."""
     from tokenmill.serve.keys import add_key
@@ -31,6 +34,7 @@ def add(
         "tokens_per_minute": tokens_per_minute,
         "concurrency": concurrency,
         "priority": priority,
+        "operator": operator or None,
     }
     typer.echo(add_key(file, tenant, limits))
 

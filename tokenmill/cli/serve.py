@@ -16,6 +16,7 @@ from tokenmill.errors import ConfigError
 
 _NET = "Who may ask"
 _LOAD = "How much, how long"
+_WATCH = "What it tells"
 
 
 def serve(
@@ -27,6 +28,10 @@ def serve(
     ] = None,
     origin: Annotated[
         list[str] | None, typer.Option(help="Web pages of this origin may ask; * for all.", rich_help_panel=_NET)
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that browsers may know this server by; * for any.", rich_help_panel=_NET),
     ] = None,
     journal: Annotated[
         Path | None, typer.Option(help="File that remembers batches over a restart.", rich_help_panel=_LOAD)
@@ -56,10 +61,24 @@ def serve(
         float, typer.Option(help="An engine without progress for this long is restarted.", rich_help_panel=_LOAD)
     ] = 60.0,
     max_body_mb: Annotated[float, typer.Option(help="Largest request.", rich_help_panel=_LOAD)] = 16.0,
+    max_stored_mb: Annotated[
+        float, typer.Option(help="Files and batches that one tenant may keep.", rich_help_panel=_LOAD)
+    ] = 1000.0,
     log_format: Annotated[
-        str | None, typer.Option(help="json or plain; unset: plain at a terminal.", show_default=False)
+        str | None,
+        typer.Option(help="json or plain; unset: plain at a terminal.", show_default=False, rich_help_panel=_WATCH),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_WATCH)] = "info",
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers into the log.", rich_help_panel=_WATCH)
+    ] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector for traces, as http://localhost:4318.", rich_help_panel=_WATCH),
+    ] = None,
+    trace_ratio: Annotated[
+        float, typer.Option(help="Share of requests traced, where the client does not say.", rich_help_panel=_WATCH)
+    ] = 1.0,
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's and Anthropic's API.
 
@@ -98,6 +117,11 @@ def serve(
         drain_seconds=drain_seconds,
         max_body_bytes=int(max_body_mb * 1_000_000),
         origins=tuple(origin or ()),
+        hosts=tuple(allowed_host or ()),
+        max_stored_bytes=int(max_stored_mb * 1_000_000),
+        log_prompts=log_prompts,
+        otlp_endpoint=otlp_endpoint,
+        trace_ratio=trace_ratio,
     )
     settings = ServeSettings(max_queued_tokens=max_queued_tokens, hang_seconds=hang_seconds)
 

@@ -18,8 +18,9 @@ _ENOUGH = 8  # steps before a prediction may refuse anybody
 class Overloaded(QueueFull):
     """There is no room, or not enough time before the deadline; a later attempt may find some (HTTP 429)."""
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    def __init__(self, message: str, retry_after: float, code: str = "overloaded") -> None:
         super().__init__(message)
+        self.code = code
         self.retry_after = retry_after  # seconds
 
 
@@ -134,6 +135,7 @@ class Admission:
                 f"the deadline is {timeout:.3g} s away but the first token would take {least:.3g} s or more; "
                 "try again later, or allow more time",
                 self.retry_after(load(), 1.0),
+                "deadline_too_close",
             )
 
     def retry_after(self, load: Load, share: float) -> float:

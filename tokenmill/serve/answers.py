@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tokenmill.front import Follow
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
-from tokenmill.serve.stream import Stream
+from tokenmill.outputs import LogprobTable, RequestOutput
 
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON cannot say
 
@@ -27,7 +26,7 @@ class Delta:
 
 
 class Cutter:
-    """Cuts cumulative outputs into deltas; with `tokens`, also where a token has no text yet."""
+    """Cuts what came of an answer into deltas; with `tokens`, also where a token has no text yet."""
 
     def __init__(self, n: int, tokens: bool = False) -> None:
         self._by_token = tokens
@@ -35,44 +34,24 @@ class Cutter:
         self._tokens = [0] * n
         self._ended = [False] * n
 
-    def take(self, output: RequestOutput) -> list[Delta]:
+    def take(self, follow: Follow) -> list[Delta]:
+        """What is new in every sequence since the last time."""
         deltas = []
-        for one in output.outputs:
-            if not self._ended[one.index] and (delta := self._cut(one)) is not None:
-                deltas.append(delta)
+        for index, one in enumerate(follow.sequences):
+            if self._ended[index]:
+                continue
+            before, characters, tables = self._tokens[index], self._characters[index], one.logprobs
+            news = one.num_tokens > before and (self._by_token or tables is not None)
+            if len(one.text) == characters and not news and one.finish is None:
+                continue  # a part of a character, or of what may become a stop string
+            self._characters[index] = len(one.text)
+            self._tokens[index] = one.num_tokens
+            logprobs = None if tables is None else tables[before:]
+            finish = stop = None
+            if one.finish is not None:
+                self._ended[index], finish, stop = True, str(one.finish), one.stop_reason
+            deltas.append(Delta(index, one.text[characters:], one.tokens_from(before), logprobs, finish, stop))
         return deltas
-
-    def _cut(self, one: CompletionOutput) -> Delta | None:
-        index, before = one.index, self._tokens[one.index]
-        text = one.text[self._characters[index] :]
-        news = len(one.token_ids) > before and (self._by_token or one.logprobs is not None)
-        if not text and not news and one.finish_reason is None:
-            return None  # a part of a character, or of what may become a stop string
-        logprobs = None if one.logprobs is None else one.logprobs[before:]
-        self._characters[index] = len(one.text)
-        self._tokens[index] = len(one.token_ids)
-        self._ended[index] = one.finish_reason is not None
-        return Delta(index, text, one.token_ids[before:], logprobs, one.finish_reason, one.stop_reason)
-
-
-async def merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several streams as they come, with the number of their stream."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    waits = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
-    try:
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done:
-                number, output = waits.pop(wait), wait.result()
-                yield number, output
-                if not output.finished:
-                    waits[asyncio.ensure_future(anext(streams[number]))] = number
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

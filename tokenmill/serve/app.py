@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill import __version__
+from tokenmill.errors import ConfigError
 from tokenmill.serve import batches_api, health, schemas, tokens_api
 from tokenmill.serve.batches import Batches
 from tokenmill.serve.call import Handler, Reader, endpoint, error_response, reader
@@ -21,6 +22,7 @@ from tokenmill.serve.chat_api import chat
 from tokenmill.serve.completions_api import complete
 from tokenmill.serve.embeddings_api import embed
 from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape
+from tokenmill.serve.guard import Guard
 from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.jobs import JobStore
 from tokenmill.serve.journal import Journal
@@ -28,9 +30,13 @@ from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.messages_api import count, message
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.pages import add_pages
+from tokenmill.serve.record import Record
 from tokenmill.serve.responses_api import respond
 from tokenmill.serve.service import Service
-from tokenmill.serve.site import Site
+from tokenmill.serve.site import Site, site_of
+
+if TYPE_CHECKING:
+    from tokenmill.serve.tracing import Tracing
 
 _POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
     ("/v1/chat/completions", schemas.ChatRequest, chat, openai_shape),
@@ -58,13 +64,14 @@ _READS: tuple[tuple[str, str, Reader], ...] = (
 )
 
 
-def create_app(service: Service, settings: HttpSettings) -> FastAPI:
-    """The application around a service, which somebody else starts and stops."""
+def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None = None) -> FastAPI:
+    """The application around a service, which somebody else starts and stops. `tracing` overrides the settings."""
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     posts = {path: endpoint(kind, handler, shape) for path, kind, handler, shape in _POSTS}
     store = JobStore(None if settings.journal is None else Journal(settings.journal))
     batches = Batches(store, batches_api.asker(app, posts))
-    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches)
+    tracing = tracing or _tracing(service, settings)
+    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches, tracing)
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:
@@ -84,7 +91,21 @@ def create_app(service: Service, settings: HttpSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Guard, settings=settings)  # the last one added is the first one asked
     return app
+
+
+def _tracing(service: Service, settings: HttpSettings) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from tokenmill.serve.tracing import Tracing
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise ConfigError(f"tracing needs the package {error.name}; pip install 'tokenmill[otel]'") from None
+    services = [service] if service.degrade is None else [service, service.degrade]
+    return Tracing.over_http(settings.otlp_endpoint, services, settings.trace_ratio)
 
 
 def _add(
@@ -132,13 +153,15 @@ def _description(app: FastAPI) -> dict[str, Any]:
 async def _not_here(request: Request, problem: Exception) -> Response:
     found = cast(HTTPException, problem)
     if found.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{request.scope['path'][:200]} does not take {request.method}"
     elif found.status_code == 404:
-        message = f"there is nothing at {request.url.path[:200]!r}; /openapi.json lists what there is"
+        message = f"there is nothing at {request.scope['path'][:200]!r}; /openapi.json lists what there is"
     else:
         message = str(found.detail)
     error = HttpError(found.status_code, message, "not_found" if found.status_code == 404 else None)
-    return error_response(error, _shape_of(request), dict(found.headers or {}))
+    record = Record(site_of(request), request)
+    record.end(error.status, error=error)
+    return error_response(error, _shape_of(request), record.headers() | dict(found.headers or {}))
 
 
 async def _broken(request: Request, problem: Exception) -> Response:
@@ -147,4 +170,5 @@ async def _broken(request: Request, problem: Exception) -> Response:
 
 
 def _shape_of(request: Request) -> Shape:
-    return anthropic_shape if request.url.path.startswith("/v1/messages") else openai_shape
+    # Not request.url, of which a client's Host is a part.
+    return anthropic_shape if request.scope["path"].startswith("/v1/messages") else openai_shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,19 +18,23 @@ from tokenmill.serve.journal import JournalFull
 log = logging.getLogger("tokenmill.serve")
 
 PARALLEL = 16  # requests of one batch at a time: the others of its class must also get their turn
+MOST = 256  # requests of all batches together
+WINDOW = 24 * 3600.0  # seconds after which a batch does not try any longer
 _LATER = (429, 503)  # the server has no room for it now
 _PATIENCE = 5.0  # seconds, where the server does not say
 
-# (owner, endpoint, body) -> (status, seconds to wait or None, body)
-Ask = Callable[[str, str, bytes], Awaitable[tuple[int, float | None, bytes]]]
+# (job, endpoint, body) -> (status, seconds to wait or None, body)
+Ask = Callable[[Job, str, bytes], Awaitable[tuple[int, float | None, bytes]]]
 
 
 class Batches:
-    """`ask` answers one request as if a client of that tenant had sent it."""
+    """`ask` answers one request as if a client of that job's tenant had sent it."""
 
-    def __init__(self, store: JobStore, ask: Ask) -> None:
+    def __init__(self, store: JobStore, ask: Ask, clock: Callable[[], float] = time.time) -> None:
         self.store = store
         self._ask = ask
+        self._clock = clock
+        self._room = asyncio.Semaphore(MOST)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -83,8 +88,9 @@ class Batches:
         asked: dict[str, Any] = msgspec.json.decode(item)
         body = msgspec.json.encode({"priority": "batch", **asked["body"]})
         while True:
-            status, wait, said = await self._ask(job.owner, endpoint, body)
-            if status not in _LATER:
+            async with self._room:
+                status, wait, said = await self._ask(job, endpoint, body)
+            if status not in _LATER or self._clock() > job.created + WINDOW:
                 break
             await asyncio.sleep(_PATIENCE if wait is None else wait)
         id = f"batch_req_{uuid.uuid4().hex}"

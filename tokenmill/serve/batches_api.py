@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email
-import email.policy
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,6 +24,10 @@ from tokenmill.serve.site import Site
 from tokenmill.serve.tenants import Tenant
 
 MOST_LINES = 50_000
+MOST_JOBS = 10_000  # files and batches of one tenant
+_MOST_FIELDS = 16  # of a form
+_LONGEST_HEAD = 8192  # bytes of a form's field
+_LONGEST_NAME = 255
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -31,7 +35,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def asker(app: FastAPI, endpoints: dict[str, Endpoint]) -> Ask:
     """Lets batches ask the same handlers that clients ask."""
 
-    async def ask(owner: str, path: str, body: bytes) -> tuple[int, float | None, bytes]:
+    async def ask(job: Job, path: str, body: bytes) -> tuple[int, float | None, bytes]:
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -41,7 +45,10 @@ def asker(app: FastAPI, endpoints: dict[str, Endpoint]) -> Ask:
             raise AssertionError
 
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "app": app}
-        request = Request(scope | {"server": ("batch", 0), "tokenmill.owner": owner}, receive)
+        if (trace := about(job).get("trace")) is not None:  # that the batch was made in
+            scope["headers"] = [(b"traceparent", trace.encode())]
+        scope |= {"server": ("batch", 0), "tokenmill.owner": job.owner, "tokenmill.batch": job.id}
+        request = Request(scope, receive)
         response = await endpoints[path](request)
         wait = response.headers.get("retry-after")
         return response.status_code, None if wait is None else float(wait), bytes(response.body)
@@ -54,7 +61,11 @@ def asker(app: FastAPI, endpoints: dict[str, Endpoint]) -> Ask:
 
 async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
     """Upload a file of requests, one JSON object per line."""
-    body = await read_body(request, site.settings)
+    tenant.enter()
+    try:
+        body = await read_body(request, site.settings)
+    finally:
+        tenant.leave(0)
     fields = await asyncio.to_thread(_form_fields, request.headers.get("content-type", ""), body)
     content, name = fields.get("file", (None, None))
     purpose = (fields.get("purpose", (b"", None))[0] or b"").decode("utf-8", "replace")
@@ -64,24 +75,45 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
         )
     noted = msgspec.json.encode({"kind": "file", "filename": name or "batch.jsonl", "purpose": purpose})
     store = site.batches.store
+    _check_room(site, tenant, len(content))
     job = store.create(f"file-{uuid.uuid4().hex}", [content], noted, tenant.name)
     store.end(job.id)
     return json_response(_file(job.id, len(content), job))
 
 
 def _form_fields(content_type: str, body: bytes) -> dict[str, tuple[bytes, str | None]]:
-    """The fields of a form: name -> (content, file name)."""
-    if not content_type.lower().startswith("multipart/form-data"):
+    """The fields of a form: name -> (content, file name). Contents are taken as they are, down to the byte."""
+    found = re.fullmatch(r"multipart/form-data\s*;.*?\bboundary=(?:\"([^\"]+)\"|([^\s;\"]+)).*", content_type, re.I)
+    if found is None:
         return {}
-    head = f"content-type: {content_type}\r\n\r\n".encode("latin-1", "replace")
-    message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
+    delimiter = f"\r\n--{found[1] or found[2]}".encode("latin-1", "replace")
     fields = {}
-    for part in message.iter_parts() if message.is_multipart() else ():
-        content = part.get_payload(decode=True)
-        name = part.get_param("name", header="content-disposition")
-        if isinstance(content, bytes) and isinstance(name, str):
-            fields[name] = (content, part.get_filename())
+    for part in (b"\r\n" + body).split(delimiter, _MOST_FIELDS + 1)[1:]:
+        head, blank, content = part.partition(b"\r\n\r\n")
+        if not blank or len(head) > _LONGEST_HEAD:
+            continue  # what follows the last field, or nothing that a form has
+        said = email.message_from_bytes(head.strip())
+        name = said.get_param("name", header="content-disposition")
+        if isinstance(name, str):
+            fields[name] = (content, _file_name(said.get_filename()))
     return fields
+
+
+def _file_name(given: str | None) -> str | None:
+    """As clients say it, without the folders; it is only ever told, and names no file here."""
+    name = (given or "").encode("utf-8", "replace").decode().replace("\\", "/").rpartition("/")[2]
+    return name[:_LONGEST_NAME] or None
+
+
+def _check_room(site: Site, tenant: Tenant, size: int) -> None:
+    """Raises HttpError where a tenant would keep too much."""
+    store, most = site.batches.store, site.settings.max_stored_bytes
+    if store.counts[tenant.name] >= MOST_JOBS or store.stored[tenant.name] + size > most:
+        raise HttpError(
+            413,
+            f"files and batches may have {most} bytes and there may be {MOST_JOBS} of them; delete some first",
+            "storage_full",
+        )
 
 
 async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -100,7 +132,8 @@ async def one_file(site: Site, request: Request, tenant: Tenant) -> Response:
 async def file_content(site: Site, request: Request, tenant: Tenant) -> Response:
     """The content of a file."""
     _, content = _content(site, tenant, request.path_params["name"])
-    return Response(content, media_type="application/octet-stream")
+    # Never shown by a browser as a page of this server: the content is whatever somebody uploaded.
+    return Response(content, media_type="application/octet-stream", headers={"content-disposition": "attachment"})
 
 
 async def delete_file(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -148,7 +181,10 @@ async def create_batch(call: Call, body: BatchRequest) -> Response:
         )
     source = _job(site, call.tenant, body.input_file_id, "file")
     items = await asyncio.to_thread(_items, source.items[0], body.endpoint)
+    _check_room(site, call.tenant, sum(map(len, items)))
     noted = {"kind": "batch", **msgspec.to_builtins(body)}
+    if call.record.trace is not None:
+        noted["trace"] = call.record.trace.header
     job = site.batches.store.create(
         f"batch_{uuid.uuid4().hex}", items, msgspec.json.encode(noted), owner=call.tenant.name
     )

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,21 +14,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from tokenmill.engine.request import Metrics
 from tokenmill.front import Prompt
+from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.grammar import check_grammar
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape, refusal_of
 from tokenmill.serve.reading import read_request
+from tokenmill.serve.record import Record
 from tokenmill.serve.sampling_of import seconds_of
 from tokenmill.serve.schemas import Service as Asked
 from tokenmill.serve.site import Site, site_of
 from tokenmill.serve.stream import Stream
 from tokenmill.serve.tenants import Tenant
 
-log = logging.getLogger("tokenmill.serve.access")
-
 T = TypeVar("T", bound=msgspec.Struct)
+V = TypeVar("V")
 Handler = Callable[["Call", Any], Awaitable[Response]]
 Reader = Callable[[Site, Request, Tenant], Awaitable[Response]]
 
@@ -37,22 +38,27 @@ Reader = Callable[[Site, Request, Tenant], Awaitable[Response]]
 class Call:
     """A request of a tenant that has been let in. Somebody must `close` it; that ends whatever still runs for it."""
 
-    def __init__(self, site: Site, request: Request, tenant: Tenant, shape: Shape, id: str) -> None:
+    def __init__(self, site: Site, request: Request, tenant: Tenant, shape: Shape, record: Record) -> None:
         self.site = site
         self.request = request
         self.tenant = tenant
         self.shape = shape
-        self.id = id
+        self.record = record
+        self.id = record.id
+        self.problem: HttpError | None = None  # what the client was told of
+        self.said: list[dict[str, Any]] = []  # prompts and answers, where the log wants them
         self.created = int(time.time())
         self.service = site.service.route()
         self.ignored: list[str] = []
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.ttft: float | None = None
+        self.metrics: Metrics | None = None  # when things happened to the first prompt
         self.finish: str | None = None
-        self._began = time.monotonic()
         self._streams: list[Stream] = []
+        self._job: asyncio.Task[Any] | None = None
         self._open = True
+        self._left = False  # the client is gone
         tenant.enter()
+        tenant.calls.add(self.id)
 
     @property
     def model(self) -> str:
@@ -66,6 +72,8 @@ class Call:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
         if params.structured is not None:  # the answer is kept: it is asked again, and then costs nothing
             await asyncio.to_thread(check_grammar, params.structured)
+        if self.record.trace is not None:
+            self.record.trace.asked(params, self.model)
         stream = await self.service.submit(
             prompt,
             params,
@@ -77,12 +85,18 @@ class Call:
         self._streams.append(stream)
         return stream
 
-    def saw(self, output: RequestOutput) -> None:
-        """Note how far an answer has come. Raises HttpError if it has failed."""
-        if self.ttft is None:
-            self.ttft = time.monotonic() - self._began
-        if not output.finished:
-            return
+    def note_sent(self) -> None:
+        """What the streams brought was written to the socket."""
+        for stream in self._streams:
+            if stream.made is not None:
+                self.site.metrics.token_sent(time.monotonic() - stream.made)
+                stream.made = None
+
+    def saw(self, output: RequestOutput) -> RequestOutput:
+        """Note what became of an answer. Raises HttpError if it has failed."""
+        self.metrics = self.metrics or output.metrics
+        if self.site.settings.log_prompts:
+            self.said.append(_spelled_out(output, self.service.tokenizer))
         reasons = [str(one.finish_reason) for one in output.outputs]
         self.finish = next((reason for reason in reasons if reason not in ("stop", "length")), reasons[0])
         self.prompt_tokens += len(output.prompt_token_ids)
@@ -90,17 +104,25 @@ class Call:
         self.output_tokens += sum(len(one.token_ids) for one in output.outputs)
         if output.error is not None or self.finish not in ("stop", "length"):
             raise self._failure(output)
+        return output
 
     async def whole(self, streams: list[Stream]) -> list[RequestOutput]:
         """The complete answers. A client that leaves ends them."""
-        outputs = []
         async with self.watching(self.request.receive):
-            for stream in streams:
-                async for output in stream:
-                    if output.finished:
-                        self.saw(output)
-                        outputs.append(output)
-        return outputs
+            return [self.saw(await stream.last()) for stream in streams]
+
+    async def work(self, job: Coroutine[Any, Any, V]) -> V:
+        """What somebody else does for the client; a client that leaves ends it."""
+        self._job = task = asyncio.create_task(job)
+        async with self.watching(self.request.receive):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if task.cancelled() and self._left:
+                    raise HttpError(GONE, "the client left before its answer was there") from None
+                raise
+            finally:
+                task.cancel()
 
     @contextlib.asynccontextmanager
     async def watching(self, receive: Receive) -> AsyncIterator[None]:
@@ -114,7 +136,10 @@ class Call:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        self._left = True
         self.cancel()
+        if self._job is not None:
+            self._job.cancel()
 
     def cancel(self) -> None:
         for stream in self._streams:
@@ -127,29 +152,32 @@ class Call:
         self._open = False
         self.cancel()
         self.tenant.leave(self.prompt_tokens + self.output_tokens)
-        seconds = time.monotonic() - self._began
+        self.tenant.calls.discard(self.id)
+        if self.service is not self.site.service:
+            self.site.metrics.degraded()
         self.site.metrics.tenant_used(self.tenant.name, self.prompt_tokens, self.output_tokens)
+        times = self.metrics or Metrics()
         told = {
-            "id": self.id,
-            "status": status,
-            "seconds": round(seconds, 4),
             "tenant": self.tenant.name or None,
             "finish": self.finish,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
-            "ttft": None if self.ttft is None else round(self.ttft, 4),
+            "queue": _rounded(times.queue_seconds),
+            "ttft": _rounded(times.ttft),
+            "tpot": _rounded(times.tpot),
             "ignored": self.ignored or None,
             "model": self.model,
+            "said": self.said or None,
         }
-        note_request(self.site, self.request, status, told)
+        self.record.end(status, told, self.problem)
 
     def headers(self) -> dict[str, str]:
-        headers = {"x-request-id": self.id}
+        headers = self.record.headers()
         if self.ignored:
             headers["x-tokenmill-ignored"] = ", ".join(self.ignored)
         if self.service is not self.site.service:
-            headers["x-tokenmill-degraded"] = self.model
+            headers["x-tokenmill-degraded"] = ascii(self.model)[1:-1]
         return headers
 
     def answer(self, content: Any) -> Response:
@@ -163,7 +191,7 @@ class Call:
             return HttpError(504, said or "the deadline passed before the answer was complete", "deadline_exceeded")
         if self.service.stats().state in ("draining", "stopped"):
             return HttpError(503, said or "the server is shutting down", "unavailable", retry_after=5.0)
-        if said is not None and said.startswith("structured output"):
+        if said is not None and any(one.at_fault for one in self._streams if one.request_id == output.request_id):
             return HttpError(400, said, "invalid_value", "response_format")
         return HttpError(500, said or f"the answer ended with {self.finish}", "engine_error")
 
@@ -172,20 +200,21 @@ def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Ca
     """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
 
     async def handle(request: Request) -> Response:
-        site, id = site_of(request), uuid.uuid4().hex
-        call: Call | None = None
+        site = site_of(request)
+        record, call = Record(site, request), None
         try:
-            call = Call(site, request, site.tenant_of(request), shape, id)
+            call = Call(site, request, site.tenant_of(request), shape, record)
             body, call.ignored = await read_request(request, kind, site.settings)
             call.check_model(getattr(body, "model", None))
             response = await handler(call, body)
         except Exception as problem:
-            error = told_error(problem, id)
+            error = told_error(problem, record.id)
             if call is not None:
+                call.problem = error
                 call.close(error.status)
             else:
-                note_request(site, request, error.status, {"id": id, "status": error.status})
-            return error_response(error, shape, {"x-request-id": id})
+                record.end(error.status, error=error)
+            return error_response(error, shape, record.headers())
         except BaseException:
             if call is not None:
                 call.close(GONE)
@@ -202,13 +231,19 @@ def reader(handler: Reader) -> Callable[[Request], Awaitable[Response]]:
     """An HTTP handler for what needs no engine; whoever has a key may ask."""
 
     async def handle(request: Request) -> Response:
-        site, id = site_of(request), uuid.uuid4().hex
+        site = site_of(request)
+        record, error = Record(site, request), None
         try:
-            response = await handler(site, request, site.tenant_of(request))
+            tenant = site.tenant_of(request)
+            response = await handler(site, request, tenant)
+            response.headers.update(record.headers())
         except Exception as problem:
-            error = told_error(problem, id)
-            response = error_response(error, openai_shape, {"x-request-id": id})
-        note_request(site, request, response.status_code, {"id": id, "status": response.status_code})
+            error = told_error(problem, record.id)
+            response = error_response(error, openai_shape, record.headers())
+        except BaseException:
+            record.end(GONE)
+            raise
+        record.end(response.status_code, error=error)
         return response
 
     handle.__name__, handle.__doc__ = handler.__name__, handler.__doc__
@@ -235,9 +270,12 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-def note_request(site: Site, request: Request, status: int, told: dict[str, Any]) -> None:
-    """Count a request that has ended, and write it into the log."""
-    site.metrics.http_ended(request.url.path, status)
-    level = logging.WARNING if status >= 500 else logging.INFO
-    said = {name: value for name, value in told.items() if value is not None}
-    log.log(level, "%s %s", request.method, request.url.path, extra=said)
+def _spelled_out(output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    prompt = output.prompt
+    if prompt is None and tokenizer is not None:
+        prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    return {"prompt": prompt, "answers": [one.text for one in output.outputs]}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from tokenmill.serve.chat_messages import normal_messages
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params
 from tokenmill.serve.schemas import ChatRequest
-from tokenmill.serve.sse import DONE, EventStream, event
+from tokenmill.serve.sse import DONE, Chunks, EventStream, event
 from tokenmill.serve.stream import Stream
 from tokenmill.serve.toolbox import Toolbox
 from tokenmill.serve.tools import CallDelta, Parser, ToolDelta, parse
@@ -30,15 +30,15 @@ async def chat(call: Call, body: ChatRequest) -> Response:
     ids = await toolbox.prompt(normal_messages(body.messages), body.chat_template_kwargs)
     stream = await call.submit(ids, params, body)
     if body.stream:
-        return EventStream(call, _events(call, body, stream, toolbox, params.n))
+        return EventStream(call, _Teller(call, body, stream, toolbox, params.n))
     [output] = await call.whole([stream])
-    return call.answer(
-        _head(call, "chat.completion")
-        | {
-            "choices": [_choice(call, body, one, toolbox.parser()) for one in output.outputs],
-            "usage": usage_of([output]),
-        }
-    )
+
+    def choices() -> list[dict[str, Any]]:
+        return [_choice(call, body, one, toolbox.parser()) for one in output.outputs]
+
+    # With log-probabilities these can be hundreds of thousands of entries, for which others should not wait.
+    told = choices() if params.logprobs is None else await asyncio.to_thread(choices)
+    return call.answer(_head(call, "chat.completion") | {"choices": told, "usage": usage_of([output])})
 
 
 def chat_finish(reason: str | None, called: bool) -> str | None:
@@ -95,28 +95,38 @@ def _told_logprobs(call: Call, body: ChatRequest, tokens: list[int], tables: Any
     return {"content": token_logprobs(tokens, tables, body.top_logprobs or 0, call.service.tokenizer), "refusal": None}
 
 
-async def _events(
-    call: Call, body: ChatRequest, stream: Stream, toolbox: Toolbox, n: int
-) -> AsyncGenerator[bytes, None]:
-    with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    head = _head(call, "chat.completion.chunk") | ({"usage": None} if with_usage else {})
-    cutter, voices = (
-        Cutter(n, bool(body.return_token_ids)),
-        [_Voice(toolbox.parser(), bool(body.return_token_ids)) for _ in range(n)],
-    )
-    output: RequestOutput | None = None
-    async for output in stream:
-        call.saw(output)
-        choices = [
-            choice
-            for delta in cutter.take(output)
-            for choice in voices[delta.index].say(delta, _told_logprobs(call, body, delta.token_ids, delta.logprobs))
-        ]
-        if choices:
-            yield b"".join([event(head | {"choices": [choice]}) for choice in choices])
-    if with_usage and output is not None:
-        yield event(head | {"choices": [], "usage": usage_of([output])})
-    yield DONE
+class _Teller:
+    """The events of a chat."""
+
+    def __init__(self, call: Call, body: ChatRequest, stream: Stream, toolbox: Toolbox, n: int) -> None:
+        self.streams = [stream]
+        self._call = call
+        self._body = body
+        self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._head = _head(call, "chat.completion.chunk")
+        self._chunks = Chunks(self._head | ({"usage": None} if self._with_usage else {}))
+        with_ids = bool(body.return_token_ids)
+        self._cutter = Cutter(n, with_ids)
+        self._voices = [_Voice(toolbox.parser(), with_ids) for _ in range(n)]
+        self._last: list[RequestOutput] = []
+
+    def begin(self) -> bytes:
+        return b""
+
+    def news(self, number: int) -> bytes:
+        follow = self.streams[number].follow
+        if follow.finished:
+            self._last = [self._call.saw(follow.output())]
+        said = []
+        for delta in self._cutter.take(follow):
+            logprobs = _told_logprobs(self._call, self._body, delta.token_ids, delta.logprobs)
+            said += self._voices[delta.index].say(delta, logprobs)
+        return b"".join(map(self._chunks.event, said))
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return event(self._head | {"choices": [], "usage": usage_of(self._last)}) + DONE
 
 
 class _Voice:

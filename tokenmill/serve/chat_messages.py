@@ -14,11 +14,25 @@ Messages = list[dict[str, Any]]
 
 _ROLES = {"developer": "system", "function": "tool"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_RESERVED = ("chat_template", "add_generation_prompt", "messages", "tools", "bos_token", "eos_token", "max_characters")
+_RESERVED = (
+    "self",
+    "template",
+    "chat_template",
+    "add_generation_prompt",
+    "messages",
+    "tools",
+    "bos_token",
+    "eos_token",
+    "max_characters",
+)
+MOST_MESSAGES = 20_000  # of a conversation, and parts of a message: more would only keep the server busy
+MOST_VARIABLES = 64
 
 
 def normal_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """Raises InvalidRequest."""
+    if len(messages) > MOST_MESSAGES:
+        raise InvalidRequest(f"messages has {len(messages)} entries; at most {MOST_MESSAGES} are allowed")
     return [_normal(number, message) for number, message in enumerate(messages)]
 
 
@@ -44,6 +58,8 @@ def text_of(where: str, content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} has a content of type {type(content).__name__}; it must be a string")
+    if len(content) > MOST_MESSAGES:
+        raise InvalidRequest(f"{where} has {len(content)} parts; at most {MOST_MESSAGES} are allowed")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -83,6 +99,8 @@ def template_input(
     variables: dict[str, Any] | None = None,
 ) -> tuple[Messages, dict[str, Any]]:
     """Messages and options for `Service.chat_ids`. A template that knows no tools is told of them in words."""
+    if len(variables or ()) > MOST_VARIABLES:
+        raise InvalidRequest(f"chat_template_kwargs has more than {MOST_VARIABLES} names")
     for name in _RESERVED:
         if variables and name in variables:
             raise HttpError(400, f"chat_template_kwargs may not set {name!r}", "invalid_value", "chat_template_kwargs")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
-from tokenmill.serve.answers import Cutter, Delta, best_of, finite, merged, usage_of
+from tokenmill.serve.answers import Cutter, Delta, best_of, finite, usage_of
 from tokenmill.serve.call import Call
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params
 from tokenmill.serve.schemas import CompletionRequest
-from tokenmill.serve.sse import DONE, EventStream, event
+from tokenmill.serve.sse import DONE, Chunks, EventStream, event
 from tokenmill.serve.stream import Stream
 
 MOST_PROMPTS = 256
@@ -42,17 +43,22 @@ async def complete(call: Call, body: CompletionRequest) -> Response:
     )
     streams = [await call.submit(prompt, params, body) for prompt in prompts]
     if body.stream:
-        return EventStream(call, _events(call, body, streams, params.n))
+        return EventStream(call, _Teller(call, body, streams, params.n))
     outputs = await call.whole(streams)
     if nothing:
         for output in outputs:
             output.outputs = [_emptied(one) for one in output.outputs]
-    choices = [
-        _choice(call, body, output, one, number * params.n + one.index)
-        for number, output in enumerate(outputs)
-        for one in output.outputs
-    ]
-    return call.answer(_head(call) | {"choices": choices, "usage": usage_of(outputs)})
+
+    def choices() -> list[dict[str, Any]]:
+        return [
+            _choice(call, body, output, one, number * params.n + one.index)
+            for number, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+
+    # With log-probabilities these can be hundreds of thousands of entries, for which others should not wait.
+    told = choices() if params.logprobs is None else await asyncio.to_thread(choices)
+    return call.answer(_head(call) | {"choices": told, "usage": usage_of(outputs)})
 
 
 def prompts_of(prompt: Any, name: str) -> list[str | list[int]]:
@@ -136,33 +142,48 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
     return {table[token].decoded_token or str(token): finite(table[token].logprob) for token in best_of(table, top)}
 
 
-async def _events(call: Call, body: CompletionRequest, streams: list[Stream], n: int) -> AsyncGenerator[bytes, None]:
-    with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    head = _head(call) | ({"usage": None} if with_usage else {})
-    cutters = [Cutter(n, bool(body.return_token_ids)) for _ in streams]
-    offsets = [_Offsets(call.service.tokenizer) for _ in range(n * len(streams))]
-    last: dict[int, RequestOutput] = {}
+class _Teller:
+    """The events of a completion."""
 
-    def told(index: int, delta: Delta) -> dict[str, Any]:
+    def __init__(self, call: Call, body: CompletionRequest, streams: list[Stream], n: int) -> None:
+        self.streams = streams
+        self._call = call
+        self._n = n
+        self._top = body.logprobs or 0
+        self._with_ids = bool(body.return_token_ids)
+        self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._chunks = Chunks(_head(call) | ({"usage": None} if self._with_usage else {}))
+        self._cutters = [Cutter(n, self._with_ids) for _ in streams]
+        self._offsets = [_Offsets(call.service.tokenizer) for _ in range(n * len(streams))]
+        self._last: dict[int, RequestOutput] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def news(self, number: int) -> bytes:
+        follow = self.streams[number].follow
+        if follow.finished:
+            self._last[number] = self._call.saw(follow.output())
+        deltas = self._cutters[number].take(follow)
+        return b"".join([self._chunks.event(self._told(number * self._n + one.index, one)) for one in deltas])
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return event(_head(self._call) | {"choices": [], "usage": usage_of(self._last.values())}) + DONE
+
+    def _told(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
-            logprobs = offsets[index].tell(delta.token_ids, delta.logprobs, body.logprobs or 0)
+            logprobs = self._offsets[index].tell(delta.token_ids, delta.logprobs, self._top)
         choice: dict[str, Any] = {
             "index": index,
             "text": delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish,
         }
-        if body.return_token_ids:
+        if self._with_ids:
             choice["token_ids"] = delta.token_ids
-        return choice | ({"stop_reason": delta.stop} if delta.finish is not None else {})
-
-    async for number, output in merged(streams):
-        call.saw(output)
-        last[number] = output
-        choices = [told(number * n + delta.index, delta) for delta in cutters[number].take(output)]
-        if choices:
-            yield b"".join([event(head | {"choices": [choice]}) for choice in choices])
-    if with_usage:
-        yield event(head | {"choices": [], "usage": usage_of(last.values())})
-    yield DONE
+        if delta.finish is not None:
+            choice["stop_reason"] = delta.stop
+        return choice

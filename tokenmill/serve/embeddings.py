@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.serve import wire
@@ -26,10 +27,11 @@ class Embeddings:
         self._asked: dict[int, _Asked] = {}
         self._count = 0
         self._send: Callable[[wire.ToEngine], None] | None = None
+        self.on_left: Callable[[], None] = lambda: None  # called when somebody no longer waits
 
     @property
-    def pending(self) -> bool:
-        return bool(self._asked)
+    def pending(self) -> int:
+        return len(self._asked)
 
     @property
     def queued_tokens(self) -> int:
@@ -39,9 +41,16 @@ class Embeddings:
         self._count += 1
         asked = _Asked(wire.Embed(self._count, tokens, pooling), asyncio.get_running_loop().create_future())
         self._asked[self._count] = asked
+        asked.answer.add_done_callback(partial(self._answered, self._count))
         if self._send is not None:
             self._send(asked.message)
         return asked.answer
+
+    def _answered(self, key: int, answer: asyncio.Future[list[float]]) -> None:
+        if answer.cancelled() and self._asked.pop(key, None) is not None:
+            if self._send is not None:
+                self._send(wire.Unembed(key))
+            self.on_left()
 
     def take_in(self, message: wire.Embedded) -> None:
         asked = self._asked.pop(message.key, None)

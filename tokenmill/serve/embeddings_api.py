@@ -25,8 +25,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> Response:
         raise HttpError(400, f"pooling is {pooling[:60]!r}; it may be mean or last", "invalid_value", "pooling")
     prompts = [await call.service.encode(prompt) for prompt in prompts_of(body.input, "input")]
     call.prompt_tokens = sum(map(len, prompts))
-    async with call.watching(call.request.receive):
-        vectors = await call.service.embed(prompts, pooling)
+    vectors = await call.work(call.service.embed(prompts, pooling))
     if body.dimensions is not None:
         vectors = [_shortened(vector, body.dimensions) for vector in vectors]
     data = [{"object": "embedding", "index": at, "embedding": _told(one, form)} for at, one in enumerate(vectors)]

@@ -28,7 +28,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.serve import wire
 from tokenmill.serve.flight import FlightRecorder
 from tokenmill.serve.inside import stats_of, view_of
@@ -185,6 +185,7 @@ class EngineLoop:
         if delta.finished:
             piece.finish = None if request.finish is None else str(request.finish)
             piece.error = request.error
+            piece.fault = request.grammar is not None and request.grammar.error is not None
         if self._unopened and self._unopened.pop(request.id, None) is not None:
             metrics = request.metrics
             piece.opening = wire.Opening(metrics.first_scheduled, metrics.cached_tokens)
@@ -216,6 +217,8 @@ class EngineLoop:
                     self.engine.reset_prefix_cache()
                 case wire.Embed():
                     self._to_embed.append(message)
+                case wire.Unembed(key):
+                    self._to_embed = deque(one for one in self._to_embed if one.key != key)
                 case wire.Stop():
                     return False
         return True
@@ -231,9 +234,11 @@ class EngineLoop:
                 self.engine.add(request)
         except Exception as error:  # one request's trouble is no other's
             traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"
+            fault = isinstance(error, InvalidRequest)
+            text = str(error) if fault else f"{type(error).__name__}: {error}"
             pieces = [
-                wire.Piece(sequence.key, [], finish=str(Finish.ERROR), error=text) for sequence in message.sequences
+                wire.Piece(sequence.key, [], finish=str(Finish.ERROR), error=text, fault=fault)
+                for sequence in message.sequences
             ]
             now = time.monotonic()
             self._send(wire.Stepped(self._turns, now, 0.0, 0, 0, 0, 0, 0, 0, 0, pieces))

@@ -78,7 +78,7 @@ def refusal_of(error: Exception, request_id: str) -> HttpError:
         case InvalidRequest():
             return HttpError(400, str(error), *_code_and_param(str(error)))
         case Overloaded():
-            return HttpError(429, str(error), "overloaded", retry_after=error.retry_after)
+            return HttpError(429, str(error), error.code, retry_after=error.retry_after)
         case QueueFull():
             return HttpError(429, str(error), "overloaded", retry_after=1.0)
         case Unavailable():

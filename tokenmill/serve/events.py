@@ -62,6 +62,7 @@ class RequestEvent:
     output_tokens: int = 0
     cached_tokens: int = 0
     reason: str | None = None  # stop, length, cancelled, deadline, error
+    seconds: float = 0.0  # from its arrival
     queue_seconds: float | None = None
     ttft: float | None = None
     token_gaps: list[float] = field(default_factory=list)  # between the tokens of its first sequence
@@ -79,6 +80,7 @@ class RequestEvent:
             output_tokens=output,
             cached_tokens=metrics.cached_tokens,
             reason=reason,
+            seconds=now - metrics.arrival,
             queue_seconds=metrics.queue_seconds,
             ttft=metrics.ttft,
             token_gaps=[after - before for before, after in pairwise(metrics.token_times)],

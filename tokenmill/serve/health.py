@@ -5,7 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill.serve.call import json_response
+from tokenmill.serve.call import error_response, json_response
+from tokenmill.serve.errors import HttpError, openai_shape
 from tokenmill.serve.metrics import CONTENT_TYPE
 from tokenmill.serve.site import site_of
 
@@ -33,5 +34,13 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """What the server counts, for Prometheus."""
-    return Response(site_of(request).metrics.text(), media_type=CONTENT_TYPE)
+    """What the server counts, for Prometheus. Who its tenants are is told to an operator's key only, where there are
+    keys."""
+    site = site_of(request)
+    sees_tenants = site.settings.keys is None
+    if not sees_tenants and ("authorization" in request.headers or "x-api-key" in request.headers):
+        try:
+            sees_tenants = site.tenant_of(request).limits.operator
+        except HttpError as error:  # a wrong key is a mistake, and not the same as none
+            return error_response(error, openai_shape, {})
+    return Response(site.metrics.text(sees_tenants), media_type=CONTENT_TYPE)

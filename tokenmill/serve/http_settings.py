@@ -26,6 +26,11 @@ class HttpSettings:
     beat_seconds: float = 15.0  # silence of a stream after which a comment is sent, for the sake of proxies
     max_connections: int = 20_000
     origins: tuple[str, ...] = field(default=())  # web pages of these origins may ask; "*": of all
+    hosts: tuple[str, ...] = ()  # names that a browser may know this server by; "*": any; empty: see `Guard`
+    max_stored_bytes: int = 1 << 30  # files and batches of one tenant
+    log_prompts: bool = False  # prompts and answers are written into the log
+    otlp_endpoint: str | None = None  # a collector that is sent spans; None: nothing is traced
+    trace_ratio: float = 1.0  # of requests whose client does not say whether they are traced
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -35,6 +40,12 @@ class HttpSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds is {self.drain_seconds}; it must be 0 or more")
-        for name in ("max_body_bytes", "max_connections"):
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; it must be an address such as http://localhost:4318"
+            )
+        if not 0 <= self.trace_ratio <= 1:
+            raise ConfigError(f"trace_ratio is {self.trace_ratio}; it must be from 0 to 1")
+        for name in ("max_body_bytes", "max_connections", "max_stored_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 import resource
 import sys
+from itertools import repeat
 from pathlib import Path
 
 from tokenmill.engine.core import Engine
+from tokenmill.kv.pool import BlockPool
 from tokenmill.serve import wire
 
 
@@ -36,12 +38,7 @@ def stats_of(engine: Engine) -> wire.Stats:
 
 
 def view_of(engine: Engine) -> wire.View:
-    scheduler = engine.scheduler
-    pool = scheduler.kv.pool
-    blocks = bytes(
-        (wire.SHARED if held > 1 else wire.USED) if held else (wire.CACHED if has else wire.FREE)
-        for held, has in zip(pool.references, pool.has_content)
-    )
+    scheduler, now = engine.scheduler, engine.clock()
     rows = [
         wire.RowView(
             key=int(request.id),
@@ -52,10 +49,27 @@ def view_of(engine: Engine) -> wire.View:
             blocks=len(request.blocks),
             cached=request.metrics.cached_tokens,
             priority=request.priority,
+            age=now - request.arrival,
         )
         for request in scheduler.requests.values()
     ]
-    return wire.View(blocks, rows)
+    return wire.View(blocks_of(scheduler.kv.pool), rows)
+
+
+# references (at most 255) -> 0, 2 or 4; that plus whether the block has content -> its state
+_HELD = bytes([0, 2]) + bytes([4]) * 254
+_STATE = bytes([wire.FREE, wire.CACHED, wire.USED, wire.USED, wire.SHARED, wire.SHARED]) + bytes(250)
+
+
+def blocks_of(pool: BlockPool) -> bytes:
+    """One byte per block. A GPU has hundreds of thousands of them, so no line of Python runs per block."""
+    try:
+        held = bytes(pool.references)
+    except ValueError:  # a block with more than 255 holders
+        held = bytes(map(min, pool.references, repeat(255)))
+    # Both as one long number: no byte of the sum overflows.
+    both = int.from_bytes(held.translate(_HELD)) + int.from_bytes(bytes(pool.has_content))
+    return both.to_bytes(len(held)).translate(_STATE)
 
 
 def _resident_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -66,6 +67,11 @@ class Job:
         return ((index, item) for index, item in enumerate(self.items) if index not in self.answers)
 
     @property
+    def size(self) -> int:
+        """Bytes of what was asked; answers come on top."""
+        return len(self.about) + sum(map(len, self.items))
+
+    @property
     def failed(self) -> int:
         return sum(1 for ok, _ in self.answers.values() if not ok)
 
@@ -78,6 +84,8 @@ class JobStore:
 
     def __init__(self, journal: Journal | None = None, clock: Callable[[], float] = time.time) -> None:
         self.jobs: dict[str, Job] = {}
+        self.stored: Counter[str] = Counter()  # bytes by owner
+        self.counts: Counter[str] = Counter()  # jobs by owner
         self._journal = journal
         self._clock = clock
         if journal is not None:
@@ -132,13 +140,19 @@ class JobStore:
     def _apply(self, record: Record) -> None:
         match record:
             case Created():
-                self.jobs[record.id] = Job(record.id, record.at, record.owner, record.about, record.items)
+                job = self.jobs[record.id] = Job(record.id, record.at, record.owner, record.about, record.items)
+                self.stored[job.owner] += job.size
+                self.counts[job.owner] += 1
             case Answered():
-                self.jobs[record.id].answers[record.index] = (record.ok, record.answer)
+                job = self.jobs[record.id]
+                job.answers[record.index] = (record.ok, record.answer)
+                self.stored[job.owner] += len(record.answer)
             case Ended():
                 self.jobs[record.id].ended, self.jobs[record.id].how = record.at, record.how
             case Removed():
-                self.jobs.pop(record.id, None)
+                if (gone := self.jobs.pop(record.id, None)) is not None:
+                    self.stored[gone.owner] -= gone.size + sum(len(answer) for _, answer in gone.answers.values())
+                    self.counts[gone.owner] -= 1
 
     def _tidy(self) -> None:
         if self._journal is None or self._journal.size < WASTE:

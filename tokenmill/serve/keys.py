@@ -50,7 +50,8 @@ class KeyRing:
             self._read(file)
 
     def tenant_of(self, key: str | None) -> Tenant:
-        """Raises HttpError 401."""
+        """Raises HttpError 401. How long it takes says nothing about the keys: what is looked up is a hash of what was
+        sent, and to send something whose hash begins like a known one's brings nobody nearer to that key."""
         if self._file is None:
             return self._anybody
         if self._clock() - self._looked > _LOOK_AGAIN:
@@ -64,6 +65,10 @@ class KeyRing:
         if tenant is None:
             raise HttpError(401, "this API key is not known here; check it", "invalid_api_key", close=True)
         return tenant
+
+    def id_of(self, key: str | None) -> str | None:
+        """A name for a key that may be written down: the beginning of its hash, as it is in the file."""
+        return None if self._file is None or not key else hash_of(key).removeprefix("sha256:")[:12]
 
     def named(self, name: str) -> Tenant:
         """A tenant that was let in earlier. Raises HttpError 401 where it is not known any more."""
@@ -136,6 +141,9 @@ def _check_entry(whose: str, entry: Any) -> None:
         if name == "priority":
             if value not in PRIORITIES:
                 raise ConfigError(f"{whose} has priority {value!r}; it must be one of {', '.join(PRIORITIES)}")
+        elif name == "operator":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{whose} has operator {value!r}; it must be true or false")
         elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise ConfigError(f"{whose} has {name} {value!r}; it must be a positive number")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -41,7 +41,7 @@ async def message(call: Call, body: MessagesRequest) -> Response:
     )
     stream = await call.submit(await _prompt(call, toolbox, body.system, body.messages), params, body)
     if body.stream:
-        return EventStream(call, _events(call, stream, toolbox), last=b"", named=True)
+        return EventStream(call, _Teller(call, stream, toolbox), last=b"", named=True)
     [output] = await call.whole([stream])
     blocks = Blocks(toolbox.parser())
     for _ in blocks.feed(output.outputs[0].text, last=True):
@@ -165,24 +165,37 @@ def _block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": given if isinstance(given, dict) else {}}
 
 
-async def _events(call: Call, stream: Stream, toolbox: Toolbox) -> AsyncGenerator[bytes, None]:
-    blocks, cutter = Blocks(toolbox.parser()), Cutter(1)
-    begun = False
-    async for output in stream:
-        call.saw(output)
+class _Teller:
+    """The events of a message."""
+
+    def __init__(self, call: Call, stream: Stream, toolbox: Toolbox) -> None:
+        self.streams = [stream]
+        self._call = call
+        self._blocks, self._cutter = Blocks(toolbox.parser()), Cutter(1)
+        self._begun = False
+
+    def begin(self) -> bytes:
+        return b""
+
+    def news(self, number: int) -> bytes:
+        follow = self.streams[number].follow
+        if follow.finished:
+            self._call.saw(follow.output())
         told = [
             _change(change)
-            for delta in cutter.take(output)
-            for change in blocks.feed(delta.text, delta.finish is not None)
+            for delta in self._cutter.take(follow)
+            for change in self._blocks.feed(delta.text, delta.finish is not None)
         ]
-        if not begun:
-            begun = True
-            start = _message(call, []) | {"usage": _usage(output)}
+        if not self._begun:  # not before the first token: then it is known what the cache supplied
+            self._begun = True
+            start = _message(self._call, []) | {"usage": _usage(follow.output())}
             told.insert(0, event({"type": "message_start", "message": start}, "message_start") + _PING)
-        if told:
-            yield b"".join(told)
-    ending = {"type": "message_delta", "delta": _ending(output, blocks), "usage": _usage(output)}
-    yield event(ending, "message_delta") + event({"type": "message_stop"}, "message_stop")
+        return b"".join(told)
+
+    def end(self) -> bytes:
+        output = self.streams[0].follow.output()
+        ending = {"type": "message_delta", "delta": _ending(output, self._blocks), "usage": _usage(output)}
+        return event(ending, "message_delta") + event({"type": "message_stop"}, "message_stop")
 
 
 def _change(change: Change) -> bytes:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tokenmill import __version__
+from tokenmill.engine.request import Finish
+from tokenmill.serve.errors import GONE
 from tokenmill.serve.events import EngineEvent, Event, RequestEvent, StepEvent
 from tokenmill.serve.service import Service
+from tokenmill.serve.tally import Tally
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_LAG = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+_LAG = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _ROUTES = (
     "/v1/chat/completions",
@@ -25,10 +29,27 @@ _ROUTES = (
     "/v1/embeddings",
     "/v1/models",
     "/v1/batches",
+    "/v1/batches/{name}",
+    "/v1/batches/{name}/cancel",
     "/v1/files",
+    "/v1/files/{name}",
+    "/v1/files/{name}/content",
     "/tokenize",
     "/detokenize",
 )
+# Series that are there before anything happens: what appears with its first event looks to rate() as if it had not.
+_REFUSALS = (
+    ("429", "overloaded"),
+    ("429", "deadline_too_close"),
+    ("429", "rate_limit_exceeded"),
+    ("429", "concurrency_limit_exceeded"),
+    ("503", "unavailable"),
+    ("400", "invalid_value"),
+    ("500", "engine_error"),
+    ("500", "internal_error"),
+    ("504", "deadline_exceeded"),
+)
+_FATES = ("ready", "died", "breaker_open", "breaker_closed")
 
 
 class Metrics:
@@ -36,13 +57,23 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         self.registry = CollectorRegistry()
+        self._by_tenant = CollectorRegistry()  # who the tenants are is not for everybody
         self.registry.register(_Books(service))
+        ProcessCollector(registry=self.registry)  # of the front: process_resident_memory_bytes, process_open_fds, ...
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tokenmill_{name}", what, registry=self.registry, buckets=buckets)
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
-        self._gap = histogram("inter_token_seconds", "Between two tokens of a request", _SHORT)
+        self._gap = Tally(
+            "tokenmill_inter_token_seconds", "Between two tokens of a request", _SHORT, registry=self.registry
+        )
+        self._sent = Tally(
+            "tokenmill_token_to_socket_seconds",
+            "From the end of a step in the engine until its token of a stream was written",
+            _LAG,
+            registry=self.registry,
+        )
         self._queue = histogram("queue_seconds", "Arrival to first step", _LONG)
         self._step = histogram("step_seconds", "One turn of the engine's loop", _SHORT)
         self._lag = histogram("delivery_seconds", "From the engine's sending of tokens to the front", _LAG)
@@ -52,29 +83,56 @@ class Metrics:
         self._http = Counter(
             "tokenmill_http_requests", "Requests by route and status", ["route", "status"], registry=self.registry
         )
+        self._errors = Counter(
+            "tokenmill_http_errors", "Refused and failed requests by cause", ["status", "code"], registry=self.registry
+        )
+        self._prefilled = Counter(
+            "tokenmill_prefilled_tokens", "Prompt tokens computed, as it happens", registry=self.registry
+        )
+        self._generated = Counter(
+            "tokenmill_generated_tokens", "Output tokens computed, as it happens", registry=self.registry
+        )
         self._tenant = Counter(
-            "tokenmill_tenant_tokens", "Tokens by tenant", ["tenant", "kind"], registry=self.registry
+            "tokenmill_tenant_tokens", "Tokens by tenant", ["tenant", "kind"], registry=self._by_tenant
         )
         self._engine = Counter(
             "tokenmill_engine_events", "What happened to the engine process", ["kind"], registry=self.registry
         )
+        self._degraded = Counter(
+            "tokenmill_degraded_requests", "Requests that the degrade model answered", registry=self.registry
+        )
+        for status, code in _REFUSALS:
+            self._errors.labels(status, code)
+        for kind in _FATES:
+            self._engine.labels(kind)
         self.leave = service.subscribe(self._listen)
 
-    def http_ended(self, path: str, status: int) -> None:
-        self._http.labels(path if path in _ROUTES else "other", str(status)).inc()
+    def http_ended(self, route: str, status: int, code: str | None = None) -> None:
+        """`code` is the error's, one of those that our own code names: labels must not be a client's to make."""
+        self._http.labels(route if route in _ROUTES else "other", str(status)).inc()
+        if status >= 400 and status != GONE:
+            self._errors.labels(str(status), code or "none").inc()
+
+    def degraded(self) -> None:
+        self._degraded.inc()
 
     def tenant_used(self, tenant: str, prompt: int, output: int) -> None:
         self._tenant.labels(tenant, "prompt").inc(prompt)
         self._tenant.labels(tenant, "output").inc(output)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def token_sent(self, seconds: float) -> None:
+        self._sent.observe(seconds)
+
+    def text(self, tenants: bool = True) -> bytes:
+        return generate_latest(self.registry) + (generate_latest(self._by_tenant) if tenants else b"")
 
     def _listen(self, event: Event) -> None:
         match event:
             case StepEvent():
                 self._step.observe(event.seconds)
                 self._lag.observe(max(0.0, event.lag))
+                self._prefilled.inc(event.prefill_tokens)
+                self._generated.inc(event.tokens)
                 if computed := event.decodes + event.prefill_tokens:
                     self._batch.observe(computed)
             case RequestEvent(kind="finished"):
@@ -84,8 +142,7 @@ class Metrics:
                     self._ttft.observe(event.ttft)
                 if event.queue_seconds is not None:
                     self._queue.observe(event.queue_seconds)
-                for gap in event.token_gaps:
-                    self._gap.observe(gap)
+                self._gap.observe_all(event.token_gaps)
             case EngineEvent():
                 self._engine.labels(event.kind).inc()
             case _:
@@ -131,6 +188,10 @@ class _Books(Collector):
         for name, (what, count) in counters.items():
             yield CounterMetricFamily(f"tokenmill_{name}", what, value=count)
         finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
-        for reason, count in stats.finished.items():
+        for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
             finished.add_metric([reason], count)
         yield finished
+        build = GaugeMetricFamily("tokenmill_build_info", "What runs here", labels=["version", "model"])
+        model = self._service.facts.model if hasattr(self._service, "facts") else ""  # not before it is loaded
+        build.add_metric([__version__, model], 1)
+        yield build

@@ -56,6 +56,7 @@ class RemoteEngine:
         self.mirrors: dict[int, Mirror] = {}
         self.queued = 0  # sequences that no engine has let in yet
         self.queued_tokens = 0  # their prompts, once per group
+        self.at_fault: set[str] = set()  # ids of requests that ended with an error of their own making; to be emptied
         self.on_work: Callable[[], None] = lambda: None  # called when there is something for the engine to do
         self._keys: dict[str, int] = {}  # request id -> key
         self._last_key = 0
@@ -184,6 +185,8 @@ class RemoteEngine:
                 request.cumulative_logprob += sum(one.logprob for one in logprobs)
         if piece.finish is not None:
             request.error = piece.error
+            if piece.fault:
+                self.at_fault.add(request.id)
             request.metrics.finished = at
             self._finish(mirror, Finish(piece.finish))
         self._deltas.append(Delta(request, piece.tokens, logprobs, piece.finish is not None))

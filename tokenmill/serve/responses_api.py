@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ async def respond(call: Call, body: ResponsesRequest) -> Response:
     )
     stream = await call.submit(await toolbox.prompt(_messages(body)), params, body)
     if body.stream:
-        return EventStream(call, _events(call, body, stream, toolbox), last=b"", named=True)
+        return EventStream(call, _Teller(call, body, stream, toolbox), last=b"", named=True)
     [output] = await call.whole([stream])
     blocks, one = Blocks(toolbox.parser()), output.outputs[0]
     for _ in blocks.feed(one.text, last=True, logprobs=_told_logprobs(call, body, one.token_ids, one.logprobs)):
@@ -186,34 +186,39 @@ def _part(block: Block) -> dict[str, Any]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
-async def _events(call: Call, body: ResponsesRequest, stream: Stream, toolbox: Toolbox) -> AsyncGenerator[bytes, None]:
-    blocks, cutter, teller = Blocks(toolbox.parser()), Cutter(1), _Teller(call)
-    begun = _response(call, body, [], None)
-    yield teller.tell("response.created", response=begun) + teller.tell("response.in_progress", response=begun)
-    output: RequestOutput | None = None
-    async for output in stream:
-        call.saw(output)
-        told = [
-            teller.change(change)
-            for delta in cutter.take(output)
-            for change in blocks.feed(
+class _Teller:
+    """The events of a response, numbered."""
+
+    def __init__(self, call: Call, body: ResponsesRequest, stream: Stream, toolbox: Toolbox) -> None:
+        self.streams = [stream]
+        self._call = call
+        self._body = body
+        self._blocks, self._cutter = Blocks(toolbox.parser()), Cutter(1)
+        self._last: RequestOutput | None = None
+        self._count = 0
+
+    def begin(self) -> bytes:
+        begun = _response(self._call, self._body, [], None)
+        return self.tell("response.created", response=begun) + self.tell("response.in_progress", response=begun)
+
+    def news(self, number: int) -> bytes:
+        follow = self.streams[number].follow
+        if follow.finished:
+            self._last = self._call.saw(follow.output())
+        return b"".join(
+            self.change(change)
+            for delta in self._cutter.take(follow)
+            for change in self._blocks.feed(
                 delta.text,
                 delta.finish is not None,
-                _told_logprobs(call, body, delta.token_ids, delta.logprobs),
+                _told_logprobs(self._call, self._body, delta.token_ids, delta.logprobs),
             )
-        ]
-        if told:
-            yield b"".join(told)
-    ended = _response(call, body, [_item(call, block) for block in blocks.all], output)
-    yield teller.tell(f"response.{ended['status']}", response=ended)
+        )
 
-
-class _Teller:
-    """Numbers the events of a stream."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._count = 0
+    def end(self) -> bytes:
+        items = [_item(self._call, block) for block in self._blocks.all]
+        ended = _response(self._call, self._body, items, self._last)
+        return self.tell(f"response.{ended['status']}", response=ended)
 
     def tell(self, kind: str, **content: Any) -> bytes:
         self._count += 1

@@ -27,6 +27,9 @@ _SAME_NAME = (
     "logit_bias",
     "bad_words",
 )
+_LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words")
+MOST_ENTRIES = 1024
+MOST_CHARACTERS = 16_384
 
 
 def sampling_params(
@@ -51,12 +54,28 @@ def sampling_params(
 
 
 def make_params(max_tokens: int | None, top_k: int | None, **given: Any) -> SamplingParams:
-    """Numbers without an upper bound are cut to one that means the same."""
+    """Numbers without an upper bound are cut to one that means the same; lists are refused beyond one, since every step
+    of the engine, and so everybody, pays for them."""
+    for name in _LISTS:
+        _check_list(name, given.get(name))
     return SamplingParams(
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_LENGTH),
         top_k=0 if top_k is None else min(top_k, MAX_LENGTH),
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _check_list(name: str, value: str | list[Any] | dict[str, Any] | None) -> None:
+    several = [value] if isinstance(value, str) else value or []
+    size = sum(len(one) for one in several if isinstance(one, str))
+    if len(several) > MOST_ENTRIES or size > MOST_CHARACTERS:
+        raise HttpError(
+            400,
+            f"{name} has {len(several)} entries of {size} characters; at most {MOST_ENTRIES} and {MOST_CHARACTERS} are "
+            "allowed",
+            "invalid_value",
+            name,
+        )
 
 
 def format_form(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput | None:

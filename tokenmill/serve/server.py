@@ -58,6 +58,8 @@ async def serve(
         for one in services:
             await one.stop()
         await server.end(serving)
+        if server.site.tracing is not None:
+            await asyncio.to_thread(server.site.tracing.close)
         told.cancel()
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.request import Finish
+from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import TokenmillError
 from tokenmill.front import Follow, Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
@@ -17,6 +16,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.serve import wire
 from tokenmill.serve.admission import Admission, Breaker, Load, Unavailable
 from tokenmill.serve.books import Books, ServiceStats
+from tokenmill.serve.desk import Desk
 from tokenmill.serve.embeddings import Embeddings
 from tokenmill.serve.events import BeatEvent, Broadcast, EngineEvent, Event, RequestEvent, StepEvent
 from tokenmill.serve.remote import Loss, RemoteEngine
@@ -27,10 +27,7 @@ from tokenmill.serve.supervisor import Supervisor
 
 __all__ = ["Service", "ServiceStats", "Stream"]
 
-log = logging.getLogger("tokenmill.serve")
-
 SHORT_TEXT = 1024  # characters: tokenized at once; a longer text must not hold up the event loop
-EXPIRY_GRACE = 0.25  # seconds after a deadline before the front ends what the engine should have ended
 
 
 class Service:
@@ -57,10 +54,12 @@ class Service:
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
         self._embeddings = Embeddings()
+        self._embeddings.on_left = self._rest
         self._admission = Admission(self.settings)
         self._breaker = Breaker(self.settings)
         self._books = Books()
-        self._tickets: dict[str, Ticket] = {}
+        self._desk = Desk(self._remote, self._ended)
+        self._tickets = self._desk.tickets
         self._broadcast = Broadcast()
         self._views: list[asyncio.Future[wire.View | None]] = []
         self._state = "starting"
@@ -91,7 +90,7 @@ class Service:
                 await asyncio.wait_for(self._changed.wait(), left)
         handed_back = len(self._tickets)
         self._remote.end_all(Finish.ERROR, "the server is shutting down and did not finish this; send it again")
-        self._deliver()
+        self._desk.deliver()
         return handed_back
 
     async def stop(self) -> None:
@@ -100,7 +99,7 @@ class Service:
         await self._supervisor.stop()
         self._remote.end_all(Finish.ERROR, "the server was stopped")
         self._embeddings.end_all("the server was stopped")
-        self._deliver()
+        self._desk.deliver()
 
     def ready(self) -> bool:
         """Whether a request would be worked on now: an engine is up, idle or completing steps; the breaker is shut."""
@@ -163,26 +162,21 @@ class Service:
         if wait is not None:
             raise Unavailable("the engine failed repeatedly and is being restarted; try again later", wait)
         try:
-            self._front.submit(follow)
+            stream = self._desk.open(follow, self._supervisor.generation)
         except TokenmillError:
             self._breaker.probe_ended()
             raise
-        ticket = Ticket(follow, self._supervisor.generation)
-        self._tickets[follow.id] = ticket
         self._probe = follow.id if was_half_open else self._probe
-        if follow.timeout is not None:
-            loop = asyncio.get_running_loop()
-            ticket.timer = loop.call_later(follow.timeout + EXPIRY_GRACE, self._expire, ticket)
         self._books.accepted += 1
         leader = follow.leader
         self._broadcast.emit(RequestEvent(follow.id, "accepted", now, leader.prompt_len, leader.priority))
-        return Stream(ticket, self._drop)
+        return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its stream gets a last output with finish_reason "cancelled". False: there is none."""
         ticket = self._tickets.get(request_id)
         if ticket is not None:
-            self._drop(ticket)
+            self._desk.drop(ticket)
         return ticket is not None
 
     async def encode(self, prompt: Prompt) -> list[int]:
@@ -206,7 +200,12 @@ class Service:
         queued = self._remote.queued + self._embeddings.pending
         self._admission.check(queued, waiting, sum(map(len, several)), len(several), None, self._current_load)
         self._supervisor.expect_work(True)
-        return await asyncio.gather(*(self._embeddings.ask(ids, pooling) for ids in several))
+        answers = [self._embeddings.ask(ids, pooling) for ids in several]
+        try:
+            return await asyncio.gather(*answers)
+        finally:
+            for answer in answers:  # where one failed, or nobody waits any more, the others are in vain
+                answer.cancel()
 
     # -- to watch -------------------------------------------------------------------------------------------
 
@@ -247,6 +246,10 @@ class Service:
         mirror = self._remote.mirrors.get(key)
         return None if mirror is None else mirror.request.id
 
+    def leaders(self) -> list[Request]:
+        """The first sequence of every request that is not finished."""
+        return [ticket.follow.leader for ticket in self._tickets.values()]
+
     def reset_prefix_cache(self) -> None:
         self._remote.reset_prefix_cache()
 
@@ -262,7 +265,7 @@ class Service:
         self.facts = hello
         self._admission.max_step_tokens = hello.max_step_tokens
         if self._state == "starting":
-            self._front = Front(ServedElsewhere.by(hello, self._remote, self.tokenizer), self.config.seed)
+            self._desk.front = Front(ServedElsewhere.by(hello, self._remote, self.tokenizer), self.config.seed)
         if self._state in ("starting", "restarting"):
             self._state = "ready"
         self._last_step = self._remote.clock()
@@ -281,7 +284,6 @@ class Service:
                 self._last_step = self._remote.clock()
                 self._embeddings.take_in(message)
                 self._rest()
-                self._changed.set()
 
     def engine_lost(self, loss: Loss) -> float:
         now = self._remote.clock()
@@ -300,7 +302,7 @@ class Service:
             self._remote.end_all(
                 Finish.ERROR, f"the engine failed {self.settings.give_up_after} times in a row: {loss.cause}"
             )
-        self._deliver()
+        self._desk.deliver()
         if self._fruitless <= 1:
             return 0.0
         return min(self.settings.backoff_seconds * 2.0 ** min(self._fruitless - 2, 16), self.settings.backoff_most)
@@ -316,7 +318,7 @@ class Service:
         computed = message.decodes + message.prefill_tokens
         if computed:
             self._admission.cost.see(computed, message.seconds)
-        self._deliver()
+        self._desk.deliver(message.at)
         self._broadcast.emit(StepEvent.of(message, now, lag, tokens))
 
     def _beaten(self, message: wire.Beat) -> None:
@@ -329,46 +331,15 @@ class Service:
         self._drop_hopeless()
         self._broadcast.emit(BeatEvent(self._remote.clock(), message.stats))
 
-    def _deliver(self) -> None:
-        """Give what arrived to those who wait for it."""
-        for delta in self._remote.step():
-            ticket = self._tickets.get(delta.request.id.partition("/")[0])
-            try:
-                moved = self._front.take_in([delta])
-            except Exception as error:  # one answer that cannot be decoded is no other's trouble
-                log.exception("request %s cannot be followed", delta.request.id)
-                if ticket is not None:
-                    ticket.follow.leader.error = f"{type(error).__name__}: {error}"
-                    self._drop(ticket, Finish.ERROR)
-                continue
-            if moved and ticket is not None:
-                ticket.wake()
-                if ticket.follow.finished:
-                    self._close(ticket)
-        self._rest()
+    @property
+    def _front(self) -> Front:
+        return self._desk.front
 
     def _rest(self) -> None:
-        """An engine with nothing to do may be silent."""
+        """Something ended. An engine with nothing to do may be silent."""
+        self._changed.set()
         if not self._remote.mirrors and not self._embeddings.pending:
             self._supervisor.expect_work(False)
-
-    def _drop(self, ticket: Ticket, why: Finish = Finish.CANCELLED) -> None:
-        """End a request from this side."""
-        if self._tickets.get(ticket.follow.id) is not ticket:
-            return
-        for sequence in ticket.follow.sequences:
-            sequence.finish = sequence.finish or why
-        self._front.cancel(ticket.follow)
-        ticket.wake()
-        self._close(ticket)
-        self._rest()
-
-    def _expire(self, ticket: Ticket) -> None:
-        """Its deadline has passed and no engine was there to say so."""
-        leader = ticket.follow.leader
-        late = self._remote.clock() - leader.arrival
-        leader.error = leader.error or f"its deadline passed {late:.3f} s after it arrived"
-        self._drop(ticket, Finish.DEADLINE)
 
     def _drop_hopeless(self) -> None:
         """Deadlines that can no longer be met even by an engine that did nothing else."""
@@ -378,15 +349,11 @@ class Service:
             if least is not None and mirror.request.deadline is not None and now + least > mirror.request.deadline:
                 why = f"its first token would take {least:.3g} s or more, past its deadline"
                 self._remote.end(mirror, Finish.DEADLINE, why)
-        self._deliver()
+        self._desk.deliver()
 
-    def _close(self, ticket: Ticket) -> None:
-        """A request has ended: count it."""
+    def _ended(self, ticket: Ticket) -> None:
+        """A request has ended: count it, and learn from it."""
         follow = ticket.follow
-        if self._tickets.pop(follow.id, None) is None:
-            return
-        if ticket.timer is not None:
-            ticket.timer.cancel()
         now, leader = self._remote.clock(), follow.leader
         reason = str(follow.sequences[0].finish)
         output = sum(sequence.num_tokens for sequence in follow.sequences)
@@ -400,7 +367,7 @@ class Service:
             self._breaker.probe_ended()
         restarts = self._supervisor.generation - ticket.generation
         self._broadcast.emit(RequestEvent.finished(follow.id, leader, now, reason, output, restarts))
-        self._changed.set()
+        self._rest()
 
     def _check_open(self) -> None:
         if self._state in ("draining", "stopped"):

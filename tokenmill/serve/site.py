@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -15,6 +16,9 @@ from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.service import Service
 from tokenmill.serve.tenants import Tenant
 
+if TYPE_CHECKING:  # an extra
+    from tokenmill.serve.tracing import Tracing
+
 
 @dataclass(frozen=True)
 class Site:
@@ -23,6 +27,7 @@ class Site:
     keys: KeyRing
     metrics: Metrics
     batches: Batches
+    tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
 
     def tenant_of(self, request: Request) -> Tenant:
@@ -30,7 +35,10 @@ class Site:
         if (owner := request.scope.get("tokenmill.owner")) is not None:  # a batch asks for whom it belongs to
             return self.keys.named(owner)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return self.keys.tenant_of(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key"))
+        given = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+        tenant = self.keys.tenant_of(given)
+        request.scope["tokenmill.key"] = self.keys.id_of(given)  # for the log
+        return tenant
 
     def name_of(self, service: Service) -> str:
         """What clients call the model of this service or of its degrade service."""

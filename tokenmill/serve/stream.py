@@ -10,33 +10,65 @@ from tokenmill.outputs import RequestOutput
 
 
 class Stream:
-    """The answer to one request, as an async iterator of RequestOutput. Each output is the whole answer so far; a slow
-    reader sees fewer of them. Leaving it (`aclose`, `async with`, or dropping it) cancels the request; a wait for the
-    next output that is itself cancelled (a timeout, say) does not, and the stream can be read on."""
+    """The answer to one request, for one reader, in one of three ways: as an async iterator of outputs, each the whole
+    answer so far (a slow reader sees fewer of them); `last`, the complete answer; or `listen` and a `look` at `follow`,
+    which builds nothing and wakes nobody. Leaving it (`aclose`, `async with`, or dropping it) cancels the request; a
+    wait for what comes next that is itself cancelled (a timeout, say) does not, and the stream can be read on."""
 
     def __init__(self, ticket: Ticket, drop: Callable[[Ticket], None]) -> None:
         self.request_id = ticket.follow.id
         self.prompt_token_ids = ticket.follow.prompt_ids
+        self.follow = ticket.follow
+        self.made: float | None = None  # when the engine made the oldest token that the last news brought
         self._ticket = ticket
         self._drop = drop
         self._loop = asyncio.get_running_loop()
         self._over = False
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether the request itself caused the error that it ended with."""
+        return self._ticket.at_fault
+
+    async def _news(self) -> bool:
+        """Wait until `follow` has moved. False: the reader knows its end already."""
+        ticket = self._ticket
+        while not self._over and not ticket.moved:
+            ticket.waiter = self._loop.create_future()
+            await ticket.waiter
+        if self._over:
+            return False
+        self.look()
+        return True
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever `follow` has moved, in the middle of the delivery; it must `look`."""
+        self._ticket.listener = listener
+        if self._ticket.moved:
+            listener()
+
+    def look(self) -> None:
+        """The reader looks at `follow` now: what is there is no news any more."""
+        ticket = self._ticket
+        ticket.moved = False
+        self.made, ticket.made = ticket.made, None
+        self._over = self.follow.finished
+
+    async def last(self) -> RequestOutput:
+        """The complete answer; nobody is woken before it is there."""
+        self._ticket.patient = True
+        while await self._news() and not self._over:
+            pass
+        return self.follow.output()
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
         """The newest output. A request that failed ends with finish_reason "error" and says why in `.error`."""
-        ticket = self._ticket
-        while not self._over:
-            if ticket.moved:
-                ticket.moved = False
-                output = ticket.follow.output()
-                self._over = output.finished
-                return output
-            ticket.arrived.clear()
-            await ticket.arrived.wait()
-        raise StopAsyncIteration
+        if not await self._news():
+            raise StopAsyncIteration
+        return self.follow.output()
 
     async def aclose(self) -> None:
         """Cancel the request unless it is finished."""
@@ -57,15 +89,29 @@ class Stream:
 class Ticket:
     """A request on its way, as its stream and the service share it."""
 
-    __slots__ = ("arrived", "follow", "generation", "moved", "timer")
+    __slots__ = ("at_fault", "follow", "generation", "listener", "made", "moved", "patient", "timer", "waiter")
 
     def __init__(self, follow: Follow, generation: int) -> None:
         self.follow = follow
         self.generation = generation  # of the engine that was up when it came
+        self.at_fault = False  # its error is of its own making
         self.moved = False
-        self.arrived = asyncio.Event()
+        self.made: float | None = None  # when the engine made the oldest token that nobody has read
+        self.patient = False  # its reader wants nothing but the end
+        self.waiter: asyncio.Future[None] | None = None
+        self.listener: Callable[[], None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
-    def wake(self) -> None:
+    def wake(self, made: float | None = None) -> None:
+        """It has moved; `made` is when the engine made what is new."""
+        if self.patient and not self.follow.finished:
+            return
         self.moved = True
-        self.arrived.set()
+        if self.made is None:
+            self.made = made
+        if self.listener is not None:
+            self.listener()
+            return
+        waiter = self.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

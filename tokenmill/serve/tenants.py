@@ -11,6 +11,7 @@ from tokenmill.front import PRIORITIES
 from tokenmill.serve.errors import HttpError
 
 BUSY_RETRY = 1.0  # seconds; a tenant at its concurrency limit cannot be told when one of its requests will end
+LONGEST_SALT = 1024  # characters
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Limits:
     tokens_per_minute: float | None = None  # prompt and output
     concurrency: int | None = None
     priority: str = "realtime"  # the most urgent class that may be asked for
+    operator: bool = False  # runs the server: sees what each tenant uses (/metrics) and has running (/live)
 
 
 class Bucket:
@@ -60,6 +62,7 @@ class Tenant:
         self.name = name
         self.limits = limits or Limits()
         self.running = 0
+        self.calls: set[str] = set()  # ids of the requests that are open
         self._salted = salted
         self._requests = Bucket(self.limits.requests_per_minute, clock)
         self._tokens = Bucket(self.limits.tokens_per_minute, clock)
@@ -98,6 +101,10 @@ class Tenant:
 
     def salt(self, asked: str | None) -> str:
         """The prefix-cache salt: another tenant's requests can never have the same, whatever they ask for."""
+        if asked is not None and len(asked) > LONGEST_SALT:
+            raise HttpError(
+                400, f"cache_salt has {len(asked)} characters; at most {LONGEST_SALT}", "invalid_value", "cache_salt"
+            )
         if not self._salted:
             return asked or ""
         parts = [self.name.encode(), (asked or "").encode()]

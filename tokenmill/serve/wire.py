@@ -11,7 +11,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 1  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 2  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class Sequence(msgspec.Struct, array_like=True, frozen=True):
@@ -39,6 +39,7 @@ class Piece(msgspec.Struct, array_like=True):
     logprobs: list[Scored] | None = None
     finish: str | None = None  # a Finish; set in the last piece only
     error: str | None = None
+    fault: bool = False  # the error is of the request's own making: no other engine would do better
     opening: Opening | None = None  # with its first piece after a submission
 
 
@@ -82,6 +83,7 @@ class RowView(msgspec.Struct, array_like=True, frozen=True):
     blocks: int
     cached: int
     priority: int
+    age: float  # seconds since it arrived
 
 
 class View(msgspec.Struct, array_like=True, frozen=True):
@@ -136,6 +138,12 @@ class Embed(msgspec.Struct, array_like=True, tag=6):
     key: int  # of a count of its own
     tokens: list[int]
     pooling: str  # mean or last
+
+
+class Unembed(msgspec.Struct, array_like=True, tag=7):
+    """Nobody waits for the vector of an Embed any more."""
+
+    key: int
 
 
 # From the engine
@@ -205,7 +213,7 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
     text: str
 
 
-ToEngine = Submit | Cancel | Ping | Forget | Stop | Embed
+ToEngine = Submit | Cancel | Ping | Forget | Stop | Embed | Unembed
 FromEngine = Loading | Hello | Stepped | Beat | Embedded | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

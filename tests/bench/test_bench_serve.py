@@ -1,0 +1,212 @@
+"""The load test of servers: what it counts, what it finds wrong, and what it makes of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenmill.bench.serve import Check, Load, Result, _starts, alone, compare, drive, prompts_of
+from tokenmill.bench.serve_client import Answer, Place, run
+from tokenmill.bench.serve_offline import Overhead
+from tokenmill.bench.serve_table import figures, lines, overhead_lines, percentile
+from tokenmill.cli.app import app
+from tokenmill.errors import ConfigError, TokenmillError
+
+Reply = Callable[[int, str, asyncio.StreamWriter], Awaitable[None]]  # number of the request, its prompt
+
+
+def quiet(done: int, total: int, what: str) -> None:
+    pass
+
+
+def event(content: Any) -> bytes:
+    data = b"data: %b\n\n" % (content if isinstance(content, bytes) else json.dumps(content).encode())
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def chunk(text: str, finish: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+
+
+async def say(writer: asyncio.StreamWriter, text: str, pause: float = 0.0) -> None:
+    """An answer in three pieces, cut in the middle of a chunk."""
+    whole = HEAD + chunk(text[:1]) + chunk(text[1:]) + chunk("", "length")
+    whole += event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}) + event(b"[DONE]") + END
+    for part in (whole[:200], whole[200:260], whole[260:]):
+        writer.write(part)
+        await asyncio.sleep(pause)
+
+
+@asynccontextmanager
+async def serving(reply: Reply) -> AsyncIterator[Place]:
+    count = 0
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+                asked = json.loads(await reader.readexactly(length))
+                assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n") and asked["stream"]
+                count += 1
+                await reply(count - 1, asked["prompt"], writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield Place(f"http://127.0.0.1:{port}/v1")
+    finally:
+        server.close()
+
+
+def test_answers_are_put_together_and_timed() -> None:
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        await say(writer, "mill", 0.05)
+
+    async def main() -> Result:
+        async with serving(reply) as place:
+            return await drive(place, Load(3, 1), quiet)
+
+    result = run(main())
+    assert [answer.text for answer in result.answers] == ["mill"] * 3 and not result.errors
+    assert all((one.finish, one.prompt_tokens, one.output_tokens) == ("length", 4, 2) for one in result.answers)
+    for answer in result.answers:
+        assert len(answer.times) == 2 and 0 < answer.times[0] < answer.times[1] < answer.seconds
+        assert 0.03 < answer.times[1] - answer.times[0] and answer.seconds >= 0.1
+    assert result.output_tokens == 6 and result.seconds >= 0.3
+
+
+def test_every_way_to_fail_has_its_name() -> None:
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        if number == 0:
+            await say(writer, "mill")
+        elif number == 1:
+            error = b'{"error": {"message": "come back later", "code": "overloaded"}}'
+            writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: %d\r\n\r\n%b" % (len(error), error))
+        elif number == 2:
+            writer.write(HEAD + chunk("mi"))
+            await writer.drain()
+            writer.close()
+        elif number == 3:
+            writer.write(HEAD + chunk("mi") + event({"error": {"message": "it broke", "code": "engine_error"}}) + END)
+        elif number == 4:
+            writer.write(HEAD + chunk("mi") + END)  # no finish_reason, no [DONE]
+        else:
+            await asyncio.sleep(5)
+
+    async def main() -> Result:
+        async with serving(reply) as place:
+            return await drive(place, Load(6, 1, timeout=0.5), quiet)
+
+    result = run(main())
+    assert [one.error for one in result.answers] == [None, "status 429", "disconnected", "engine_error", "no end", "timeout"]
+    assert result.answers[1].message == "come back later" and result.answers[3].message == "it broke"
+    told = figures(Load(6, 1), result)
+    assert told["completed"] == 1 and sum(told["errors"].values()) == 5
+    assert any("1 x status 429" in line for line in lines(told))
+
+
+def test_a_server_that_is_not_there_is_an_error_of_its_own() -> None:
+    result = run(drive(Place("http://127.0.0.1:9"), Load(2, 2), quiet))
+    assert result.errors == {"connect": 2}
+
+
+def test_streams_are_open_at_once_and_not_more() -> None:
+    now_open, most = 0, 0
+
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        nonlocal now_open, most
+        now_open += 1
+        most = max(most, now_open)
+        await asyncio.sleep(0.03)
+        now_open -= 1
+        await say(writer, "mill")
+
+    async def main() -> Result:
+        async with serving(reply) as place:
+            return await drive(place, Load(20, 5), quiet)
+
+    assert not run(main()).errors and most == 5
+
+
+def test_the_check_finds_what_is_wrong() -> None:
+    load = Load(5, 5, prompt_tokens=6)
+    right = {prompt: f"answer {number}" for number, prompt in enumerate(prompts_of(load))}
+    loaded = False
+
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        which = list(right).index(prompt)
+        if not loaded or which in (0, 4):
+            await say(writer, right[prompt])
+        elif which == 1:
+            writer.close()
+        else:
+            await say(writer, "answer 0" if which == 2 else "nonsense")
+
+    async def main() -> Check:
+        nonlocal loaded
+        async with serving(reply) as place:
+            expected = await alone(place, load, quiet)
+            assert expected == list(right.values())
+            loaded = True
+            return compare((await drive(place, load, quiet)).answers, expected)
+
+    assert run(main()) == Check(equal=2, lost=1, mixed_up=1, different=1)
+
+
+def test_a_failure_alone_is_told() -> None:
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def main() -> None:
+        async with serving(reply) as place:
+            await alone(place, Load(1, 1), quiet)
+
+    with pytest.raises(TokenmillError, match="status 401"):
+        run(main())
+
+
+def test_random_times_have_the_rate_asked_for() -> None:
+    starts = list(_starts(Load(4000, 1, rate=50.0)))
+    gaps = [after - before for before, after in pairwise(starts)]
+    mean = sum(gaps) / len(gaps)
+    assert starts[0] == 0 and mean == pytest.approx(1 / 50, rel=0.1)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert spread == pytest.approx(mean, rel=0.1)  # as of a Poisson process
+    assert set(_starts(Load(3, 1))) == {None}
+
+
+def test_percentiles_and_overhead() -> None:
+    assert percentile([], 50) is None and percentile([3.0], 99) == 3.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5 and percentile(list(map(float, range(101))), 99) == 99.0
+    found = Overhead([95.0, 50.0, 99.0], [100.0, 100.0, 100.0], [])
+    assert found.percent == pytest.approx([5.0, 50.0, 1.0]) and found.median == pytest.approx(5.0)
+    assert list(overhead_lines(found))[-1].split() == ["median", "95.0", "100.0", "5.0", "%"]
+    assert not figures(Load(1, 1), Result(1.0, [Answer(1.0, error="timeout")]))["completed"]
+
+
+def test_wrong_use_is_told() -> None:
+    for words, said in (
+        (["--url", "ftp://x"], "--url is 'ftp://x'"),
+        (["--url", "http://x", "--against-offline"], "--against-offline"),
+        (["--key", "x"], "--url"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "serve", *words])
+        assert result.exit_code == 2 and said in result.output
+    with pytest.raises(ConfigError):
+        Place("127.0.0.1:8000")
