@@ -117,8 +117,8 @@ def chat_dark(browser: Browser, url: str, file: Path) -> None:
 
 def phone(browser: Browser, url: str, file: Path) -> None:
     page = opened(browser, url, 375, 740, color_scheme="light", is_mobile=True, has_touch=True)
-    fill(page, temperature="0")
-    ask(page, "What is the capital of France?")
+    fill(page, temperature="0", max_tokens="90")
+    ask(page, "How does a watermill work?")
     take(page, file)
     page.close()
 
@@ -128,7 +128,7 @@ def live(browser: Browser, url: str, folder: Path) -> None:
     page.goto(f"{url}/#live")
     load(url)
     page.locator("#running", has_text=re.compile(f"^{STREAMS}$")).wait_for(timeout=120_000)
-    page.wait_for_timeout(12_000)
+    page.wait_for_timeout(7000)
     take(page, folder / "page-live-light.png", full_page=True)
     page.emulate_media(color_scheme="dark")
     page.wait_for_timeout(500)
@@ -150,7 +150,7 @@ def load(url: str) -> None:
 
 def one_stream(url: str, number: int) -> None:
     prompt = f"Story {number % 4}. " + SENTENCE * (3 + 2 * (number % 7)) + f"Go on in the manner of writer {number}."
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1000, "ignore_eos": True, "seed": number}
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

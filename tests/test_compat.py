@@ -17,6 +17,9 @@ def test_common_options_of_other_engines_are_understood() -> None:
     )  # fmt: skip
     assert (config.dtype, config.cuda_graphs, config.gpu_memory_utilization) == ("float16", False, 0.8)
     assert EngineConfig.from_options(dtype=torch.bfloat16).dtype == "bfloat16"
+    assert EngineConfig.from_options(kv_cache_dtype="half").kv_cache_dtype == "float16"
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8'; it must be one of auto, float32"):
+        EngineConfig.from_options(kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,6 @@ def test_options_that_change_no_answer_are_dropped(option: str, value: object) -
         ("tensor_parallel_size", 2, "one device"),
         ("trust_remote_code", True, "never run"),
         ("enable_chunked_prefill", False, "always computed in chunks"),
-        ("kv_cache_dtype", "fp8", "dtype of the model"),
         ("revision", "v1", "give its path"),
         ("tokenizer", "other", "the tokenizer comes with the model"),
         ("enable_lora", True, "merge them"),

@@ -16,7 +16,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "one device is used"),
     "enable_chunked_prefill": (True, "prompts are always computed in chunks beside running answers"),
     "enable_lora": (False, "adapters are not supported; merge them into the weights"),
-    "kv_cache_dtype": ("auto", "the KV cache has the dtype of the model"),
     "revision": (None, "the newest revision on the hub is used; download another one and give its path"),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
@@ -37,9 +36,10 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
         _check_neutral("tokenizer", found.pop("tokenizer"), own, "the tokenizer comes with the model")
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))
-    name = str(found.get("dtype")).removeprefix("torch.")  # torch.float16 and "half" are float16
-    if name in _DTYPES or name != str(found.get("dtype")):
-        found["dtype"] = _DTYPES.get(name, name)
+    for option in ("dtype", "kv_cache_dtype"):
+        name = str(found.get(option)).removeprefix("torch.")  # torch.float16 and "half" are float16
+        if name in _DTYPES or name != str(found.get(option)):
+            found[option] = _DTYPES.get(name, name)
     return found
 
 

@@ -11,6 +11,7 @@ from tokenmill.errors import ConfigError
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # tokens per step
     gpu_memory_utilization: float = 0.9  # share of the device's memory that may be used
     kv_cache_memory: int | None = None  # bytes
+    kv_cache_dtype: str = "auto"  # how keys and values are stored; on GPUs as the model computes
     block_size: int | None = None  # tokens per KV block
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
@@ -43,6 +45,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("policy", self.policy, ("priority", "fcfs"))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
             value = getattr(self, name)

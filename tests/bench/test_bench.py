@@ -27,9 +27,9 @@ def test_every_op_gets_a_line_with_its_share_of_a_ceiling(tiny_model: str, monke
     monkeypatch.setattr("tokenmill.bench.ops.seconds", lambda variants, device: [one() for one in variants] and 1e-3)
     result = CliRunner().invoke(app, ["bench", "ops", "-m", tiny_model, "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    for name in ("linear qkv", "linear down", "add_rms_norm", "act_mul", "rope_kv_write", "attention decode"):
+    for name in ("dense qkv", "dense down", "add_rms_norm", "act_mul", "rope_kv_write", "attention decode"):
         assert any(line.startswith(name) and "% of the" in line for line in result.output.splitlines()), name
-    assert "attention prefill" in result.output and "sample top_k" in result.output
+    assert "attention prefill" in result.output and "sample top_k" in result.output and "sample greedy" in result.output
 
 
 def test_traces_hold_the_steps(tiny_model: str, tmp_path: Path) -> None:

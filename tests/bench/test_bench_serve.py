@@ -87,7 +87,7 @@ def test_answers_are_put_together_and_timed() -> None:
     assert all((one.finish, one.prompt_tokens, one.output_tokens) == ("length", 4, 2) for one in result.answers)
     for answer in result.answers:
         assert len(answer.times) == 2 and 0 < answer.times[0] < answer.times[1] < answer.seconds
-        assert 0.03 < answer.times[1] - answer.times[0] and answer.seconds >= 0.1
+        assert answer.times[1] - answer.times[0] > 0.03 and answer.seconds >= 0.1
     assert result.output_tokens == 6 and result.seconds >= 0.3
 
 
@@ -114,7 +114,8 @@ def test_every_way_to_fail_has_its_name() -> None:
             return await drive(place, Load(6, 1, timeout=0.5), quiet)
 
     result = run(main())
-    assert [one.error for one in result.answers] == [None, "status 429", "disconnected", "engine_error", "no end", "timeout"]
+    kinds = [None, "status 429", "disconnected", "engine_error", "no end", "timeout"]
+    assert [one.error for one in result.answers] == kinds
     assert result.answers[1].message == "come back later" and result.answers[3].message == "it broke"
     told = figures(Load(6, 1), result)
     assert told["completed"] == 1 and sum(told["errors"].values()) == 5
@@ -196,7 +197,8 @@ def test_percentiles_and_overhead() -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5 and percentile(list(map(float, range(101))), 99) == 99.0
     found = Overhead([95.0, 50.0, 99.0], [100.0, 100.0, 100.0], [])
     assert found.percent == pytest.approx([5.0, 50.0, 1.0]) and found.median == pytest.approx(5.0)
-    assert list(overhead_lines(found))[-1].split() == ["median", "95.0", "100.0", "5.0", "%"]
+    told = [line.split() for line in overhead_lines(found)]
+    assert told[-2:] == [["median", "95.0", "100.0", "5.0", "%"], ["best", "99.0", "100.0", "1.0", "%"]]
     assert not figures(Load(1, 1), Result(1.0, [Answer(1.0, error="timeout")]))["completed"]
 
 

@@ -47,4 +47,5 @@ def test_256_tokens_equal_the_cpus_up_to_a_tie(
         best = max(entry.logprob for entry in table.values())
         assert ids[first] in table and best - table[ids[first]].logprob < gap, f"token {first} of {mine.request_id}"
     print(f"{dtype}: {whole} of {len(TOPICS)} answers equal to the last token")
-    assert whole >= (18 if dtype == "float32" else 1)
+    if dtype == "float32":
+        assert whole >= 18  # in bfloat16 every answer meets a tie before its 256th token

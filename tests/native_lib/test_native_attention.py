@@ -75,6 +75,27 @@ def test_narrow_caches_are_read_exactly(level: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(narrow.call(ops.attention), wide.call(reference.attention), **CLOSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_layout_of_the_caches_does_not_change_a_bit(level: int, dtype: torch.dtype) -> None:
+    """Keys may lie apart by anything: block by block with other layers between them, or head by head."""
+    case = attention_case([1, 1, 1, 70], [150, 20, 65, 90], heads=6, kv_heads=2, key_dim=32, value_dim=24, seed=5)
+    case = replace(case, k_cache=case.k_cache.to(dtype), v_cache=case.v_cache.to(dtype))
+    expected = case.call(ops.attention)
+
+    def between_layers(cache: torch.Tensor) -> torch.Tensor:
+        arena = torch.full((cache.shape[0], 3, *cache.shape[1:]), float("nan"), dtype=dtype)
+        arena[:, 1] = cache
+        return arena[:, 1]
+
+    def by_head(cache: torch.Tensor) -> torch.Tensor:
+        return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+    for layout in (between_layers, by_head):
+        other = replace(case, k_cache=layout(case.k_cache), v_cache=layout(case.v_cache))
+        assert not other.k_cache.is_contiguous()
+        assert torch.equal(other.call(ops.attention), expected)
+
+
 def test_values_that_are_a_view_of_the_keys(level: int) -> None:
     check(
         attention_case(
@@ -110,10 +131,12 @@ def test_keys_that_no_query_sees_are_never_used(level: int) -> None:
     torch.testing.assert_close(poisoned.call(ops.attention), case.call(reference.attention), **CLOSE)
 
 
-def test_neither_threads_nor_neighbours_change_a_bit(level: int, native: library.Library) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_neither_threads_nor_neighbours_change_a_bit(level: int, native: library.Library, dtype: torch.dtype) -> None:
     contexts = [700, 5, 64, 65, 1300, 400]
     counts = [1, 1, 1, 1, 1, 130]
     case = attention_case(counts, contexts, heads=6, kv_heads=2, key_dim=32, block_size=16)
+    case = replace(case, k_cache=case.k_cache.to(dtype), v_cache=case.v_cache.to(dtype))
     found = []
     for threads in (1, 2, 3, 5):
         native.threads = threads

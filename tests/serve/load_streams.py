@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-WORDS = "mill river stone wheel grain flour water wind miller village bread winter horse road bridge tower song".split()
+WORDS = "mill river stone wheel grain flour water wind miller village bread winter horse road bridge tower song"
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Fate:
 
 
 def questions(count: int) -> list[str]:
-    dice = random.Random(7)
-    return [f"{number}: tell me of {' '.join(dice.choices(WORDS, k=dice.randrange(2, 24)))}." for number in range(count)]
+    dice, words = random.Random(7), WORDS.split()
+    return [f"{number}: tell me of {' '.join(dice.choices(words, k=2 + number % 22))}." for number in range(count)]
 
 
 async def load(url: str, count: int, max_tokens: int) -> Fate:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from tokenmill.bench.timing import Ceilings, Work, ceilings, seconds
-from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.spec import DecoderSpec, MoESpec
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import CAUSAL, AttentionBatch, SampleBatch
+from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.scheme import Dense, QuantScheme
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # inputs are used in turn until this much lies between two uses, more than any cache holds
@@ -73,7 +74,9 @@ def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype)
     big = device.type == "cuda"
     make = _Maker(spec, ops, device, dtype)
     for rows in (1, 64, 1024) if big else (1, 64):
-        yield from make.linears(rows)
+        yield from make.linears(rows, Dense())
+    for rows in (1, 64) if big else ():
+        yield from make.linears(rows, Fp8())
     tokens = 8192 if big else 256
     yield make.norm(tokens)
     yield make.act(tokens)
@@ -82,7 +85,11 @@ def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype)
         yield make.attention(rows, 1, context)
     for rows, length in ((4, 4096), (1, 8192)) if big else ((1, 256),):
         yield make.attention(rows, length, length)
-    yield make.sample(64 if big else 8)
+    if spec.moe is not None:
+        for rows in (1, 64, 8192) if big else (1, 16):
+            yield make.mixture(rows, spec.moe)
+    for filtered in (False, True):
+        yield make.sample(64 if big else 8, filtered)
 
 
 def copies(moved: int) -> range:
@@ -98,19 +105,43 @@ class _Maker:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype) * 0.1
 
-    def linears(self, rows: int) -> Iterator[Case]:
+    def linears(self, rows: int, scheme: QuantScheme) -> Iterator[Case]:
+        """A layer's products, by whatever kernel the scheme chooses for so many rows."""
         spec = self.spec
-        shapes = {
-            "qkv": (spec.qkv_size, spec.hidden),
-            "o": (spec.hidden, spec.attention_size),
-            "gate_up": (2 * spec.intermediate, spec.hidden),
-            "down": (spec.hidden, spec.intermediate),
-        }
+        shapes = {"qkv": (spec.qkv_size, spec.hidden), "o": (spec.hidden, spec.attention_size)}
+        if spec.moe is None or not all(spec.moe.layers):
+            shapes |= {
+                "gate_up": (2 * spec.intermediate, spec.hidden),
+                "down": (spec.hidden, spec.intermediate),
+            }
         for name, (out, inner) in shapes.items():
-            moved = (out * inner + rows * (out + inner)) * self.item
-            pairs = [(self.random(rows, inner), self.random(out, inner)) for _ in copies(moved)]
-            work: list[Work] = [lambda x=x, w=w: F.linear(x, w) for x, w in pairs]  # type: ignore[misc]
-            yield Case(f"linear {name} {inner}x{out}, {rows} tokens", moved, 2 * rows * out * inner, work)
+            moved = scheme.nbytes(out, inner, self.dtype) + rows * (out + inner) * self.item
+            work: list[Work] = []
+            for _ in copies(moved):
+                storage = scheme.allocate(out, inner, self.dtype, self.device)
+                scheme.write(storage, 0, self.random(out, inner))
+                x = self.random(rows, inner)
+                work.append(lambda x=x, storage=storage: scheme.matmul(x, storage, None))  # type: ignore[misc]
+            yield Case(f"{scheme.name} {name} {inner}x{out}, {rows} tokens", moved, 2 * rows * out * inner, work)
+
+    def mixture(self, tokens: int, moe: MoESpec) -> Case:
+        """Routed experts, each token's drawn at random; only those that a token chose are read."""
+        chosen = [torch.rand(tokens, moe.experts).topk(moe.top_k).indices for _ in range(2)]
+        read = min(len(one.unique()) for one in chosen)
+        weights = 3 * moe.intermediate * self.spec.hidden
+        moved = (read * weights + 2 * tokens * self.spec.hidden) * self.item
+        share = torch.full((tokens, moe.top_k), 1 / moe.top_k, device=self.device)
+        work: list[Work] = []
+        for experts in chosen:
+            gate_up = self.random(moe.experts, 2 * moe.intermediate, self.spec.hidden)
+            down = self.random(moe.experts, self.spec.hidden, moe.intermediate)
+            x, on_device = self.random(tokens, self.spec.hidden), experts.to(self.device)
+            work.append(
+                lambda x=x, e=on_device, g=gate_up, d=down: self.ops.moe(  # type: ignore[misc]
+                    x, share, e, g, d, self.spec.activation
+                )
+            )
+        return Case(f"moe, {tokens} tokens to {moe.top_k} experts", moved, 2 * tokens * moe.top_k * weights, work)
 
     def norm(self, tokens: int) -> Case:
         weight = self.random(self.spec.hidden)
@@ -187,11 +218,13 @@ class _Maker:
             host_context=[context] * rows,
         )
 
-    def sample(self, rows: int) -> Case:
+    def sample(self, rows: int, filtered: bool) -> Case:
         vocab = self.spec.vocab_size
         logits = [torch.randn(rows, vocab, device=self.device) for _ in copies(4 * rows * vocab)]
         ones = torch.ones(rows, device=self.device)
         count = torch.arange(rows, device=self.device)
-        batch = SampleBatch(ones, count.int() * 0 + 40, ones * 0.9, ones * 0, count, count, False, True)
+        heat = ones if filtered else 0 * ones
+        batch = SampleBatch(heat, count.int() * 0 + 40, ones * 0.9, ones * 0, count, count, not filtered, filtered)
         work: list[Work] = [lambda x=x: self.ops.sample(x, batch) for x in logits]  # type: ignore[misc]
-        return Case(f"sample top_k 40 top_p 0.9, {rows} x {vocab}", 4.0 * rows * vocab, 0, work)
+        kind = "top_k 40 top_p 0.9" if filtered else "greedy"
+        return Case(f"sample {kind}, {rows} x {vocab}", 4.0 * rows * vocab, 0, work)

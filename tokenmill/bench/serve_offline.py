@@ -38,6 +38,11 @@ class Overhead:
     def median(self) -> float:
         return statistics.median(self.percent)
 
+    @property
+    def best(self) -> float:
+        """Of the best rounds: on a machine that has other things to do, those are the ones it disturbed least."""
+        return 100 * (1 - max(self.served) / max(self.offline))
+
 
 def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell: Report) -> Overhead:
     """The same prompts through a server and through `LLM`, in turns. All of a round's prompts are new to both."""

@@ -79,6 +79,7 @@ def overhead_figures(found: Overhead) -> dict[str, Any]:
         "offline_tokens_per_second": found.offline,
         "overhead_percent": found.percent,
         "median_overhead_percent": found.median,
+        "best_overhead_percent": found.best,
     }
 
 
@@ -88,6 +89,7 @@ def overhead_lines(found: Overhead) -> Iterable[str]:
         yield f"round {number:<6}{served:>10.1f}{offline:>10.1f}{percent:>8.1f} %"
     served, offline = statistics.median(found.served), statistics.median(found.offline)
     yield f"{'median':<12}{served:>10.1f}{offline:>10.1f}{found.median:>8.1f} %"
+    yield f"{'best':<12}{max(found.served):>10.1f}{max(found.offline):>10.1f}{found.best:>8.1f} %"
 
 
 def _shown(value: float | None, unit: float) -> str:

@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, Model
+from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, MaxModelLen, Model
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
-
-MARGIN = 32  # tokens by which a prompt may be longer than was asked for
 
 
 def serve(
@@ -40,6 +38,8 @@ def serve(
     seed: Annotated[int, typer.Option(help="Other prompts.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="As of `tokenmill serve`.")] = None,
     load_format: Annotated[str, typer.Option(help="As of `tokenmill serve`.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON instead.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
@@ -69,12 +69,9 @@ def serve(
         timeout=timeout,
         seed=seed,
     )
-    options: dict[str, Any] = {
-        "max_num_seqs": min(streams, count),
-        "max_model_len": prompt_tokens + max_tokens + MARGIN,
-        "load_format": load_format,
-    }
-    options |= {key: value for key, value in (("device", device), ("dtype", dtype)) if value is not None}
+    chosen = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    options: dict[str, Any] = {option: value for option, value in chosen.items() if value is not None}
+    options["load_format"] = load_format
     found: dict[str, Any] = {}
     told: list[str] = []
     with progress() as report:

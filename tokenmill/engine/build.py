@@ -65,7 +65,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     # Floats stay with torch, whose products of many rows are as good; its weights can be read by other ops, too.
     if isinstance(native, Library) and isinstance(scheme, Dense) and isinstance(checkpoint, BlockCheckpoint):
         scheme = Packed()
-    sizes = model_bytes(spec, dtype, scheme, checkpoint)
+    kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, scheme, device)
+    sizes = model_bytes(spec, dtype, scheme, checkpoint, kv_dtype)
     settings = solve(config, sizes, spec.max_positions, hardware_of(device))
     need = Need(device.type, dtype, spec.attention_head_dim, settings.block_size, config.batch_invariant)
     ops = select(need, config.ops)
@@ -75,12 +76,13 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     decoder = Decoder(spec, weights, ops, max_len=settings.max_len)
     # The engine of a server has no tokenizer until it needs one for a grammar.
     grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
-    engine = join(config, settings, decoder, dtype, device, grammars)
+    engine = join(config, settings, decoder, kv_dtype, device, grammars)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
         f"linear       {scheme.name}",
         *_native_lines(native),
+        f"kv cache     {str(kv_dtype).removeprefix('torch.')} ({kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
@@ -92,7 +94,7 @@ def join(
     config: EngineConfig,
     settings: Settings,
     decoder: Decoder,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     grammars: Grammars | None = None,
 ) -> Engine:
@@ -103,8 +105,9 @@ def join(
         max_len=settings.max_len,
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
+        native=all(decoder.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention")),
     )
     scheduler = Scheduler(
         Limits(
@@ -151,6 +154,22 @@ def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[
     if spec.dtype in ("bfloat16", "float16"):
         return getattr(torch, spec.dtype), "as the checkpoint was saved"
     return torch.bfloat16, "half the bytes of float32"
+
+
+def choose_kv_dtype(
+    wanted: str, dtype: torch.dtype, scheme: QuantScheme, device: torch.device
+) -> tuple[torch.dtype, str]:
+    if wanted == "auto":
+        if isinstance(scheme, Packed):
+            return torch.float16, "half the bytes to read, and far finer than the packed weights"
+        return dtype, "as the model computes"
+    chosen: torch.dtype = getattr(torch, wanted)
+    if device.type != "cpu" and chosen != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype is {wanted!r}, but the model computes in {str(dtype).removeprefix('torch.')}, and a GPU's "
+            "KV cache has to be the same; leave it out"
+        )
+    return chosen, "as set"
 
 
 def choose_scheme(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> QuantScheme:
@@ -242,7 +261,11 @@ def load(
 
 
 def model_bytes(
-    spec: DecoderSpec, dtype: torch.dtype, scheme: QuantScheme | None = None, checkpoint: Checkpoint | None = None
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    scheme: QuantScheme | None = None,
+    checkpoint: Checkpoint | None = None,
+    kv_dtype: torch.dtype | None = None,  # None: as dtype
 ) -> ModelBytes:
     itemsize, scheme = dtype.itemsize, scheme or Dense()
     linear = {name: param.shape for name, param in spec.parameters().items() if param.kind == "linear"}
@@ -259,7 +282,7 @@ def model_bytes(
         weights = stored_bytes(spec, checkpoint, itemsize)
     return ModelBytes(
         weights=weights,
-        kv_per_token=spec.kv_bytes_per_token(itemsize),
+        kv_per_token=spec.kv_bytes_per_token((kv_dtype or dtype).itemsize),
         activation_per_token=spec.activation_elements * itemsize + input_copy,
         logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
         vocab=spec.vocab_size,

@@ -29,7 +29,7 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
 from tokenmill.errors import ConfigError, InvalidRequest
-from tokenmill.serve import wire
+from tokenmill.serve import precedence, wire
 from tokenmill.serve.flight import FlightRecorder
 from tokenmill.serve.inside import stats_of, view_of
 
@@ -60,6 +60,7 @@ class Orders:
     flight: str  # path of the flight record
     beat_seconds: float
     config: dict[str, Any]  # an EngineConfig
+    niceness: int | None = None  # of the threads that compute, if the front has taken precedence
 
     def line(self) -> bytes:
         return json.dumps(self.__dict__).encode() + b"\n"
@@ -75,6 +76,8 @@ def main(build: Builder | None = None) -> int:
     context = zmq.Context(io_threads=1)
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.connect(orders.address)
+    if orders.niceness is not None:  # only now: the thread that carries messages keeps the front's
+        precedence.give_back(orders.niceness)
     try:
         # The front bounds the queue; what it accepted and resubmits after a restart must fit.
         config = replace(EngineConfig(**orders.config), max_queued_requests=UNLIMITED, max_queued_tokens=UNLIMITED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from tokenmill.errors import ConfigError
+from tokenmill.serve import precedence
 from tokenmill.serve.app import create_app
 from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.protocol import protocol_for
@@ -41,6 +43,9 @@ async def serve(
     allow_files(settings.max_connections + _SPARE_FILES)
     server = _Server(settings, service)
     services = [service] if service.degrade is None else [service.degrade, service]
+    for one in services:
+        one.set_engine_niceness(precedence.niceness())
+    precedence.take()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(_start(services, progress))
     told = asyncio.create_task(_told(service))
@@ -49,6 +54,8 @@ async def serve(
         if starting.done():
             await starting
             server.site.batches.start()
+            gc.collect()
+            gc.freeze()  # what was loaded stays: later collections need not look at it, which takes them long
             on_ready(f"http://{_shown(settings.host)}:{sock.getsockname()[1]}")
             await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
             await _drain(server, serving, service, settings.drain_seconds)

@@ -79,6 +79,10 @@ class Service:
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, progress)
         await self._supervisor.start()
 
+    def set_engine_niceness(self, niceness: int) -> None:
+        """For a front that has taken precedence; before `start`."""
+        self._supervisor.niceness = niceness
+
     async def drain(self, seconds: float) -> int:
         """Accept nothing more and wait for what runs. Returns how many requests had to be handed back unfinished:
         their streams end with finish_reason "error" and an error that says that the server is going away."""

@@ -58,6 +58,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig, settings: ServeSettings, owner: Owner) -> None:
         self.generation = 0
         self.pid: int | None = None  # of the engine that is up
+        self.niceness: int | None = None  # of engines, if it is not to be the front's
         self._config = config
         self._settings = settings
         self._owner = owner
@@ -133,7 +134,7 @@ class Supervisor:
         socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         socket.sndhwm = 0  # a send never waits: what is queued for the engine was admitted
         socket.bind(address)
-        orders = Orders(address, str(flight), self._settings.beat_seconds, asdict(self._config))
+        orders = Orders(address, str(flight), self._settings.beat_seconds, asdict(self._config), self.niceness)
         engine = _Process(self._settings.command or (sys.executable, "-m", "tokenmill.serve.engine_main"))
         last_words: list[wire.Fatal] = []
         tasks: list[asyncio.Task[str | None]] = []
@@ -215,7 +216,8 @@ class Supervisor:
 
 
 class _Process:
-    """An engine process in a session of its own, so that a terminal's Ctrl-C is not for it."""
+    """An engine process in a group of its own, so that a terminal's Ctrl-C is not for it. Not in a session of its own:
+    Linux shares the cores between sessions first, and then precedence within one would mean nothing."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -228,7 +230,7 @@ class _Process:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            process_group=0,
         )
         assert self._process.stdin is not None and self._process.stderr is not None
         self._process.stdin.write(orders.line())

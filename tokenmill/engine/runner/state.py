@@ -25,6 +25,7 @@ class DeviceState:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        native: bool = False,  # the cache is read and written by the native library
     ) -> None:
         self.block_size = block_size
         self.max_len = max_len
@@ -38,9 +39,12 @@ class DeviceState:
         shape = shapes.pop()
         # [layers, key and value (or only key), blocks, block_size, kv_heads, dim]: one copy moves a block of all layers
         parts = 2 if shape.v_dim else 1
-        self.arena = _zeros(
-            (spec.num_layers, parts, num_blocks, block_size, shape.kv_heads, shape.k_dim), dtype, device
-        )
+        block = (block_size, shape.kv_heads, shape.k_dim)
+        if native:  # a block of all layers lies together: so a request fills a few large pages, not some in every layer
+            memory = _large_pages((num_blocks, spec.num_layers, parts, *block), dtype)
+            self.arena = memory.movedim(0, 2)
+        else:
+            self.arena = _zeros((spec.num_layers, parts, num_blocks, *block), dtype, device)
         rope_dim = spec.mla.rope_dim if spec.mla else 0
         self.kv = [LayerKV(layer[0], layer[1] if parts == 2 else layer[0][..., rope_dim:]) for layer in self.arena]
 
@@ -64,6 +68,14 @@ class DeviceState:
         """Where in the arena each token's key and value go."""
         blocks = self.block_tables[rows, positions // self.block_size]
         return blocks.long() * self.block_size + positions % self.block_size
+
+
+def _large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory as they are first written, two megabytes at a time where the system can do that."""
+    from tokenmill.ops.native.library import library
+    from tokenmill.ops.native.matrix import Arena
+
+    return Arena(library()).take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     group: int = 32  # tokens whose largest logit is kept
     chunk: int = 4096  # tokens of a program of the survey
     survey_warps: int = 8
-    span: int = 4  # chunks of a program of a round
+    span: int = 2  # chunks of a program of a round
     round_warps: int = 8
     rounds: int = 2
     tile: int = 64  # groups that a round and the last kernel read at a time

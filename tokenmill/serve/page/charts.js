@@ -48,8 +48,8 @@ export function drawSteps(canvas, steps) {
   // Whole pixels of the screen: bars of equal width.
   const pitch = Math.max(1, Math.floor((width / MOST_STEPS) * devicePixelRatio)) / devicePixelRatio;
   const middle = Math.round(height * 0.55);
-  const up = Math.max(1, ...steps.map((step) => step[1]));
-  const down = Math.max(1, ...steps.map((step) => step[2]));
+  const up = Math.max(0, ...steps.map((step) => step[1]));
+  const down = Math.max(0, ...steps.map((step) => step[2]));
   const left = width - steps.length * pitch;
   const wide = pitch >= 3 ? pitch - GAP : pitch;
   steps.forEach(([, decodes, prefilled], at) => {

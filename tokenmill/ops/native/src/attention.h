@@ -33,6 +33,6 @@ struct AttentionArgs {
 
 constexpr int64_t kTile = 64;        // keys that are looked at together
 constexpr int64_t kMaxSplits = 16;   // pieces that the keys of a single are cut into at most
-constexpr int64_t kChunkRows = 96;   // queries times heads that share a tile of keys
+constexpr int64_t kChunkRows = 192;  // queries times heads that share a tile of keys, at most
 
 }  // namespace mill

@@ -6,7 +6,7 @@
 namespace mill {
 namespace TM_NS {
 
-constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers
+constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers; rows: at most W
 constexpr int kBlockColumns = W == 16 ? 4 : 2;
 
 // c[R, C * W] (+)= a[R, depth] b[depth, C * W]
@@ -36,54 +36,62 @@ void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, 
         for (int j = 0; j < C; j++) store(c + i * ldc + j * W, sums[i][j]);
 }
 
-template <int C>
-void multiply_columns(int64_t rows, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+// As multiply_block for any number of vectors, at most kBlockColumns.
+template <int R>
+void multiply_columns(int64_t vectors, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
                       int64_t ldc, bool add) {
-    int64_t i = 0;
-    for (; i + kBlockRows <= rows; i += kBlockRows)
-        multiply_block<kBlockRows, C>(depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
-    for (; i + 2 <= rows; i += 2) multiply_block<2, C>(depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
-    for (; i < rows; i++) multiply_block<1, C>(depth, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+    if (vectors == 1) return multiply_block<R, 1>(depth, a, lda, b, ldb, c, ldc, add);
+    if (vectors == 2) return multiply_block<R, 2>(depth, a, lda, b, ldb, c, ldc, add);
+    if constexpr (kBlockColumns > 2) {
+        if (vectors == 3) return multiply_block<R, 3>(depth, a, lda, b, ldb, c, ldc, add);
+        if (vectors == 4) return multiply_block<R, 4>(depth, a, lda, b, ldb, c, ldc, add);
+    }
 }
 
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns]; columns are whole vectors
+// c[rows, columns] (+)= a[rows, depth] b[depth, columns]: at most kBlockRows rows, columns in whole vectors
 inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
                      float* c, int64_t ldc, bool add) {
-    int64_t j = 0;
-    for (; j + kBlockColumns * W <= columns; j += kBlockColumns * W)
-        multiply_columns<kBlockColumns>(rows, depth, a, lda, b + j, ldb, c + j, ldc, add);
-    for (; j < columns; j += W) multiply_columns<1>(rows, depth, a, lda, b + j, ldb, c + j, ldc, add);
+    for (int64_t j = 0; j < columns; j += kBlockColumns * W) {
+        const int64_t vectors = at_most(kBlockColumns, (columns - j) / W);
+        int64_t i = 0;
+        if (rows == kBlockRows) multiply_columns<kBlockRows>(vectors, depth, a, lda, b + j, ldb, c + j, ldc, add), i = rows;
+        for (; i + 2 <= rows; i += 2)
+            multiply_columns<2>(vectors, depth, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, add);
+        if (i < rows) multiply_columns<1>(vectors, depth, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, add);
+    }
 }
 
 // A tile of keys is packed with its columns as rows, so that the lanes of a vector are neighbouring keys.
-inline void pack_keys(const float* const* keys, int64_t n, int64_t dim, float* packed) {  // packed: [dim, kTile]
+template <class T>
+void pack_keys(const T* const* keys, int64_t n, int64_t dim, float* packed) {  // packed: [dim, kTile]
     int64_t j = 0;
 #if defined(__SSE__)
     for (; j + 4 <= n; j += 4) {
         int64_t d = 0;
         for (; d + 4 <= dim; d += 4) {
             __m128 r[4];
-            for (int i = 0; i < 4; i++) r[i] = _mm_loadu_ps(keys[j + i] + d);
+            for (int i = 0; i < 4; i++) r[i] = load4(keys[j + i] + d);
             _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
             for (int i = 0; i < 4; i++) _mm_storeu_ps(packed + (d + i) * kTile + j, r[i]);
         }
         for (; d < dim; d++)
-            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = keys[j + i][d];
+            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = widen(keys[j + i][d]);
     }
 #endif
     for (; j < n; j++)
-        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = keys[j][d];
+        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = widen(keys[j][d]);
     for (; j < kTile; j++)
         for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = 0;
 }
 
-inline void pack_values(const float* const* values, int64_t n, int64_t dim, int64_t stride, float* packed) {  // [kTile, stride]
+template <class T>
+void pack_values(const T* const* values, int64_t n, int64_t dim, int64_t stride, float* packed) {  // [kTile, stride]
     for (int64_t j = 0; j < kTile; j++) {
         float* to = packed + j * stride;
         int64_t d = 0;
         if (j < n) {
-            for (; d + W <= dim; d += W) store(to + d, load(values[j] + d));
-            for (; d < dim; d++) to[d] = values[j][d];
+            for (; d + W <= dim; d += W) store(to + d, load_wide(values[j] + d));
+            for (; d < dim; d++) to[d] = widen(values[j][d]);
         }
         for (; d < stride; d++) to[d] = 0;
     }
@@ -99,12 +107,11 @@ struct ChunkTile {
 // The memory of a thread that computes a tile, and how much of it there is.
 struct ChunkScratch {
     int64_t columns;  // v_dim in whole vectors
-    float *converted, *q, *keys, *values, *scores, *sums, *tops, *totals;
+    float *q, *keys, *values, *scores, *sums, *tops, *totals;
 
     static int64_t floats(const AttentionArgs& a) {
         const int64_t columns = pieces(a.v_dim, 16) * 16;
-        return kChunkRows * (pieces(a.k_dim, 16) * 16 + kTile + columns + 2) + kTile * (a.k_dim + columns) + 64 +
-               Keys::memory_floats(a);
+        return kChunkRows * (pieces(a.k_dim, 16) * 16 + kTile + columns + 2) + kTile * (a.k_dim + columns) + 64;
     }
 
     ChunkScratch(const AttentionArgs& a, float* memory) : columns(pieces(a.v_dim, W) * W) {
@@ -115,7 +122,6 @@ struct ChunkScratch {
         q = sums + kChunkRows * columns;
         tops = q + kChunkRows * a.k_dim;
         totals = tops + kChunkRows;
-        converted = totals + kChunkRows;
     }
 };
 
@@ -138,11 +144,15 @@ struct Sight {
         tree = a.tree ? a.tree + (begin + t.first_query) * a.tree_stride : nullptr;
     }
 
+    // How many keys of a tile that begins at `base` and has n keys stand before the end of what a query sees.
+    int64_t reach(int64_t query, int64_t base, int64_t n) const {
+        return tree ? n : at_least(0, at_most(n, first_position + query + 1 - base));
+    }
+
     // Take the scores of keys that a query does not see out of a tile that begins at `base` and has n keys.
     void hide(const AttentionArgs& a, int64_t query, int64_t base, int64_t n, float* scores) const {
         const int64_t position = first_position + query;
-        const int64_t end = tree ? n : at_most(n, position + 1 - base);
-        for (int64_t j = at_least(0, end); j < kTile; j++) scores[j] = -__builtin_inff();
+        for (int64_t j = reach(query, base, n); j < kTile; j++) scores[j] = -__builtin_inff();
         if (a.window) {
             const int64_t low = at_most(kTile, position - a.window + 1 - base);
             for (int64_t j = at_least(0, a.sinks - base); j < low; j++) scores[j] = -__builtin_inff();
@@ -160,25 +170,28 @@ struct Sight {
     }
 };
 
-// As `soften` of singles, for a row of kTile scores, which may all be hidden.
-inline float soften_tile(float* scores, float& top, float& total) {
-    Vec best = all(top);
-    for (int64_t j = 0; j < kTile; j += W) best = larger(load(scores + j), best);
-    const float now = max_lane(best);
-    if (now == -__builtin_inff()) {
-        for (int64_t j = 0; j < kTile; j += W) store(scores + j, Vec{});
-        return 1;
+// As `soften` of singles, for a few rows of n scores each, which may all be hidden; n in whole vectors. The rows are taken
+// through each step together, since a row alone would wait for the maximum, the factor and the sum in turn.
+inline void soften_rows(float* scores, int64_t rows, int64_t n, float* tops, float* totals, float* factors) {
+    float bases[W] = {}, before[W] = {};
+    for (int64_t i = 0; i < rows; i++) {
+        Vec best = all(tops[i]);
+        for (int64_t j = 0; j < n; j += W) best = larger(load(scores + i * kTile + j), best);
+        const float now = max_lane(best);
+        bases[i] = now == -__builtin_inff() ? 0 : now;  // nothing seen so far: all weights are e^-inf, not NaN
+        before[i] = tops[i];
+        tops[i] = now;
     }
-    Vec sums = {};
-    for (int64_t j = 0; j < kTile; j += W) {
-        const Vec weight = exponential(load(scores + j) - now);
-        sums += weight;
-        store(scores + j, weight);
+    store(factors, exponential(load(before) - load(bases)));
+    for (int64_t i = 0; i < rows; i++) {
+        Vec sums = {};
+        for (int64_t j = 0; j < n; j += W) {
+            const Vec weight = exponential(load(scores + i * kTile + j) - bases[i]);
+            sums += weight;
+            store(scores + i * kTile + j, weight);
+        }
+        totals[i] = totals[i] * factors[i] + sum(sums);
     }
-    const float factor = top == now ? 1 : exponential(all(top - now))[0];
-    top = now;
-    total = total * factor + sum(sums);
-    return factor;
 }
 
 inline void take_queries(const AttentionArgs& a, const ChunkTile& t, ChunkScratch& s) {
@@ -204,38 +217,54 @@ inline void give_results(const AttentionArgs& a, const ChunkTile& t, const Chunk
 }
 
 // Keys [from, to) of a tile that begins at `base`, the beginning of a multiple of kTile: so a query meets its keys in
-// the same groups whatever else is computed with it.
-inline void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight, const Keys& keys, int64_t base,
+// the same groups whatever else is computed with it. Keys that no query of a few rows reaches are left out of their
+// products: their weights would be zeros.
+template <class T>
+void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight, const Keys<T>& keys, int64_t base,
                  ChunkScratch& s) {
-    const float* key[kTile];
-    const float* value[kTile];
+    const T* key[kTile];
+    const T* value[kTile];
     const int64_t to = at_most(base + kTile, sight.end), n = to - base;
     keys.find(base, to, key, value);
     pack_keys(key, n, a.k_dim, s.keys);
     pack_values(value, n, a.v_dim, s.columns, s.values);
     for (int64_t j = at_least(0, a.sinks - base); j < at_most(n, sight.low - base); j++)
         for (int64_t d = 0; d < s.columns; d++) s.values[j * s.columns + d] = 0;  // nobody sees it: it may hold anything
-    multiply(t.size(), kTile, a.k_dim, s.q, a.k_dim, s.keys, kTile, s.scores, kTile, false);
     const bool complete = n == kTile && sight.complete(a, base, to);
-    for (int64_t m = 0; m < t.size(); m++) {
-        float* scores = s.scores + m * kTile;
-        if (a.softcap != 0) cap(scores, kTile, float(a.softcap));
-        if (!complete) {
-            sight.hide(a, m / t.heads, base, n, scores);
+    const auto each_block = [&](auto use) {  // use(first row, rows, keys that they reach in whole vectors)
+        for (int64_t m = 0; m < t.size(); m += kBlockRows) {
+            const int64_t rows = at_most(kBlockRows, t.size() - m);
+            const int64_t reach = pieces(sight.reach((m + rows - 1) / t.heads, base, n), W) * W;
+            if (reach) use(m, rows, reach);
         }
-        const float factor = soften_tile(scores, s.tops[m], s.totals[m]);
-        if (factor != 1) {
-            float* sums = s.sums + m * s.columns;
-            for (int64_t d = 0; d < s.columns; d += W) store(sums + d, load(sums + d) * factor);
+    };
+    each_block([&](int64_t m, int64_t rows, int64_t reach) {
+        multiply(rows, reach, a.k_dim, s.q + m * a.k_dim, a.k_dim, s.keys, kTile, s.scores + m * kTile, kTile, false);
+    });
+    each_block([&](int64_t first, int64_t rows, int64_t reach) {
+        for (int64_t m = first; m < first + rows; m++) {
+            if (a.softcap != 0) cap(s.scores + m * kTile, reach, float(a.softcap));
+            if (!complete) sight.hide(a, m / t.heads, base, n, s.scores + m * kTile);
         }
-    }
-    multiply(t.size(), s.columns, kTile, s.scores, kTile, s.values, s.columns, s.sums, s.columns, true);
+        float factors[W];
+        soften_rows(s.scores + first * kTile, rows, reach, s.tops + first, s.totals + first, factors);
+        for (int64_t i = 0; i < rows; i++) {
+            if (factors[i] == 1) continue;
+            float* sums = s.sums + (first + i) * s.columns;
+            for (int64_t d = 0; d < s.columns; d += W) store(sums + d, load(sums + d) * factors[i]);
+        }
+    });
+    each_block([&](int64_t m, int64_t rows, int64_t reach) {
+        multiply(rows, s.columns, reach, s.scores + m * kTile, kTile, s.values, s.columns, s.sums + m * s.columns, s.columns,
+                 true);
+    });
 }
 
-inline void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
+template <class T>
+void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
     ChunkScratch s(a, memory);
     const Sight sight(a, t);
-    const Keys keys(a, t.row, t.kv_head, s.converted);
+    const Keys<T> keys(a, t.row, t.kv_head);
     take_queries(a, t, s);
     for (int64_t base = 0; base < sight.end; base += kTile)
         if (base + kTile > sight.low || base < a.sinks) attend_tile(a, t, sight, keys, base, s);

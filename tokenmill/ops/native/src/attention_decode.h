@@ -7,49 +7,50 @@ namespace mill {
 namespace TM_NS {
 
 constexpr int kHeads = 4;                      // heads that are computed together
-constexpr int kKeys = W == 16 ? 4 : 2;         // keys that are computed together: what the registers hold
+constexpr int kScoreHeads = W == 16 ? 4 : 2;   // heads times four keys: what the registers hold
 constexpr int kColumns = W == 16 ? 4 : 2;      // vectors of the result that are computed together
 
 // scores[g, j] = q[g] . keys[j]; meanwhile the values are fetched
-template <int G>
-void score(const float* q, int64_t dim, const float* const* keys, int64_t n, float* scores, const float* const* values,
+template <int G, class T>
+void score(const float* q, int64_t dim, const T* const* keys, int64_t n, float* scores, const T* const* values,
            int64_t value_dim) {
     const int64_t whole = dim / W * W;
-    for (int64_t j = 0; j < n; j += kKeys) {
-        const float* key[kKeys];
-        for (int i = 0; i < kKeys; i++) key[i] = keys[at_most(j + i, n - 1)];  // the last one again where there are no more
-        for (int64_t i = j; i < at_most(j + kKeys, n); i++) {
-            if (i + kAhead < n) fetch(keys[i + kAhead], dim);
-            fetch(values[i], value_dim);
-        }
-        Vec sums[(G * kKeys + 3) / 4 * 4] = {};
-        for (int64_t d = 0; d < whole; d += W) {
-            Vec x[kKeys];
-#pragma GCC unroll 4
-            for (int i = 0; i < kKeys; i++) x[i] = load(key[i] + d);
-#pragma GCC unroll 4
-            for (int g = 0; g < G; g++) {
-                const Vec y = load(q + g * dim + d);
-#pragma GCC unroll 4
-                for (int i = 0; i < kKeys; i++) sums[g * kKeys + i] += x[i] * y;
+    for (int64_t j = 0; j < n; j += W) {
+        Vec quads[G][W / 4];
+        for (int part = 0; part < W / 4; part++) {
+            if (j + 4 * part >= n) {  // no more keys
+                for (int g = 0; g < G; g++) quads[g][part] = Vec{};
+                continue;
             }
-        }
-        float found[(G * kKeys + 3) / 4 * 4];
-        for (int s = 0; s < G * kKeys; s += 4) sum4(sums[s], sums[s + 1], sums[s + 2], sums[s + 3], found + s);
-        for (int g = 0; g < G; g++) {
-            for (int i = 0; i < kKeys && j + i < n; i++) {
-                float total = found[g * kKeys + i];
-                for (int64_t d = whole; d < dim; d++) total += q[g * dim + d] * key[i][d];
-                scores[g * kTile + j + i] = total;
+            const T* const* key = keys + j + 4 * part;
+            for (int i = 0; i < 4; i++) fetch(values[j + 4 * part + i], value_dim);
+            Vec sums[G][4] = {};
+            for (int64_t d = 0; d < whole; d += W) {
+                Vec x[4];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) x[i] = load_wide(key[i] + d);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) {
+                    const Vec y = load(q + g * dim + d);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) sums[g][i] += x[i] * y;
+                }
             }
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) quads[g][part] = sum_quad(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
         }
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) store(scores + g * kTile + j, join_quads(quads[g]));
     }
+    for (int64_t d = whole; d < dim; d++)
+        for (int g = 0; g < G; g++)
+            for (int64_t j = 0; j < n; j++) scores[g * kTile + j] += q[g * dim + d] * widen(keys[j][d]);
 }
 
 // sums[g] = sums[g] * factor[g] + weights[g] . values, for C * W of the columns; meanwhile the next keys are fetched
-template <int G, int C>
-void weigh_columns(const float* weights, const float* const* values, int64_t n, int64_t d, const float* factor, float* sums,
-                   int64_t stride, const float* const* next, int64_t num_next, int64_t key_dim) {
+template <int G, int C, class T>
+void weigh_columns(const float* weights, const T* const* values, int64_t n, int64_t d, const float* factor, float* sums,
+                   int64_t stride, const T* const* next, int64_t num_next, int64_t key_dim) {
     Vec total[G][C];
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++)
@@ -59,7 +60,7 @@ void weigh_columns(const float* weights, const float* const* values, int64_t n, 
         if (j < num_next) fetch(next[j], key_dim);
         Vec x[C];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) x[c] = load(values[j] + d + c * W);
+        for (int c = 0; c < C; c++) x[c] = load_wide(values[j] + d + c * W);
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
             const Vec weight = all(weights[g * kTile + j]);
@@ -73,9 +74,9 @@ void weigh_columns(const float* weights, const float* const* values, int64_t n, 
         for (int c = 0; c < C; c++) store(sums + g * stride + d + c * W, total[g][c]);
 }
 
-template <int G>
-void weigh(const float* weights, const float* const* values, int64_t n, int64_t dim, const float* factor, float* sums,
-           int64_t stride, const float* const* next, int64_t num_next, int64_t key_dim) {
+template <int G, class T>
+void weigh(const float* weights, const T* const* values, int64_t n, int64_t dim, const float* factor, float* sums,
+           int64_t stride, const T* const* next, int64_t num_next, int64_t key_dim) {
     int64_t d = 0;
     for (; d + kColumns * W <= dim; d += kColumns * W) {
         weigh_columns<G, kColumns>(weights, values, n, d, factor, sums, stride, next, num_next, key_dim);
@@ -85,7 +86,7 @@ void weigh(const float* weights, const float* const* values, int64_t n, int64_t 
     for (; d < dim; d++) {
         for (int g = 0; g < G; g++) {
             float total = sums[g * stride + d] * factor[g];
-            for (int64_t j = 0; j < n; j++) total += values[j][d] * weights[g * kTile + j];
+            for (int64_t j = 0; j < n; j++) total += widen(values[j][d]) * weights[g * kTile + j];
             sums[g * stride + d] = total;
         }
     }
@@ -110,65 +111,86 @@ inline float soften(float* scores, int64_t n, float& top, float& total) {
     return factor;
 }
 
-// G heads of one kv head over the keys [from, to) of a row. partial: [G] of partial_floats.
-template <int G>
-void attend_range(const AttentionArgs& a, const Keys& keys, const float* q, int64_t from, int64_t to, float* partial) {
+// One piece of the keys of one single, for all heads of one kv head.
+struct Piece {
+    int64_t row, kv_head;
+    int64_t from, to;  // keys of the piece
+    int64_t sinks;     // and these, from the beginning
+
+    Piece() : row(-1) {}  // no piece
+
+    Piece(const AttentionArgs& a, int64_t row, int64_t kv_head, int64_t number) : row(row), kv_head(kv_head) {
+        const int64_t context = a.context[row];
+        const Cut cut(a, context);
+        from = cut.low + number * cut.length;
+        to = at_most(context, from + cut.length);
+        sinks = number == 0 ? at_most(a.sinks, cut.low) : 0;
+    }
+};
+
+// G heads of one kv head over the keys [from, to) of a row; meanwhile the first keys of `next` are fetched.
+// partial: [G] of partial_floats.
+template <int G, class T>
+void attend_range(const AttentionArgs& a, const Keys<T>& keys, const float* q, int64_t from, int64_t to, const Piece& next,
+                  float* partial) {
     const int64_t stride = partial_floats(a);
-    const float* key[2][kTile];  // of this tile and of the next one
-    const float* value[2][kTile];
+    const T* key[2][kTile];  // of this tile and of the next one
+    const T* value[2][kTile];
     float scores[G * kTile], factor[G];
-    // Converted tiles share their memory: then the next one is found only when this one is done.
-    const bool ahead = a.cache_storage == kFloat;
     int turn = 0;
-    if (ahead && from < to) keys.find(from, at_most(from + kTile, to), key[0], value[0]);
+    if (from < to) keys.find(from, at_most(from + kTile, to), key[0], value[0]);
     for (int64_t at = from; at < to; at += kTile, turn ^= 1) {
-        const int64_t n = at_most(kTile, to - at), rest = at_most(kTile, to - at - n);
-        if (!ahead) keys.find(at, at + n, key[turn], value[turn]);
-        if (ahead && rest) keys.find(at + n, at + n + rest, key[turn ^ 1], value[turn ^ 1]);
-        score<G>(q, a.k_dim, key[turn], n, scores, value[turn], ahead ? a.v_dim : 0);
+        const int64_t n = at_most(kTile, to - at);
+        int64_t rest = at_most(kTile, to - at - n);
+        if (rest) {
+            keys.find(at + n, at + n + rest, key[turn ^ 1], value[turn ^ 1]);
+        } else if (next.row >= 0) {
+            rest = at_most(kTile, next.to - next.from);
+            Keys<T>(a, next.row, next.kv_head).find(next.from, next.from + rest, key[turn ^ 1], value[turn ^ 1]);
+        }
+        constexpr int first = G < kScoreHeads ? G : kScoreHeads;
+        score<first>(q, a.k_dim, key[turn], n, scores, value[turn], a.v_dim);
+        if constexpr (G > first)
+            score<G - first>(q + first * a.k_dim, a.k_dim, key[turn], n, scores + first * kTile, value[turn], 0);
         for (int g = 0; g < G; g++) {
             if (a.softcap != 0) cap(scores + g * kTile, n, float(a.softcap));
             factor[g] = soften(scores + g * kTile, n, partial[g * stride], partial[g * stride + 1]);
         }
-        weigh<G>(scores, value[turn], n, a.v_dim, factor, partial + 2, stride, key[turn ^ 1], ahead ? rest : 0, a.k_dim);
+        weigh<G>(scores, value[turn], n, a.v_dim, factor, partial + 2, stride, key[turn ^ 1], rest, a.k_dim);
+        for (int64_t j = n; j < rest; j++) fetch(key[turn ^ 1][j], a.k_dim);
     }
 }
 
-template <int G>
-void attend_heads(const AttentionArgs& a, const Keys& keys, const float* q, int64_t sinks, int64_t from, int64_t to,
-                  float* partial) {
+template <int G, class T>
+void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, const Piece& next, float* partial) {
     const int64_t stride = partial_floats(a);
+    const Keys<T> keys(a, piece.row, piece.kv_head);
     for (int g = 0; g < G; g++) {
         partial[g * stride] = -__builtin_inff();
         for (int64_t d = 1; d < stride; d++) partial[g * stride + d] = 0;
     }
-    if (sinks) attend_range<G>(a, keys, q, 0, sinks, partial);
-    attend_range<G>(a, keys, q, from, to, partial);
+    if (piece.sinks) attend_range<G>(a, keys, q, 0, piece.sinks, piece, partial);
+    attend_range<G>(a, keys, q, piece.from, piece.to, next, partial);
 }
 
-inline int64_t piece_floats(const AttentionArgs& a) { return Keys::memory_floats(a) + kHeads * a.k_dim; }
+inline int64_t piece_floats(const AttentionArgs& a) { return kHeads * a.k_dim; }
 
-// One piece of the keys of one single, for all heads of one kv head. memory: piece_floats. partial: [group] of
-// partial_floats.
-inline void attend_piece(const AttentionArgs& a, int64_t row, int64_t kv_head, int64_t piece, float* memory,
-                         float* partial) {
-    const int64_t context = a.context[row], group = a.heads / a.kv_heads;
-    const Cut cut(a, context);
-    const int64_t from = cut.low + piece * cut.length, to = at_most(context, from + cut.length);
-    const int64_t sinks = piece == 0 ? at_most(a.sinks, cut.low) : 0;
-    const Keys keys(a, row, kv_head, memory);
-    float* q = memory + Keys::memory_floats(a);
+// memory: piece_floats. partial: [group] of partial_floats. `next` is what this thread computes afterwards.
+template <class T>
+void attend_piece(const AttentionArgs& a, const Piece& piece, const Piece& next, float* memory, float* partial) {
+    const int64_t group = a.heads / a.kv_heads;
     for (int64_t first = 0; first < group; first += kHeads) {
         const int64_t n = at_most(kHeads, group - first);
         for (int64_t g = 0; g < n; g++) {
-            const float* from_q = a.q + row * a.q_token + (kv_head * group + first + g) * a.q_head;
-            for (int64_t d = 0; d < a.k_dim; d++) q[g * a.k_dim + d] = from_q[d] * float(a.scale);
+            const float* q = a.q + piece.row * a.q_token + (piece.kv_head * group + first + g) * a.q_head;
+            for (int64_t d = 0; d < a.k_dim; d++) memory[g * a.k_dim + d] = q[d] * float(a.scale);
         }
-        float* to_partial = partial + first * partial_floats(a);
-        if (n == 1) attend_heads<1>(a, keys, q, sinks, from, to, to_partial);
-        if (n == 2) attend_heads<2>(a, keys, q, sinks, from, to, to_partial);
-        if (n == 3) attend_heads<3>(a, keys, q, sinks, from, to, to_partial);
-        if (n == 4) attend_heads<4>(a, keys, q, sinks, from, to, to_partial);
+        const Piece& after = first + kHeads < group ? piece : next;
+        float* to = partial + first * partial_floats(a);
+        if (n == 1) attend_heads<1, T>(a, piece, memory, after, to);
+        if (n == 2) attend_heads<2, T>(a, piece, memory, after, to);
+        if (n == 3) attend_heads<3, T>(a, piece, memory, after, to);
+        if (n == 4) attend_heads<4, T>(a, piece, memory, after, to);
     }
 }
 

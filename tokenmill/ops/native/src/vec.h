@@ -145,6 +145,24 @@ inline Vec load_wide(const Brain* p) {
 #endif
 }
 
+#if defined(__SSE__)
+// Four elements of each storage type.
+
+inline __m128 load4(const float* p) { return _mm_loadu_ps(p); }
+
+inline __m128 load4(const Half* p) {
+#if defined(__F16C__)
+    return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p));
+#else
+    return _mm_setr_ps(widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3]));
+#endif
+}
+
+inline __m128 load4(const Brain* p) {
+    return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p)));
+}
+#endif
+
 // Sums and maxima over the lanes, always in the same order.
 
 inline float sum(Vec v) {
@@ -161,41 +179,70 @@ inline float sum(Vec v) {
     return (f[0] + f[1]) + (f[2] + f[3]);
 }
 
-// The four sums, in one go: cheaper than four calls.
-inline void sum4(Vec a, Vec b, Vec c, Vec d, float* to) {
-#if defined(__AVX2__)
-    __m128 part[4];
-    const Vec given[4] = {a, b, c, d};
-    for (int i = 0; i < 4; i++) {
+// The sums over the lanes of W vectors, in two steps: four vectors become one, then W / 4 of those become the result.
+// Every sum is taken in the same order, whichever of the vectors it belongs to.
+
 #if defined(__AVX512F__)
-        __m512 v = (__m512)given[i];
-        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-#else
-        __m256 half = (__m256)given[i];
-#endif
-        part[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    }
-    _mm_storeu_ps(to, _mm_hadd_ps(_mm_hadd_ps(part[0], part[1]), _mm_hadd_ps(part[2], part[3])));
-#else
-    to[0] = sum(a);
-    to[1] = sum(b);
-    to[2] = sum(c);
-    to[3] = sum(d);
-#endif
+inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {  // in each quarter of the result: a part of the sums of a, b, c, d
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    return (Vec)_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
 }
+
+inline Vec join_quads(const Vec* q) {
+    __m512 half[2];
+    for (int i = 0; i < 2; i++) {
+        const __m512 a = (__m512)q[2 * i], b = (__m512)q[2 * i + 1];
+        half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4(half[0], half[1], 0x88), _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
+}
+#elif defined(__AVX2__)
+inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
+    return (Vec)_mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+}
+
+inline Vec join_quads(const Vec* q) {
+    const __m256 a = (__m256)q[0], b = (__m256)q[1];
+    return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+#else
+inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
+
+inline Vec join_quads(const Vec* q) { return q[0]; }
+#endif
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where either is not a number
 
 inline float max_lane(Vec v) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(__AVX2__)
+    const __m256 half = (__m256)v;
+#endif
+#if defined(__AVX2__)
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+#else
     float f[W];
     std::memcpy(f, &v, sizeof f);
     for (int step = W / 2; step; step /= 2)
         for (int i = 0; i < step; i++) f[i] = f[i] > f[i + step] ? f[i] : f[i + step];
     return f[0];
+#endif
 }
 
 // e^x to about one unit in the last place; 0 below the smallest normal result, infinity above the largest.
 inline Vec exponential(Vec x) {
+#if defined(__AVX512F__)
+    const Vec held = (Vec)_mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)x);  // the second where it is not a number
+    const Vec n = (Vec)_mm512_roundscale_ps((__m512)(held * 1.44269504f), 0);
+    Vec r = held - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+#else
     const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
     Vec held = x > all(88.8f) ? all(88.8f) : x;
     held = held < all(-87.4f) ? all(-87.4f) : held;
@@ -203,6 +250,7 @@ inline Vec exponential(Vec x) {
     Vec n = shifted - magic;
     Vec r = held - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
+#endif
     Vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -210,6 +258,10 @@ inline Vec exponential(Vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + (r + 1.0f);
+#if defined(__AVX512F__)
+    const __mmask16 large = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
+    return (Vec)_mm512_maskz_scalef_ps(large, (__m512)p, (__m512)n);
+#else
     Ints exponent = as_ints(shifted) - as_ints(magic);
     // In two steps, because 2^128 has no float of its own.
     Ints first = exponent >> 1;
@@ -217,6 +269,7 @@ inline Vec exponential(Vec x) {
     Vec zero = Vec{};
     p = x < all(-87.33654f) ? zero : p;
     return x != x ? x : p;  // not a number stays so
+#endif
 }
 
 // tanh(x), to about 1e-7 of 1.

@@ -24,9 +24,12 @@ struct Plan {
 
     Plan(const AttentionArgs& a, const Team& team) : a(a), n(rows_of(a.n, team.rows)), singles(rows_of(a.singles, team.rows)) {
         group = a.heads / a.kv_heads;
-        heads_per_part = at_most(group, kChunkRows);
+        heads_per_part = at_most(group, kChunkRows / 2);
         head_parts = pieces(group, heads_per_part);
         queries_per_tile = kChunkRows / heads_per_part;
+        // Large tiles pack their keys less often; where there are only a few, smaller ones let the threads end together.
+        const int64_t queries = n > singles ? a.q_start[n] - a.q_start[singles] : 0;
+        if (queries * a.kv_heads * head_parts < 4 * team.count * queries_per_tile) queries_per_tile /= 2;
     }
 
     int64_t queries(int64_t row) const { return a.q_start[row + 1] - a.q_start[row]; }
@@ -61,32 +64,61 @@ size_t scratch(const void* args, int64_t rows) {
     return size_t(rows_of(a.singles, rows) * kMaxSplits * a.heads * partial_floats(a)) * sizeof(float);
 }
 
-void work(const Plan& plan, Team& team, int64_t row, int64_t piece, float* memory) {
+// A piece of work: a row and which part of it. No row: nothing.
+struct Item {
+    int64_t row = -1, part = 0;
+};
+
+// Pieces of work in the order: chunks, singles. `next` is called by each thread for itself.
+struct Items {
+    const Plan& plan;
+    Team& team;
+    int64_t step = 0, before = 0;  // rows left behind, and the number of pieces in them
+
+    Item next() {
+        const int64_t item = team.next(), chunks = plan.n - plan.singles;
+        for (; step < plan.n; step++) {
+            const int64_t row = step < chunks ? plan.singles + step : step - chunks, size = plan.work_of(row);
+            if (item - before < size) return {row, item - before};
+            before += size;
+        }
+        return {};
+    }
+};
+
+template <class T>
+void work(const Plan& plan, Team& team, float* memory) {
     const AttentionArgs& a = plan.a;
-    if (row >= plan.singles) return attend_chunk(a, plan.tile(row, piece), memory);
-    const int64_t kv_head = piece % a.kv_heads, first = kv_head * plan.group;
-    piece /= a.kv_heads;
-    float* partial = partials_of(a, team, row, first, piece);
-    attend_piece(a, row, kv_head, piece, memory, partial);
-    if (Cut(a, a.context[row]).count > 1) return;
-    for (int64_t g = 0; g < plan.group; g++) join(a, row, first + g, partial + g * partial_floats(a), 1, 0);
+    const auto piece_of = [&](Item item) {
+        if (item.row < 0 || item.row >= plan.singles) return Piece();
+        return Piece(a, item.row, item.part % a.kv_heads, item.part / a.kv_heads);
+    };
+    Items items{plan, team};
+    Item item = items.next();
+    while (item.row >= 0) {
+        if (item.row >= plan.singles) {
+            attend_chunk<T>(a, plan.tile(item.row, item.part), memory);
+            item = items.next();
+            continue;
+        }
+        const Item after = items.next();  // known early, so that its keys are on their way when it begins
+        const Piece piece = piece_of(item);
+        const int64_t first = piece.kv_head * plan.group;
+        float* partial = partials_of(a, team, item.row, first, item.part / a.kv_heads);
+        attend_piece<T>(a, piece, piece_of(after), memory, partial);
+        if (Cut(a, a.context[item.row]).count == 1)
+            for (int64_t g = 0; g < plan.group; g++) join(a, item.row, first + g, partial + g * partial_floats(a), 1, 0);
+        item = after;
+    }
 }
 
 void attend(const void* args, Team& team) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
     const Plan plan(a, team);
     float* memory = thread_scratch(size_t(at_least(plan.n > plan.singles ? ChunkScratch::floats(a) : 0, piece_floats(a))));
-    // Rows are met in the order: chunks, singles. `before` is the number of pieces in the rows already left behind.
-    int64_t step = 0, before = 0;
-    const auto row_at = [&](int64_t i) { return i < plan.n - plan.singles ? plan.singles + i : i - (plan.n - plan.singles); };
-    for (int64_t item = team.next(); step < plan.n; item = team.next()) {
-        int64_t size;
-        while (step < plan.n && item - before >= (size = plan.work_of(row_at(step)))) {
-            before += size;
-            step++;
-        }
-        if (step < plan.n) work(plan, team, row_at(step), item - before, memory);
-    }
+    if (a.cache_storage == kFloat) work<float>(plan, team, memory);
+    if (a.cache_storage == kHalf) work<Half>(plan, team, memory);
+    if (a.cache_storage == kBrain) work<Brain>(plan, team, memory);
     bool cut = false;
     for (int64_t row = 0; row < plan.singles; row++) cut |= Cut(a, a.context[row]).count > 1;
     if (!cut) return;
