@@ -27,6 +27,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt
 Message = Mapping[str, Any]
 
 PRIORITIES = {"realtime": REALTIME, "api": API, "batch": BATCH}
+FEW = 2048  # tokens
 
 
 class EngineVerbs(Protocol):
@@ -483,6 +484,8 @@ def _all_whole(tokens: Sequence[Any]) -> bool:
 
 def _all_below(tokens: list[int], limit: int) -> bool:
     """Whether every token is in [0, limit)."""
+    if len(tokens) < FEW:  # numpy takes longer to begin than this takes
+        return min(tokens) >= 0 and max(tokens) < limit
     try:
         return int(np.frombuffer(array("I", tokens), dtype=np.uintc).max()) < limit
     except OverflowError:  # negative, or far too large
