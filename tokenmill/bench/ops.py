@@ -127,7 +127,7 @@ class _Maker:
     def mixture(self, tokens: int, moe: MoESpec) -> Case:
         """Routed experts, each token's drawn at random; only those that a token chose are read."""
         chosen = [torch.rand(tokens, moe.experts).topk(moe.top_k).indices for _ in range(2)]
-        read = min(len(one.unique()) for one in chosen)
+        read = min(len(set(one.flatten().tolist())) for one in chosen)
         weights = 3 * moe.intermediate * self.spec.hidden
         moved = (read * weights + 2 * tokens * self.spec.hidden) * self.item
         share = torch.full((tokens, moe.top_k), 1 / moe.top_k, device=self.device)

@@ -20,6 +20,7 @@ def record(llm: LLM, folder: Path, *, rows: int, context: int, steps: int = 4) -
 
     One prompt comes in beside them before, untraced: what is compiled or recorded at first use is not a step's cost.
     """
+    llm.reset_prefix_cache()
     front = llm._front
     vocab = front.vocab_size
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64, detokenize=False)

@@ -39,8 +39,8 @@ class Piece(msgspec.Struct, array_like=True):
     logprobs: list[Scored] | None = None
     finish: str | None = None  # a Finish; set in the last piece only
     error: str | None = None
-    fault: bool = False  # the error is of the request's own making: no other engine would do better
     opening: Opening | None = None  # with its first piece after a submission
+    fault: bool = False  # the error is of the request's own making: no other engine would do better
 
 
 class Opening(msgspec.Struct, array_like=True):
