@@ -15,7 +15,7 @@
 
 namespace TM_NS {
 
-constexpr int64_t CACHED_INPUTS = 320 << 10;  // bytes of inputs that every panel is multiplied with before going on
+constexpr int64_t CACHED_PANELS = 256 << 10;  // bytes of panels that every tile is multiplied with before going on
 constexpr int64_t OWN_INPUTS = 8 << 10;       // elements that each thread prepares for itself rather than waiting
 
 using Product = void (*)(const uint8_t*, int64_t, const Rows&, float*, int64_t, int, const float*);
@@ -172,44 +172,45 @@ static int rows_at_once(int64_t left) {
     return rows;
 }
 
-// One panel with the input rows [begin, end), which start at a tile.
-static void multiply_panel(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, const Segment& segment,
-                           int64_t panel, int64_t column, int64_t begin, int64_t end) {
+// One panel with one tile, whose first row is `first`.
+static void multiply_tile(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, const Segment& segment, int64_t panel,
+                          int64_t column, int64_t first) {
     const int form = static_cast<int>(segment.form);
     const uint8_t* packed = segment.panels + panel * panel_bytes(form, plan.k);
     const int64_t left = segment.rows - panel * PANEL;
     const int width = left < PANEL ? static_cast<int>(left) : PANEL;
     const int64_t n = column + panel * PANEL;
     const float* bias = a.bias ? a.bias + n : nullptr;
-    for (int64_t first = begin; first < end; first += TILE) {
-        const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
-        for (int64_t row = 0; row < size;) {
-            const int rows = rows_at_once(size - row);
-            float* out = a.out + (first + row) * a.out_stride + n;
-            if (is_dense(form)) {
-                dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride,
-                                          width, bias);
-            } else {
-                const int64_t quad = (first + row) / QUAD, room = QUAD * most_refined(plan.groups);
-                const Rows taken{inputs.blocks + first * plan.groups + row, size, static_cast<int>(row),
-                                 inputs.refinements + quad * room, inputs.refined + quad, room};
-                quantized_product(form, rows)(packed, plan.k, taken, out, a.out_stride, width, bias);
-            }
-            row += rows;
+    const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
+    for (int64_t row = 0; row < size;) {
+        const int rows = rows_at_once(size - row);
+        float* out = a.out + (first + row) * a.out_stride + n;
+        if (is_dense(form)) {
+            dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride, width,
+                                      bias);
+        } else {
+            const int64_t quad = (first + row) / QUAD, room = QUAD * most_refined(plan.groups);
+            const Rows taken{inputs.blocks + first * plan.groups + row, size, static_cast<int>(row),
+                             inputs.refinements + quad * room, inputs.refined + quad, room};
+            quantized_product(form, rows)(packed, plan.k, taken, out, a.out_stride, width, bias);
         }
+        row += rows;
     }
 }
 
-// The panels [begin, end), counted through all segments.
-static void multiply_panels(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, int64_t begin, int64_t end,
-                            int64_t first_row, int64_t end_row) {
+// The panels [begin, end), counted through all segments. A tile of inputs stays in the first-level cache for as many
+// panels as stay in the second.
+static void multiply_panels(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, int64_t begin, int64_t end) {
     int64_t before = 0, column = 0;
     for (int64_t s = 0; s < a.num_segments; ++s) {
         const Segment& segment = a.segments[s];
         const int64_t panels = (segment.rows + PANEL - 1) / PANEL;
         const int64_t from = begin > before ? begin - before : 0, to = end - before < panels ? end - before : panels;
-        for (int64_t panel = from; panel < to; ++panel)
-            multiply_panel(a, plan, inputs, segment, panel, column, first_row, end_row);
+        const int64_t step = CACHED_PANELS / panel_bytes(segment.form, plan.k) + 1;
+        for (int64_t some = from; some < to; some += step)
+            for (int64_t first = 0; first < plan.m; first += TILE)
+                for (int64_t panel = some; panel < to && panel < some + step; ++panel)
+                    multiply_tile(a, plan, inputs, segment, panel, column, first);
         before += panels;
         column += segment.rows;
     }
@@ -231,13 +232,7 @@ static void matmul(const void* args, Team& team) {
         team.barrier();
     }
     team.share(plan.panels, begin, end);
-    const int64_t row_bytes = plan.groups * int64_t(sizeof(InputBlock)) * plan.quantized + plan.k * 4 * plan.dense;
-    int64_t rows = CACHED_INPUTS / (row_bytes ? row_bytes : 1) / TILE * TILE;
-    if (rows < 4 * TILE) rows = 4 * TILE;
-    for (int64_t row = 0; row < plan.m; row += rows) {
-        const int64_t last = row + rows < plan.m ? row + rows : plan.m;
-        multiply_panels(a, plan, inputs, begin, end, row, last);
-    }
+    multiply_panels(a, plan, inputs, begin, end);
 }
 
 }  // namespace TM_NS
