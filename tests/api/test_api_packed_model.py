@@ -37,3 +37,20 @@ def test_greedy_answers_are_those_of_the_reference_up_to_near_ties(default_model
         best = max(entry.logprob for entry in table.values())
         assert ids[first] in table and best - table[ids[first]].logprob < GAP, f"token {first} of {mine.request_id}"
     assert whole >= 25, f"only {whole} of {len(PROMPTS)} answers are equal to the last token"
+
+
+def test_bits_do_not_depend_on_company_or_chunks(default_model: str) -> None:
+    """Whatever runs beside a request, and however its prompt is cut, one token at the end included."""
+
+    def logprobs(prompts: list[list[int]], budget: int) -> list[list[float]]:
+        with LLM(
+            default_model, device="cpu", max_num_seqs=8, max_model_len=128, max_num_batched_tokens=budget
+        ) as llm:
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
+            outputs = llm.generate(list(prompts), params, use_tqdm=False)
+        return [[next(iter(entry.values())).logprob for entry in one.outputs[0].logprobs or []] for one in outputs]
+
+    prompts = [[(7919 * row + 31 * place) % 49152 for place in range(21 + row)] for row in range(6)]
+    alone = [logprobs([prompt], 512)[0] for prompt in prompts[:2]]
+    for budget in (512, 20, 13):  # 20: the first prompt's last token is read by itself
+        assert logprobs(prompts, budget)[:2] == alone, budget

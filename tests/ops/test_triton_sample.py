@@ -102,7 +102,7 @@ def test_top_k_keeps_exactly_k_of_neighbours_that_share_a_group(triton_device):
 def test_rows_that_no_token_can_be_taken_from_give_minus_one(triton_device):
     from tokenmill.ops.triton.sample import sample
 
-    for filters in ({}, {"top_k": 5, "top_p": 0.9}):
+    for filters in ({}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1}):
         for temperature in (0.0, 1.0):
             logits, batch = sample_case(5, VOCAB, temperature=temperature, device=triton_device, **filters)
             logits[0, 8123] = float("nan")
@@ -137,21 +137,34 @@ def test_a_row_draws_the_same_token_in_any_batch(triton_device):
             assert sample(logits[row : row + 1], alone).item() == together[row]
 
 
-def test_logits_may_be_a_slice_of_a_padded_vocabulary(triton_device):
+def test_a_row_without_filters_draws_the_same_token_beside_filtered_ones(triton_device):
+    """Other rows' filters decide which kernels run."""
     from tokenmill.ops.triton.sample import sample
 
-    logits, batch = sample_case(4, VOCAB, device=triton_device)
+    temperature = [0.0, 1.0, 0.7, 1.3, 1.0]
+    logits, plain = sample_case(5, VOCAB, temperature=temperature, device=triton_device)
+    _, beside = sample_case(5, VOCAB, temperature=temperature, top_k=[0, 0, 0, 0, 3], device=triton_device)
+    assert beside.any_filter and not plain.any_filter
+    assert torch.equal(sample(logits, beside)[:4], sample(logits, plain)[:4])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+def test_logits_may_be_a_slice_of_a_padded_vocabulary(filters, triton_device):
+    from tokenmill.ops.triton.sample import sample
+
+    logits, batch = sample_case(4, VOCAB, device=triton_device, **filters)
     padded = torch.full((4, VOCAB + 56), float("nan"), device=triton_device)
     padded[:, :VOCAB] = logits
     assert torch.equal(sample(padded[:, :VOCAB], batch), sample(logits, batch))
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.8}], ids=str)
-def test_logits_in_half_precision_are_widened_as_they_are_read(filters, triton_device):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
+def test_logits_in_half_precision_are_widened_as_they_are_read(filters, dtype, triton_device):
     from tokenmill.ops.triton.sample import sample
 
     logits, batch = sample_case(4, VOCAB, temperature=[0.0, 1.0, 0.7, 1.3], device=triton_device, **filters)
-    logits = logits.half()
+    logits = logits.to(dtype)
     assert torch.equal(sample(logits, batch), sample(logits.float(), batch))
 
 

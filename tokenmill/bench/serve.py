@@ -8,6 +8,7 @@ import queue
 import random
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -144,6 +145,8 @@ def started_server(model: str, options: dict[str, Any], seconds: float = 600.0) 
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    if threading.current_thread() is threading.main_thread():  # who is told to leave does not leave the server behind
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield _address(process, seconds)
     finally:

@@ -21,6 +21,7 @@ from tokenmill.errors import ConfigError
 
 DOZE = 0.001  # seconds: how much later than it came a piece may be noticed
 _LAST_CHUNK = b"0\r\n\r\n"
+_PIECE = 1 << 16  # bytes that are read at once, into memory that is there: the loop's own way allocates for each piece
 
 T = TypeVar("T")
 
@@ -84,11 +85,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection, kept open; one request at a time."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self._buffer = memoryview(bytearray(_PIECE))
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._done: asyncio.Future[None] | None = None
@@ -130,8 +132,11 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        exchange = self._exchange
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, count: int) -> None:
+        exchange, data = self._exchange, bytes(self._buffer[:count])
         if exchange is None:
             return
         if not exchange.pieces or self._left is not None:

@@ -5,8 +5,10 @@ Run as a program, this file is the worker that holds the offline engine; it answ
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -19,6 +21,7 @@ from tokenmill.bench.serve_client import Place, run
 from tokenmill.errors import TokenmillError
 
 PATIENCE = 1800.0  # seconds that one question to the worker may take
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -105,6 +108,8 @@ class Offline:
 
 
 def main() -> None:
+    if sys.platform == "linux":  # end with whoever asks, even if that one was killed while this one was stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     worker = Offline()
     for line in sys.stdin:
         question = json.loads(line)

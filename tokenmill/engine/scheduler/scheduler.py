@@ -308,10 +308,14 @@ class Scheduler(Roster):
         )
 
     def _compose(self, step: Step, shares: list[Share]) -> None:
-        """Write the shares into the step, single tokens first."""
-        singles = [share for share in shares if share[2] == 1]
+        """Write the shares into the step, single tokens first.
+
+        A prompt is read in chunks even where one of them is a single token: ops may sum in another order for single
+        tokens, and a prompt's result must not depend on how much room there was beside it.
+        """
+        singles = [share for share in shares if share[2] == 1 and share[1] >= share[0].prompt_len]
         if len(singles) < len(shares):
-            shares = singles + [share for share in shares if share[2] != 1]
+            shares = singles + [share for share in shares if share[2] != 1 or share[1] < share[0].prompt_len]
         step.num_singles = len(singles)
         step.requests = [request for request, _, _ in shares]
         step.rows = [request.row for request in step.requests]
