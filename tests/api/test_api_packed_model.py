@@ -43,9 +43,7 @@ def test_bits_do_not_depend_on_company_or_chunks(default_model: str) -> None:
     """Whatever runs beside a request, and however its prompt is cut, one token at the end included."""
 
     def logprobs(prompts: list[list[int]], budget: int) -> list[list[float]]:
-        with LLM(
-            default_model, device="cpu", max_num_seqs=8, max_model_len=128, max_num_batched_tokens=budget
-        ) as llm:
+        with LLM(default_model, device="cpu", max_num_seqs=8, max_model_len=128, max_num_batched_tokens=budget) as llm:
             params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
             outputs = llm.generate(list(prompts), params, use_tqdm=False)
         return [[next(iter(entry.values())).logprob for entry in one.outputs[0].logprobs or []] for one in outputs]

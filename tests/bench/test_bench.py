@@ -11,10 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from tokenmill import LLM
+from tokenmill.bench.ops import cases
 from tokenmill.bench.timeline import Span, Timeline, draw
 from tokenmill.bench.timing import seconds
 from tokenmill.bench.trace import record
 from tokenmill.cli.app import app
+from tokenmill.model.families import spec_from_config
+from tokenmill.ops.registry import Need, select
 
 
 def test_a_slower_operation_takes_more_seconds() -> None:
@@ -30,6 +33,27 @@ def test_every_op_gets_a_line_with_its_share_of_a_ceiling(tiny_model: str, monke
     for name in ("dense qkv", "dense down", "add_rms_norm", "act_mul", "rope_kv_write", "attention decode"):
         assert any(line.startswith(name) and "% of the" in line for line in result.output.splitlines()), name
     assert "attention prefill" in result.output and "sample top_k" in result.output and "sample greedy" in result.output
+
+
+def test_mixtures_are_among_the_ops() -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 16,
+        "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    spec, device = spec_from_config(config), torch.device("cpu")
+    ops = select(Need(device.type, torch.float32, spec.attention_head_dim, 16))
+    named = {case.name: case for case in cases(spec, ops, device, torch.float32)}
+    assert not any("gate_up" in name for name in named), "no layer has a dense MLP"
+    for tokens, most in ((1, 2), (16, 8)):
+        case = named[f"moe, {tokens} tokens to 2 experts"]
+        weights = 3 * 32 * 64 * 4
+        assert case.bytes <= most * weights + 2 * tokens * 64 * 4, "experts that no token chose are not read"
+        assert case.flops == 2 * tokens * 2 * weights / 4
+        out = case.variants[0]()
+        assert isinstance(out, torch.Tensor) and out.shape == (tokens, 64)
 
 
 def test_traces_hold_the_steps(tiny_model: str, tmp_path: Path) -> None:
