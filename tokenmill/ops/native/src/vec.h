@@ -145,6 +145,22 @@ inline Vec load_wide(const Brain* p) {
 #endif
 }
 
+inline void store_narrow(float* p, Vec x) { store(p, x); }
+
+inline void store_narrow(Half* p, Vec x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < W; i++) narrow(x[i], p + i);
+#endif
+}
+
+inline void store_narrow(Brain* p, Vec x) {
+    for (int i = 0; i < W; i++) narrow(x[i], p + i);
+}
+
 #if defined(__SSE__)
 // Four elements of each storage type.
 

@@ -72,12 +72,10 @@ template <class T>
 void rotate(const float* x, const float* table, int64_t half, int64_t dim, T* out) {
     const float *cosines = table, *sines = table + half;
     int64_t i = 0;
-    if constexpr (sizeof(T) == sizeof(float)) {
-        for (; i + W <= half; i += W) {
-            Vec left = load(x + i), right = load(x + half + i), c = load(cosines + i), s = load(sines + i);
-            store((float*)out + i, left * c - right * s);
-            store((float*)out + half + i, right * c + left * s);
-        }
+    for (; i + W <= half; i += W) {
+        Vec left = load(x + i), right = load(x + half + i), c = load(cosines + i), s = load(sines + i);
+        store_narrow(out + i, left * c - right * s);
+        store_narrow(out + half + i, right * c + left * s);
     }
     for (; i < half; i++) {
         float left = x[i], right = x[half + i];
@@ -104,7 +102,9 @@ void rope_key(const RopeArgs& a, int64_t token, int64_t head, const float* angle
     if (!a.v) return;
     const float* v = a.v + token * a.v_token + head * a.v_head;
     T* to = (T*)a.v_cache + block * a.v_block + offset * a.v_slot + head * a.v_cache_head;
-    for (int64_t i = 0; i < a.v_dim; i++) narrow(v[i], to + i);
+    int64_t i = 0;
+    for (; i + W <= a.v_dim; i += W) store_narrow(to + i, load(v + i));
+    for (; i < a.v_dim; i++) narrow(v[i], to + i);
 }
 
 void rope(const RopeArgs& a, Team& team) {
