@@ -14,7 +14,8 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Progress, build
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
-from tokenmill.front import Follow, Front, Message, Prompt
+from tokenmill.follow import Follow
+from tokenmill.front import Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams

@@ -58,10 +58,12 @@ def test_the_file_holds_no_keys(tmp_path: Path) -> None:
         "[]",
         '{"tenants": []}',
         '{"tenants": {"a": {}}}',
+        '{"tenants": {"": {"keys": []}}}',
         '{"tenants": {"a": {"keys": ["plain"]}}}',
         '{"tenants": {"a": {"keys": [], "concurency": 3}}}',
         '{"tenants": {"a": {"keys": [], "concurrency": -3}}}',
         '{"tenants": {"a": {"keys": [], "priority": "urgent"}}}',
+        '{"tenants": {"a": {"keys": [], "priority": ["api"]}}}',
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, content: str) -> None:

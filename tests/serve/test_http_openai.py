@@ -69,7 +69,7 @@ def test_chat_gives_what_the_offline_api_gives_streamed_or_not(
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     said = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
-    assert "".join(said) == expected.text and len([text for text in said if text]) > 3
+    assert "".join(said) == expected.text
     assert chunks[-2].choices[0].finish_reason == expected.finish_reason
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(expected.token_ids)
 

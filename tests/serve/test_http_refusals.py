@@ -112,6 +112,9 @@ def test_a_prompt_of_ten_megabytes(client: httpx.Client) -> None:
         assert refused(client.post(COMPLETIONS, json=body))["code"] == "context_length_exceeded"
     huge = [{"role": "user", "content": "mill " * 2_000_000}]
     assert refused(client.post(CHAT, json={"messages": huge}))["code"] == "context_length_exceeded"
+    begun = [*HELLO, {"role": "assistant", "content": "mill " * 2_000_000}]
+    answer = client.post("/v1/messages", json={"messages": begun, "max_tokens": 2})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("the prompt has ")
     assert_serves(client)
 
 

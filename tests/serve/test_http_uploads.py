@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -124,6 +125,27 @@ def test_a_batch_does_not_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         several.begin(job)
         await eventually(lambda: job.how)
         assert tries == 4 and job.failed == 1
+
+    run(main())
+
+
+def test_answers_of_a_batch_count_against_the_room() -> None:
+    async def main() -> None:
+        lines = [{"custom_id": str(n), "url": PATH, "body": body([n + 1], 300, logprobs=5)} for n in range(8)]
+        content = "\n".join(map(json.dumps, lines)).encode()
+        async with simulated(http={"max_stored_bytes": 80_000}) as (_, url), httpx.AsyncClient(base_url=url) as client:
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            file = (await client.post("/v1/files", content=form(content), headers=headers)).json()["id"]
+            batch = (await client.post("/v1/batches", json={"input_file_id": file, "endpoint": PATH})).json()
+            while batch["status"] == "in_progress":
+                await asyncio.sleep(0.05)
+                batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+            counts = batch["request_counts"]
+            assert counts["completed"] > 0 and counts["failed"] > 0 and sum(counts.values()) == 16
+            errors = (await client.get(f"/v1/files/{batch['error_file_id']}/content")).text.splitlines()
+            told = [json.loads(line)["response"] for line in errors]
+            assert {(one["status_code"], one["body"]["error"]["code"]) for one in told} == {(413, "storage_full")}
+            assert (await client.post(PATH, json=body([1], 2))).status_code == 200
 
     run(main())
 

@@ -90,7 +90,21 @@ def test_a_text_that_ends_engines_is_given_up_with_the_cause() -> None:
         async with opened(breaker_failures=100) as service:
             with pytest.raises(TokenmillError, match=r"died 3 times with it: .*SIGSEGV"):
                 await service.embed([[POISON]])
+            assert not service._supervisor._busy.is_set()  # an engine with nothing to do may be silent
             await eventually(service.ready)
             assert await service.embed([[5]]) == [[1.0, 5.0]]
+
+    run(main())
+
+
+def test_a_text_that_ends_engines_ends_no_other() -> None:
+    async def main() -> None:
+        async with opened(breaker_failures=100) as service:
+            poisoned = asyncio.create_task(service.embed([[POISON]]))
+            await eventually(lambda: service._embeddings.pending)
+            others = [asyncio.create_task(service.embed([[5] * size])) for size in (1, 2, 3)]
+            with pytest.raises(TokenmillError, match="SIGSEGV"):
+                await poisoned
+            assert await asyncio.gather(*others) == [[[float(size), 5.0 * size]] for size in (1, 2, 3)]
 
     run(main())

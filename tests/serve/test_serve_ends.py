@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -11,10 +12,13 @@ from typing import Any
 import httpx
 import pytest
 from http_server import Server, simulated
-from sim_service import assert_nothing_left, eventually, greedy, opened, run, solo
+from sim_service import assert_nothing_left, eventually, greedy, make, opened, run, solo
 
-from tokenmill.front import Follow
+from tokenmill.follow import Follow
 from tokenmill.outputs import RequestOutput
+from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.server import _drain, _Server, listen
+from tokenmill.serve.service import Service
 
 PATH = "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -22,6 +26,19 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 def body(prompt: list[int], tokens: int = 20, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def test_tokens_are_sent_as_they_are_made() -> None:
+    async def main() -> None:
+        async with simulated({"step": 0.01}) as (service, url), httpx.AsyncClient(base_url=url, timeout=30) as client:
+            asked = body([1, 2], 1900, stream=True, return_token_ids=True)  # which takes 19 s
+            async with client.stream("POST", PATH, json=asked) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        break
+                assert json.loads(line[6:])["choices"][0]["token_ids"] and service.stats().active == 1
+
+    run(main())
 
 
 def sent_tokens(text: str) -> float:
@@ -46,7 +63,7 @@ def test_an_answer_that_is_not_streamed_is_built_once(monkeypatch: pytest.Monkey
 
 def test_the_way_of_a_token_to_the_socket_is_measured() -> None:
     async def main() -> None:
-        async with simulated({"step": 0.01}) as (_, url), httpx.AsyncClient(base_url=url) as client:
+        async with simulated({"step": 0.05}) as (_, url), httpx.AsyncClient(base_url=url) as client:
             await client.post(PATH, json=body([1, 2], 20))
             assert sent_tokens((await client.get("/metrics")).text) == 0  # nothing was streamed
             await client.post(PATH, json=body([1, 2], 20, stream=True, return_token_ids=True))
@@ -152,3 +169,51 @@ def test_the_end_of_a_grammar_is_no_stop_token(server: Server) -> None:
         every = {"prompt": "x", "max_tokens": 20, "stop_token_ids": list(range(3, 260)), "return_token_ids": True}
         named = client.post(PATH, json=every).json()["choices"][0]
         assert named["finish_reason"] == "stop" and named["stop_reason"] == named["token_ids"][-1] >= 3
+
+
+def test_vectors_that_are_not_done_in_time_are_handed_back() -> None:
+    async def main() -> None:
+        async with simulated({"step": 0.05}) as (service, url), httpx.AsyncClient(base_url=url, timeout=30) as client:
+            asking = asyncio.create_task(client.post("/v1/embeddings", json={"input": [[5, 6]] * 200}))
+            await eventually(lambda: service._embeddings.pending == 200)
+            assert await service.drain(0.1) > 100
+            answer = await asking
+            assert answer.status_code == 503 and "send it again" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+
+    run(main())
+
+
+def test_a_service_that_is_stopped_in_the_middle_complains_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with opened({"step": 0.01}) as service:
+            streams = [await service.submit([number, 2], greedy(1000)) for number in range(1, 9)]
+            await eventually(lambda: all(stream.follow.sequences[0].num_tokens for stream in streams))
+        assert [(await stream.last()).error for stream in streams] == ["the server was stopped"] * 8
+        streams.clear()
+        gc.collect()  # a failure that nobody has asked for is told when it is forgotten
+
+    run(main())
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_what_the_second_model_answers_is_waited_for_too() -> None:
+    async def main() -> None:
+        async with opened({"step": 0.01}) as second:
+            first = Service(make().config, degrade=second)  # never started
+            http = HttpSettings(port=0)
+            sock = listen(http.host, 0)
+            address = f"http://{http.host}:{sock.getsockname()[1]}"
+            server = _Server(http, first)
+            serving = asyncio.create_task(server.serve(sockets=[sock]))
+            await eventually(lambda: server.started)
+            async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+                asking = asyncio.create_task(client.post(PATH, json=body([1, 2], 60, return_token_ids=True)))
+                await eventually(lambda: second.stats().active == 1)
+                await _drain(server, serving, [second, first], 20)
+                answer = await asking
+            assert answer.status_code == 200 and answer.headers["x-tokenmill-degraded"] == "sim"
+            assert answer.json()["choices"][0]["token_ids"] == solo([1, 2], greedy(60))
+            await server.end(serving)
+
+    run(main())

@@ -138,6 +138,18 @@ def test_a_refused_key_is_an_event(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_path_that_leads_nowhere_names_no_span() -> None:
+    async def main() -> None:
+        async with opened() as service:
+            traced = Traced(service)
+            assert (await traced.client.get("/nowhere/" + "x" * 5000)).status_code == 404
+            span = traced.server_span()
+            said = span.attributes or {}
+            assert span.name == "GET" and "http.route" not in said and len(str(said["url.path"])) == 200
+
+    run(main())
+
+
 def test_a_failure_is_an_error_with_its_cause() -> None:
     async def main() -> None:
         async with opened({"crash": POISON}) as service:

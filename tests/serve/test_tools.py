@@ -61,6 +61,7 @@ def call(index: int, name: str, arguments: str) -> ToolCall:
     return ToolCall(f"id{index}", name, arguments)
 
 
+DEEP = f'<tool_call>{{"name": {"[" * 3000}{"]" * 3000}}}</tool_call>'
 TAGGED = [
     ("no call at all  \n", "no call at all  \n", []),
     ('<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>', "", [("time", "{}")]),
@@ -78,6 +79,7 @@ TAGGED = [
     ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
     ('<tool_call>{"verb": "a"}</tool_call>', '<tool_call>{"verb": "a"}</tool_call>', []),
     ('<tool_call>{"name": "a', '<tool_call>{"name": "a', []),
+    (DEEP, DEEP, []),
     ("a < b <tool <tool_cal", "a < b <tool <tool_cal", []),
     ('é<tool_call>{"name":"\\u00e9","arguments":{"é":"\\u00e9"}}</tool_call>', "é", [("é", '{"é":"\\u00e9"}')]),
 ]  # fmt: skip

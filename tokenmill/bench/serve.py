@@ -145,8 +145,9 @@ def started_server(model: str, options: dict[str, Any], seconds: float = 600.0) 
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    before: Any = None
     if threading.current_thread() is threading.main_thread():  # who is told to leave does not leave the server behind
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield _address(process, seconds)
     finally:
@@ -156,6 +157,8 @@ def started_server(model: str, options: dict[str, Any], seconds: float = 600.0) 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _address(process: subprocess.Popen[str], seconds: float) -> str:

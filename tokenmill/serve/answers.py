@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.front import Follow
+from tokenmill.follow import Follow
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import LogprobTable, RequestOutput
 

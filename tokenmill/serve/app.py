@@ -69,7 +69,7 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     posts = {path: endpoint(kind, handler, shape) for path, kind, handler, shape in _POSTS}
     store = JobStore(None if settings.journal is None else Journal(settings.journal))
-    batches = Batches(store, batches_api.asker(app, posts))
+    batches = Batches(store, batches_api.asker(app, posts), most_bytes=settings.max_stored_bytes)
     tracing = tracing or _tracing(service, settings)
     app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches, tracing)
     for path, kind, _, _ in _POSTS:

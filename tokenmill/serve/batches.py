@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.serve.errors import HttpError, openai_shape
 from tokenmill.serve.jobs import Job, JobStore
 from tokenmill.serve.journal import JournalFull
 
@@ -22,18 +24,25 @@ MOST = 256  # requests of all batches together
 WINDOW = 24 * 3600.0  # seconds after which a batch does not try any longer
 _LATER = (429, 503)  # the server has no room for it now
 _PATIENCE = 5.0  # seconds, where the server does not say
+_NO_ROOM = msgspec.json.encode(
+    openai_shape(HttpError(413, "there is no room to keep this answer; delete files and batches", "storage_full"))
+)
 
 # (job, endpoint, body) -> (status, seconds to wait or None, body)
 Ask = Callable[[Job, str, bytes], Awaitable[tuple[int, float | None, bytes]]]
 
 
 class Batches:
-    """`ask` answers one request as if a client of that job's tenant had sent it."""
+    """`ask` answers one request as if a client of that job's tenant had sent it. Of answers beyond `most_bytes` that a
+    tenant keeps, only that there was no room for them is kept."""
 
-    def __init__(self, store: JobStore, ask: Ask, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store: JobStore, ask: Ask, clock: Callable[[], float] = time.time, most_bytes: float = math.inf
+    ) -> None:
         self.store = store
         self._ask = ask
         self._clock = clock
+        self._most_bytes = most_bytes
         self._room = asyncio.Semaphore(MOST)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -93,6 +102,8 @@ class Batches:
             if status not in _LATER or self._clock() > job.created + WINDOW:
                 break
             await asyncio.sleep(_PATIENCE if wait is None else wait)
+        if self.store.stored[job.owner] + len(said) > self._most_bytes:
+            status, said = 413, _NO_ROOM
         id = f"batch_req_{uuid.uuid4().hex}"
         response = {"status_code": status, "request_id": id, "body": msgspec.Raw(said)}
         line = {"id": id, "custom_id": asked["custom_id"], "response": response, "error": None}

@@ -266,6 +266,11 @@ def error_response(error: HttpError, shape: Shape, headers: dict[str, str]) -> R
     return json_response(shape(error), error.status, headers | error.headers())
 
 
+def encoded(content: Any) -> msgspec.Raw:
+    """JSON for a part of an answer: where the whole is large, its parts hold others up one by one, and not at once."""
+    return msgspec.Raw(msgspec.json.encode(content))
+
+
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 

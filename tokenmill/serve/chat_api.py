@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.serve.answers import Cutter, Delta, token_logprobs, usage_of
-from tokenmill.serve.call import Call
+from tokenmill.serve.call import Call, encoded
 from tokenmill.serve.chat_messages import normal_messages
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params
@@ -33,8 +34,8 @@ async def chat(call: Call, body: ChatRequest) -> Response:
         return EventStream(call, _Teller(call, body, stream, toolbox, params.n))
     [output] = await call.whole([stream])
 
-    def choices() -> list[dict[str, Any]]:
-        return [_choice(call, body, one, toolbox.parser()) for one in output.outputs]
+    def choices() -> list[msgspec.Raw]:
+        return [encoded(_choice(call, body, one, toolbox.parser())) for one in output.outputs]
 
     # With log-probabilities these can be hundreds of thousands of entries, for which others should not wait.
     told = choices() if params.logprobs is None else await asyncio.to_thread(choices)

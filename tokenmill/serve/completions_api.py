@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
 from tokenmill.serve.answers import Cutter, Delta, best_of, finite, usage_of
-from tokenmill.serve.call import Call
+from tokenmill.serve.call import Call, encoded
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params
 from tokenmill.serve.schemas import CompletionRequest
@@ -49,9 +50,9 @@ async def complete(call: Call, body: CompletionRequest) -> Response:
         for output in outputs:
             output.outputs = [_emptied(one) for one in output.outputs]
 
-    def choices() -> list[dict[str, Any]]:
+    def choices() -> list[msgspec.Raw]:
         return [
-            _choice(call, body, output, one, number * params.n + one.index)
+            encoded(_choice(call, body, output, one, number * params.n + one.index))
             for number, output in enumerate(outputs)
             for one in output.outputs
         ]

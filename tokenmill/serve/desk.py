@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 
 from tokenmill.engine.request import Finish
-from tokenmill.front import Follow, Front
+from tokenmill.follow import Follow
+from tokenmill.front import Front
 from tokenmill.serve.remote import RemoteEngine
 from tokenmill.serve.stream import Stream, Ticket
 

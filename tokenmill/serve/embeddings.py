@@ -9,8 +9,10 @@ from functools import partial
 
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.serve import wire
+from tokenmill.serve.admission import Unavailable
 
 MOST_DEATHS = 2  # engines that may die with a text before it is given up
+RETRY = 5.0  # seconds that a client is told to wait where there is no engine
 
 
 @dataclass
@@ -68,12 +70,20 @@ class Embeddings:
             send(asked.message)
 
     def lose(self, cause: str) -> None:
-        self._send = None
-        for key, asked in list(self._asked.items()):
-            asked.deaths += 1
-            if asked.deaths > MOST_DEATHS or asked.answer.done():
-                self.take_in(wire.Embedded(key, [], f"Loss: the engine died {asked.deaths} times with it: {cause}"))
+        """The engine is gone. It worked on the oldest, if on any: the others had nothing to do with its end."""
+        was_ready, self._send = self._send is not None, None
+        if self._asked and was_ready:
+            key, oldest = next(iter(self._asked.items()))
+            oldest.deaths += 1
+            if oldest.deaths > MOST_DEATHS:
+                self.take_in(wire.Embedded(key, [], f"Loss: the engine died {oldest.deaths} times with it: {cause}"))
+                self.on_left()
 
-    def end_all(self, why: str) -> None:
-        for key in list(self._asked):
-            self.take_in(wire.Embedded(key, [], f"Ended: {why}"))
+    def end_all(self, why: str) -> int:
+        """There is no engine for them any more; returns how many were still waited for."""
+        ending, self._asked = self._asked, {}
+        for asked in ending.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(Unavailable(why, RETRY))
+        self.on_left()
+        return len(ending)

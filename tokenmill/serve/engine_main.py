@@ -236,8 +236,9 @@ class EngineLoop:
             for request in requests[:1] if together else requests:
                 self.engine.add(request)
         except Exception as error:  # one request's trouble is no other's
-            traceback.print_exc()
             fault = isinstance(error, InvalidRequest)
+            if not fault:
+                traceback.print_exc()
             text = str(error) if fault else f"{type(error).__name__}: {error}"
             pieces = [
                 wire.Piece(sequence.key, [], finish=str(Finish.ERROR), error=text, fault=fault)

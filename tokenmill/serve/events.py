@@ -92,7 +92,7 @@ class RequestEvent:
 class EngineEvent:
     """Something happened to the engine process or to the circuit breaker."""
 
-    kind: str  # ready, died, hung, breaker_open, breaker_closed
+    kind: str  # ready, died, breaker_open, breaker_closed
     at: float
     text: str = ""
     generation: int = 0  # how often an engine was started

@@ -120,6 +120,11 @@ class JobStore:
         self._record(Removed(id))
         self._tidy()
 
+    def close(self) -> None:
+        """Everything is on the disk when this returns; nothing can be changed after it."""
+        if self._journal is not None:
+            self._journal.close()
+
     def unfinished(self) -> list[Job]:
         """Jobs to go on with, oldest first."""
         return sorted((job for job in self.jobs.values() if job.how is None), key=lambda job: job.created)

@@ -109,7 +109,7 @@ def read_tenants(file: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(tenants, dict):
         raise ConfigError(f'the file of keys {file} must be an object with "tenants"; see `tokenmill keys --help`')
     for name, entry in tenants.items():
-        _check_entry(f"tenant {name!r} in {file}", entry)
+        _check_entry(name, f"tenant {name!r} in {file}", entry)
     return tenants
 
 
@@ -120,7 +120,7 @@ def add_key(file: Path, tenant: str, limits: dict[str, Any]) -> str:
     entry = tenants.setdefault(tenant, {"keys": []})
     entry["keys"].append(hash_of(key))
     entry.update({name: value for name, value in limits.items() if value is not None})
-    _check_entry(f"tenant {tenant!r}", entry)
+    _check_entry(tenant, f"tenant {tenant!r}", entry)
     beside = file.with_name(file.name + ".new")
     with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as new:
         json.dump({"tenants": tenants}, new, indent=2)
@@ -129,7 +129,9 @@ def add_key(file: Path, tenant: str, limits: dict[str, Any]) -> str:
     return key
 
 
-def _check_entry(whose: str, entry: Any) -> None:
+def _check_entry(tenant: str, whose: str, entry: Any) -> None:
+    if not tenant:  # that is everybody where there are no keys
+        raise ConfigError(f"{whose} has no name; give it one")
     keys = entry.get("keys") if isinstance(entry, dict) else None
     if not isinstance(keys, list) or not all(isinstance(key, str) and key.startswith("sha256:") for key in keys):
         raise ConfigError(f'{whose} needs "keys", a list of "sha256:..."')
@@ -139,7 +141,7 @@ def _check_entry(whose: str, entry: Any) -> None:
         if name not in _LIMITS:
             raise ConfigError(f"{whose} has {name!r}; {did_you_mean(name, _LIMITS)}")
         if name == "priority":
-            if value not in PRIORITIES:
+            if not isinstance(value, str) or value not in PRIORITIES:
                 raise ConfigError(f"{whose} has priority {value!r}; it must be one of {', '.join(PRIORITIES)}")
         elif name == "operator":
             if not isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,7 +69,9 @@ async def _prompt(call: Call, toolbox: Toolbox, system: Any, given: Sequence[Map
         beginning = messages.pop()["content"]
     ids = await toolbox.prompt(messages)
     tokenizer = call.service.tokenizer
-    return ids if not beginning or tokenizer is None else ids + tokenizer.encode(beginning, add_special_tokens=False)
+    if not beginning or tokenizer is None:
+        return ids
+    return ids + await asyncio.to_thread(tokenizer.encode, beginning, False, call.service.facts.max_len)
 
 
 def _messages(where: str, message: Mapping[str, Any]) -> Messages:
@@ -160,7 +163,7 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     try:
         given = json.loads(block.text or "{}")
-    except ValueError:  # cut off by max_tokens
+    except (ValueError, RecursionError):  # cut off by max_tokens, or nothing but brackets
         given = {}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": given if isinstance(given, dict) else {}}
 

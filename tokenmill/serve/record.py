@@ -16,7 +16,7 @@ from tokenmill.serve.site import Site
 log = logging.getLogger("tokenmill.serve.access")
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-_LONGEST_PATH = 200  # characters of a path that is nobody's but the client's
+LONGEST_PATH = 200  # characters of a path that is nobody's but the client's
 
 
 class Record:
@@ -59,7 +59,7 @@ class Record:
             **(told or {}),
         }
         level = logging.WARNING if status >= 500 else logging.INFO
-        path = scope["path"][:_LONGEST_PATH]
+        path = scope["path"][:LONGEST_PATH]
         log.log(
             level, "%s %s", scope["method"], path, extra={name: one for name, one in said.items() if one is not None}
         )

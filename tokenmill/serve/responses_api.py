@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.serve.answers import Cutter, token_logprobs, usage_of
 from tokenmill.serve.blocks import Block, Blocks, Change
-from tokenmill.serve.call import Call
+from tokenmill.serve.call import Call, encoded
 from tokenmill.serve.chat_messages import Messages, normal_messages, text_of
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import format_form, make_params, one_form
@@ -43,10 +44,17 @@ async def respond(call: Call, body: ResponsesRequest) -> Response:
     if body.stream:
         return EventStream(call, _Teller(call, body, stream, toolbox), last=b"", named=True)
     [output] = await call.whole([stream])
-    blocks, one = Blocks(toolbox.parser()), output.outputs[0]
-    for _ in blocks.feed(one.text, last=True, logprobs=_told_logprobs(call, body, one.token_ids, one.logprobs)):
-        pass
-    return call.answer(_response(call, body, [_item(call, block) for block in blocks.all], output))
+    one = output.outputs[0]
+
+    def items() -> list[msgspec.Raw]:
+        blocks = Blocks(toolbox.parser())
+        for _ in blocks.feed(one.text, last=True, logprobs=_told_logprobs(call, body, one.token_ids, one.logprobs)):
+            pass
+        return [encoded(_item(call, block)) for block in blocks.all]
+
+    # With log-probabilities these can be very many entries, for which others should not wait.
+    told = items() if one.logprobs is None else await asyncio.to_thread(items)
+    return call.answer(_response(call, body, told, output))
 
 
 def _refuse_memory(body: ResponsesRequest) -> None:
@@ -113,7 +121,7 @@ def _told_logprobs(call: Call, body: ResponsesRequest, tokens: list[int], tables
 
 
 def _response(
-    call: Call, body: ResponsesRequest, items: list[dict[str, Any]], output: RequestOutput | None
+    call: Call, body: ResponsesRequest, items: Sequence[Any], output: RequestOutput | None
 ) -> dict[str, Any]:
     cut = output is not None and output.outputs[0].finish_reason == "length"
     status = "in_progress" if output is None else "incomplete" if cut else "completed"

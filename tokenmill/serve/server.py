@@ -48,7 +48,7 @@ async def serve(
     precedence.take()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(_start(services, progress))
-    told = asyncio.create_task(_told(service))
+    told = asyncio.create_task(_told(services))
     try:
         await asyncio.wait({starting, told, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -58,13 +58,15 @@ async def serve(
             gc.freeze()  # what was loaded stays: later collections need not look at it, which takes them long
             on_ready(f"http://{_shown(settings.host)}:{sock.getsockname()[1]}")
             await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
-            await _drain(server, serving, service, settings.drain_seconds)
+            await _drain(server, serving, services, settings.drain_seconds)
     finally:
         starting.cancel()
+        await asyncio.wait({starting})  # a start that was broken off ends its engine itself
         await server.site.batches.stop()
         for one in services:
             await one.stop()
         await server.end(serving)
+        server.site.batches.store.close()
         if server.site.tracing is not None:
             await asyncio.to_thread(server.site.tracing.close)
         told.cancel()
@@ -75,7 +77,7 @@ async def _start(services: list[Service], progress: Progress | None) -> None:
         await service.start(progress)
 
 
-async def _told(service: Service) -> None:
+async def _told(services: list[Service]) -> None:
     """Returns when the process is told to leave; told again, it hands back what runs at once."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,15 +85,15 @@ async def _told(service: Service) -> None:
     await told.wait()
     hurried: list[asyncio.Task[int]] = []  # somebody must hold a task
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: hurried.append(loop.create_task(service.drain(0))))
+        loop.add_signal_handler(number, lambda: hurried.extend(loop.create_task(one.drain(0)) for one in services))
 
 
-async def _drain(server: _Server, serving: asyncio.Task[None], service: Service, seconds: float) -> None:
-    log.info("draining", extra={"active": service.stats().active, "seconds": seconds})
-    draining = asyncio.create_task(service.drain(seconds))
+async def _drain(server: _Server, serving: asyncio.Task[None], services: list[Service], seconds: float) -> None:
+    log.info("draining", extra={"active": sum(one.stats().active for one in services), "seconds": seconds})
+    draining = asyncio.gather(*(one.drain(seconds) for one in services))
     await asyncio.sleep(0)  # from here on requests are refused, and then the door is closed
     server.leave.set()
-    handed_back = await draining
+    handed_back = sum(await draining)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(serving), FLUSH_SECONDS)
     log.info("drained", extra={"handed_back": handed_back})

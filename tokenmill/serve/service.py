@@ -10,7 +10,8 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import TokenmillError
-from tokenmill.front import Follow, Front, Message, Prompt
+from tokenmill.follow import Follow
+from tokenmill.front import Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.serve import wire
@@ -66,7 +67,7 @@ class Service:
         self._changed = asyncio.Event()  # a request ended
         self._progress: Progress | None = None
         self._last_step = 0.0
-        self._fruitless = 0  # engines in a row that were lost without having said a token
+        self._fruitless = 0  # engines in a row that were lost without having said anything
         self._load: tuple[float, Load] = (float("-inf"), Load())
         self._probe: str | None = None  # the request that the half-open breaker let in
 
@@ -92,8 +93,9 @@ class Service:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
-        handed_back = len(self._tickets)
-        self._remote.end_all(Finish.ERROR, "the server is shutting down and did not finish this; send it again")
+        why = "the server is shutting down and did not finish this; send it again"
+        handed_back = len(self._tickets) + self._embeddings.end_all(why)
+        self._remote.end_all(Finish.ERROR, why)
         self._desk.deliver()
         return handed_back
 
@@ -108,10 +110,8 @@ class Service:
     def ready(self) -> bool:
         """Whether a request would be worked on now: an engine is up, idle or completing steps; the breaker is shut."""
         now = self._remote.clock()
-        silent = (
-            bool(self._remote.mirrors or self._embeddings.pending)
-            and now - self._last_step > self.settings.hang_seconds / 2
-        )
+        working = self._remote.mirrors or self._embeddings.pending
+        silent = working and now - self._last_step > self.settings.hang_seconds / 2
         return self._state == "ready" and not silent and self._breaker.state(now) != "open"
 
     def live(self) -> bool:
@@ -285,7 +285,7 @@ class Service:
             case wire.Beat():
                 self._beaten(message)
             case wire.Embedded():
-                self._last_step = self._remote.clock()
+                self._last_step, self._fruitless = self._remote.clock(), 0
                 self._embeddings.take_in(message)
                 self._rest()
 
@@ -303,9 +303,9 @@ class Service:
             self._broadcast.emit(EngineEvent("breaker_open", now, loss.cause, self._supervisor.generation))
         if self._fruitless >= self.settings.give_up_after:
             self._fruitless = 0
-            self._remote.end_all(
-                Finish.ERROR, f"the engine failed {self.settings.give_up_after} times in a row: {loss.cause}"
-            )
+            why = f"the engine failed {self.settings.give_up_after} times in a row: {loss.cause}"
+            self._remote.end_all(Finish.ERROR, why)
+            self._embeddings.end_all(why)
         self._desk.deliver()
         if self._fruitless <= 1:
             return 0.0

@@ -109,21 +109,18 @@ class EventStream(Lasting):
         if number not in self._open:
             return
         connection = self._connection
-        if self._slow or connection is None or connection.flow.write_paused or connection.transport.is_closing():
+        if self._slow or self._news or connection is None or _is_behind(connection):
             self._news[number] = None
             self._woken.set()
             return
         try:
-            part = self._look(number)
-        except Exception as problem:
+            if part := self._look(number):
+                self._sent += 1
+                connection.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+                self._call.note_sent()
+        except Exception as problem:  # the delivery goes on to others
             self._problem = problem
-            self._woken.set()
-            return
-        if part:
-            self._sent += 1
-            connection.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-            self._call.note_sent()
-        if not self._open:
+        if self._problem is not None or not self._open:
             self._woken.set()
 
     def _look(self, number: int) -> bytes:
@@ -162,3 +159,7 @@ class EventStream(Lasting):
             await asyncio.sleep(self._call.site.settings.beat_seconds)
             if self._sent == before:
                 await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+
+def _is_behind(connection: Any) -> bool:
+    return bool(connection.flow.write_paused or connection.transport.is_closing())

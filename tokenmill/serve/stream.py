@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tokenmill.front import Follow
+from tokenmill.follow import Follow
 from tokenmill.outputs import RequestOutput
 
 

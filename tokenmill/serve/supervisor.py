@@ -162,7 +162,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._stopping and engine.running:
-                socket.send(wire.encode(wire.Stop()))
+                _post(socket, wire.Stop())
                 await engine.stop(GRACE)
             else:
                 await engine.kill()
@@ -300,8 +300,14 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 def _post(socket: zmq.asyncio.Socket, message: wire.ToEngine) -> None:
-    with contextlib.suppress(zmq.ZMQError):  # the engine is gone, and its successor will get everything anew
-        socket.send(wire.encode(message))
+    """A send that fails was to an engine that is gone, and its successor will get everything anew."""
+    with contextlib.suppress(zmq.ZMQError):
+        asyncio.ensure_future(socket.send(wire.encode(message))).add_done_callback(_heed)
+
+
+def _heed(sent: asyncio.Future[object]) -> None:
+    if not sent.cancelled():
+        sent.exception()  # what nobody asks for is written into the log
 
 
 def _judge(engine: _Process, verdict: str | None, last_words: list[wire.Fatal], in_flight: tuple[int, ...]) -> Loss:

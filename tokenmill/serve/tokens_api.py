@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.serve.call import Call, json_response
 from tokenmill.serve.chat_messages import normal_messages, template_input
 from tokenmill.serve.errors import HttpError
@@ -71,10 +72,14 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     tokenizer = call.service.tokenizer
     if tokenizer is None:
         raise InvalidRequest("this server has no tokenizer")
+    return call.answer({"prompt": await asyncio.to_thread(_text_of, tokenizer, body)})
+
+
+def _text_of(tokenizer: Tokenizer, body: DetokenizeRequest) -> str:
     size = tokenizer.vocab_size
     for id in body.tokens:
         if type(id) is not int or not 0 <= id < size:
             raise HttpError(
                 400, f"tokens has {id!r:.60}; each must be a token id from 0 to {size - 1}", "invalid_value", "tokens"
             )
-    return call.answer({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+    return tokenizer.decode(body.tokens, body.skip_special_tokens)

@@ -24,6 +24,7 @@ from tokenmill import __version__
 from tokenmill.params import SamplingParams
 from tokenmill.serve.errors import GONE, HttpError
 from tokenmill.serve.events import EngineEvent, Event, RequestEvent
+from tokenmill.serve.record import LONGEST_PATH
 from tokenmill.serve.service import Service
 
 _OPERATIONS = {
@@ -79,18 +80,20 @@ class Tracing:
     def begin(self, request: Request, id: str, route: str) -> Trace:
         """The trace of a request, a continuation of the one that its `traceparent` names."""
         known = {name: value for name in ("traceparent", "tracestate") if (value := request.headers.get(name))}
+        found = not {"route", "tokenmill.owner"}.isdisjoint(request.scope)  # else names would be a client's to make
         span = self._tracer.start_span(
-            f"{request.method} {route}",
+            f"{request.method} {route}" if found else request.method,
             _propagator.extract(known),
             SpanKind.SERVER,
             {
                 "http.request.method": request.method,
-                "http.route": route,
-                "url.path": request.scope["path"],
+                "url.path": request.scope["path"][:LONGEST_PATH],
                 "url.scheme": request.scope.get("scheme", "http"),
                 "tokenmill.request.id": id,
             },
         )
+        if found:
+            span.set_attribute("http.route", route)
         if route in _OPERATIONS:
             span.set_attributes({"gen_ai.operation.name": _OPERATIONS[route], "gen_ai.provider.name": "tokenmill"})
         trace = Trace(self, span, id)
