@@ -1,5 +1,5 @@
 // Replays tapes from several threads at once on a pool that changes its size, and compares with ops run one by one.
-// Built with ThreadSanitizer by test_native_tape.py; prints "ok", or what differed.
+// Built with sanitizers by test_native_tape.py; prints "ok", or what differed.
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "matrix.h"
 #include "ops.h"
 
 extern "C" {
@@ -24,23 +25,28 @@ namespace {
 using namespace mill;
 
 constexpr int64_t kRows = 6, kHeads = 4, kKvHeads = 2, kDim = 8, kWidth = kHeads * kDim, kBlocks = 16, kContext = 150;
+constexpr int64_t kColumns = 2048;  // of the product: each thread prepares few rows for itself, all threads many
 
-// Norm, attention and addition on memory of its own; attention has pieces that are joined behind a barrier.
+// Norm, attention, addition and a product on memory of its own; attention has pieces that are joined behind a barrier.
 struct Work {
-    std::vector<float> x, normed, mixed, out, weight, cache;
+    std::vector<float> x, normed, mixed, out, weight, cache, inputs, products;
     std::vector<int32_t> rows, context, tables;
+    std::vector<uint8_t> panel;
     NormArgs norm{};
     AttentionArgs attention{};
     AddArgs add{};
+    MatmulArgs matmul{};
 
     explicit Work(unsigned seed)
         : x(kRows * kWidth), normed(x.size()), mixed(x.size()), out(x.size()), weight(kWidth, 1.5f),
-          cache(2 * kRows * kBlocks * 16 * kKvHeads * kDim), rows(kRows), context(kRows, int32_t(kContext)),
-          tables(kRows * kBlocks) {
+          cache(2 * kRows * kBlocks * 16 * kKvHeads * kDim), inputs(kRows * kColumns), products(kRows * PANEL),
+          rows(kRows), context(kRows, int32_t(kContext)), tables(kRows * kBlocks),
+          panel(size_t(panel_bytes(INT8, kColumns)), 0x3c) {  // as scales 1.06, as codes -68
         std::mt19937 random(seed);
         std::normal_distribution<float> normal;
         for (float& one : x) one = normal(random);
         for (float& one : cache) one = normal(random);
+        for (float& one : inputs) one = normal(random);
         for (int32_t i = 0; i < kRows; i++) rows[i] = i;
         for (size_t i = 0; i < tables.size(); i++) tables[i] = int32_t(i);
         norm = {x.data(), nullptr, weight.data(), nullptr, normed.data(), -1, kWidth, kWidth, 0, 0, kWidth, 0, 1e-5};
@@ -65,6 +71,10 @@ struct Work {
         attention.table_row = kBlocks;
         attention.scale = 0.3;
         add = {normed.data(), mixed.data(), out.data(), -1, kWidth, kWidth, kWidth, kWidth};
+        matmul.x = inputs.data(), matmul.x_stride = matmul.k = kColumns;
+        matmul.out = products.data(), matmul.out_stride = PANEL;
+        matmul.m = -1, matmul.num_segments = 1;
+        matmul.segments[0] = {panel.data(), PANEL, INT8};
     }
 
     void* record() {
@@ -73,6 +83,7 @@ struct Work {
             tm_run(kNorm, &norm);
             tm_run(kAttention, &attention);
             tm_run(kAdd, &add);
+            tm_run(MATMUL, &matmul);
         }
         tm_tape_end();
         return tape;
@@ -82,10 +93,12 @@ struct Work {
         NormArgs n = norm;
         AttentionArgs a = attention;
         AddArgs d = add;
-        n.rows = a.n = a.singles = d.rows = kRows;
+        MatmulArgs m = matmul;
+        n.rows = a.n = a.singles = d.rows = m.m = kRows;
         tm_run(kNorm, &n);
         tm_run(kAttention, &a);
         tm_run(kAdd, &d);
+        tm_run(MATMUL, &m);
     }
 };
 
@@ -99,13 +112,16 @@ int main() {
         callers.emplace_back([number, &failures] {
             Work work(number);
             work.compute();
-            const std::vector<float> expected = work.out;
+            const std::vector<float> expected = work.out, expected_products = work.products;
             void* tape = work.record();
             for (int turn = 0; turn < 200; turn++) {
                 const int64_t rows = 1 + turn % kRows;
                 std::memset(work.out.data(), 0, work.out.size() * sizeof(float));
+                std::memset(work.products.data(), 0, work.products.size() * sizeof(float));
                 if (tm_tape_run(tape, rows)) failures[number]++;
-                if (std::memcmp(work.out.data(), expected.data(), size_t(rows * kWidth) * sizeof(float))) failures[number]++;
+                if (std::memcmp(work.out.data(), expected.data(), size_t(rows * kWidth) * sizeof(float)) ||
+                    std::memcmp(work.products.data(), expected_products.data(), size_t(rows * PANEL) * sizeof(float)))
+                    failures[number]++;
                 if (turn % 50 == 49) tm_pool_resize(1 + (turn / 50 + int(number)) % 4);
             }
             tm_tape_free(tape);

@@ -131,6 +131,22 @@ def test_keys_that_no_query_sees_are_never_used(level: int) -> None:
     torch.testing.assert_close(poisoned.call(ops.attention), case.call(reference.attention), **CLOSE)
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=70, sinks=3)], ids=str)
+def test_a_chunk_of_one_token_has_the_bits_of_a_larger_one(level: int, mask: Mask) -> None:
+    """So a prompt may be cut anywhere: at its end, at the end of a block, at the end of a tile of keys."""
+    whole = attention_case([200], [200], heads=6, kv_heads=2, key_dim=20, value_dim=18, block_size=16, mask=mask)
+    expected = whole.call(ops.attention)
+    for position in (0, 1, 15, 16, 63, 64, 127, 199):
+        batch = replace(
+            whole.batch,
+            q_start=torch.tensor([0, 1], dtype=torch.int32),
+            context=torch.tensor([position + 1], dtype=torch.int32),
+            num_singles=0,
+        )
+        one = replace(whole, q=whole.q[position : position + 1], batch=batch)
+        assert torch.equal(one.call(ops.attention), expected[position : position + 1]), position
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_neither_threads_nor_neighbours_change_a_bit(level: int, native: library.Library, dtype: torch.dtype) -> None:
     contexts = [700, 5, 64, 65, 1300, 400]

@@ -43,6 +43,23 @@ def test_a_packed_model_answers_with_every_cache_and_says_which(
     assert "Paris" in texts[0] and "five" in texts[1]
 
 
+def test_keys_beyond_the_range_of_halves_are_reported_with_the_way_out(
+    native: library.Library, default_model: str
+) -> None:
+    """Nothing that a float16 cache cannot hold becomes a wrong answer."""
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    ends = {}
+    for dtype in ("auto", "float32"):
+        with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_dtype=dtype) as llm:
+            runner = llm._front.engine.runner
+            runner.decoder.weights.layer(0).before_attention.mul_(1e6)
+            ends[dtype] = llm.generate("The capital of France is", greedy, use_tqdm=False)[0]
+            if dtype == "float32":
+                assert runner.state.arena[0].abs().max() > torch.finfo(torch.float16).max
+    assert ends["auto"].outputs[0].finish_reason == "error" and "kv_cache_dtype" in (ends["auto"].error or "")
+    assert ends["float32"].outputs[0].finish_reason == "length" and ends["float32"].error is None
+
+
 def test_blocks_are_copied_in_every_layer(native: library.Library, default_model: str) -> None:
     """As for forks; the arena is a view of memory in which the blocks of all layers lie together."""
     with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256) as llm:

@@ -131,9 +131,11 @@ def test_a_batch_does_not_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_answers_of_a_batch_count_against_the_room() -> None:
     async def main() -> None:
-        lines = [{"custom_id": str(n), "url": PATH, "body": body([n + 1], 300, logprobs=5)} for n in range(8)]
+        lines = [
+            {"custom_id": str(n), "url": PATH, "body": body([n + 1], 300, return_token_ids=True)} for n in range(8)
+        ]
         content = "\n".join(map(json.dumps, lines)).encode()
-        async with simulated(http={"max_stored_bytes": 80_000}) as (_, url), httpx.AsyncClient(base_url=url) as client:
+        async with simulated(http={"max_stored_bytes": 8_000}) as (_, url), httpx.AsyncClient(base_url=url) as client:
             headers = {"content-type": "multipart/form-data; boundary=b"}
             file = (await client.post("/v1/files", content=form(content), headers=headers)).json()["id"]
             batch = (await client.post("/v1/batches", json={"input_file_id": file, "endpoint": PATH})).json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.step import NOT_FINITE
 from tokenmill.sampling.beam import BeamGroup
 from tokenmill.sampling.records import TokenLogprobs
 
@@ -50,7 +51,7 @@ class Beams:
         if any(request.id not in self._candidates for request in self.live):
             return None
         if self._broken:
-            self.leader.error = "the model's logits were not finite; try dtype float32, or check the weights"
+            self.leader.error = NOT_FINITE
             return Turn(finish=Finish.ERROR)
         chosen = self.group.advance([self._candidates[request.id] for request in self.live])
         self._candidates = {}

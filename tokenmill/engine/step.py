@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from tokenmill.engine.request import Request
     from tokenmill.params import SamplingParams
 
+# Keys and values beyond the range of a narrow cache show in the logits, too.
+NOT_FINITE = "the model's logits were not finite; try dtype float32 (on CPUs kv_cache_dtype, too), or check the weights"
+
 
 @dataclass(slots=True)
 class Admission:
@@ -37,7 +40,8 @@ class SharedPrefix:
 class Step:
     """One forward pass over some tokens of some rows. Parallel lists, one entry per scheduled row.
 
-    Rows with count == 1 come first (`num_singles` of them), so kernels can split decodes from chunks.
+    Rows that decode one token come first (`num_singles` of them), so kernels can split decodes from chunks.
+    A chunk of a prompt may be one token, too.
     Within a step every layer writes all keys and values before any attention reads them, so a row may
     share blocks that another row of the same step fills.
     """

@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tokenmill.follow import Follow
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import LogprobTable, RequestOutput
 
+_encode = msgspec.json.Encoder().encode
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON cannot say
 
 
@@ -71,14 +74,20 @@ def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
 
 def token_logprobs(
     tokens: list[int], tables: list[LogprobTable], top: int, tokenizer: Tokenizer | None
-) -> list[dict[str, Any]]:
-    """One entry per token, as the chat and responses APIs have them."""
+) -> list[msgspec.Raw]:
+    """One entry per token, as the chat and responses APIs have them. Written at once: of what is kept as objects there
+    can be millions, and the garbage collector stops everybody to go through them."""
     found = []
     for token, table in zip(tokens, tables):
         entry = _entry(token, table, tokenizer)
         entry["top_logprobs"] = [_entry(best, table, tokenizer) for best in best_of(table, top)]
-        found.append(entry)
+        found.append(encoded(entry))
     return found
+
+
+def encoded(content: Any) -> msgspec.Raw:
+    """A part of an answer as JSON: where the whole is large, its parts hold others up one by one, and not at once."""
+    return msgspec.Raw(_encode(content))
 
 
 def best_of(table: LogprobTable, top: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from tokenmill.serve.tools import CallDelta, Parser, ToolDelta, new_id
 
@@ -17,7 +18,7 @@ class Block:
     text: str = ""
     name: str | None = None  # of the tool; None: this is a text
     id: str = field(default_factory=new_id)  # of the call
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Change:
     what: str
     block: Block
     text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
 
 
 class Blocks:
@@ -43,7 +44,7 @@ class Blocks:
     def called(self) -> bool:
         return any(block.name is not None for block in self.all)
 
-    def feed(self, text: str, last: bool, logprobs: list[dict[str, Any]] | None = None) -> Iterator[Change]:
+    def feed(self, text: str, last: bool, logprobs: list[msgspec.Raw] | None = None) -> Iterator[Change]:
         found = ToolDelta(text) if self._parser is None else self._parser.feed(text)
         yield from self._take(found, logprobs or [])
         if last:
@@ -53,7 +54,7 @@ class Blocks:
                 yield from self._begin(Block(0))
             yield from self._close()
 
-    def _take(self, found: ToolDelta, logprobs: list[dict[str, Any]]) -> Iterator[Change]:
+    def _take(self, found: ToolDelta, logprobs: list[msgspec.Raw]) -> Iterator[Change]:
         if found.content:
             if self._open is None or self._open.name is not None:
                 yield from self._begin(Block(len(self.all)))
@@ -75,7 +76,7 @@ class Blocks:
         self._call = None
         yield Change("open", block)
 
-    def _grow(self, text: str, logprobs: list[dict[str, Any]]) -> Change:
+    def _grow(self, text: str, logprobs: list[msgspec.Raw]) -> Change:
         assert self._open is not None
         self._open.text += text
         self._open.logprobs += logprobs

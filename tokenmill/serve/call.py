@@ -20,7 +20,9 @@ from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.grammar import check_grammar
+from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape, refusal_of
+from tokenmill.serve.form_levels import check_levels
 from tokenmill.serve.reading import read_request
 from tokenmill.serve.record import Record
 from tokenmill.serve.sampling_of import seconds_of
@@ -71,7 +73,7 @@ class Call:
     async def submit(self, prompt: Prompt, params: SamplingParams, asked: Asked) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
         if params.structured is not None:  # the answer is kept: it is asked again, and then costs nothing
-            await asyncio.to_thread(check_grammar, params.structured)
+            await asyncio.to_thread(_check_form, params.structured)
         if self.record.trace is not None:
             self.record.trace.asked(params, self.model)
         stream = await self.service.submit(
@@ -196,6 +198,12 @@ class Call:
         return HttpError(500, said or f"the answer ended with {self.finish}", "engine_error")
 
 
+def _check_form(structured: StructuredOutput) -> None:
+    """Raises InvalidRequest."""
+    check_levels(structured)
+    check_grammar(structured)
+
+
 def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
     """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
 
@@ -264,11 +272,6 @@ def told_error(problem: Exception, id: str) -> HttpError:
 
 def error_response(error: HttpError, shape: Shape, headers: dict[str, str]) -> Response:
     return json_response(shape(error), error.status, headers | error.headers())
-
-
-def encoded(content: Any) -> msgspec.Raw:
-    """JSON for a part of an answer: where the whole is large, its parts hold others up one by one, and not at once."""
-    return msgspec.Raw(msgspec.json.encode(content))
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -9,8 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from tokenmill.outputs import CompletionOutput, RequestOutput
-from tokenmill.serve.answers import Cutter, Delta, token_logprobs, usage_of
-from tokenmill.serve.call import Call, encoded
+from tokenmill.serve.answers import Cutter, Delta, encoded, token_logprobs, usage_of
+from tokenmill.serve.call import Call
 from tokenmill.serve.chat_messages import normal_messages
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
-from tokenmill.serve.answers import Cutter, Delta, best_of, finite, usage_of
-from tokenmill.serve.call import Call, encoded
+from tokenmill.serve.answers import Cutter, Delta, best_of, encoded, finite, usage_of
+from tokenmill.serve.call import Call
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import sampling_params
 from tokenmill.serve.schemas import CompletionRequest

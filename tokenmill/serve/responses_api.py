@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import RequestOutput
-from tokenmill.serve.answers import Cutter, token_logprobs, usage_of
+from tokenmill.serve.answers import Cutter, encoded, token_logprobs, usage_of
 from tokenmill.serve.blocks import Block, Blocks, Change
-from tokenmill.serve.call import Call, encoded
+from tokenmill.serve.call import Call
 from tokenmill.serve.chat_messages import Messages, normal_messages, text_of
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import format_form, make_params, one_form
@@ -116,13 +116,11 @@ def _add_item(messages: Messages, where: str, item: Mapping[str, Any]) -> None:
         )
 
 
-def _told_logprobs(call: Call, body: ResponsesRequest, tokens: list[int], tables: Any) -> list[dict[str, Any]]:
+def _told_logprobs(call: Call, body: ResponsesRequest, tokens: list[int], tables: Any) -> list[msgspec.Raw]:
     return [] if tables is None else token_logprobs(tokens, tables, body.top_logprobs or 0, call.service.tokenizer)
 
 
-def _response(
-    call: Call, body: ResponsesRequest, items: Sequence[Any], output: RequestOutput | None
-) -> dict[str, Any]:
+def _response(call: Call, body: ResponsesRequest, items: Sequence[Any], output: RequestOutput | None) -> dict[str, Any]:
     cut = output is not None and output.outputs[0].finish_reason == "length"
     status = "in_progress" if output is None else "incomplete" if cut else "completed"
     return {

@@ -27,7 +27,7 @@ class Chunks:
     """Events that differ in nothing but their one choice: the rest is encoded once."""
 
     def __init__(self, head: dict[str, Any]) -> None:
-        self._before = b"data: %b,\"choices\":[" % _encode(head)[:-1]
+        self._before = b'data: %b,"choices":[' % _encode(head)[:-1]
 
     def event(self, choice: dict[str, Any]) -> bytes:
         return b"%b%b]}\n\n" % (self._before, _encode(choice))

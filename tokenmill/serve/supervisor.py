@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
@@ -305,7 +305,7 @@ def _post(socket: zmq.asyncio.Socket, message: wire.ToEngine) -> None:
         asyncio.ensure_future(socket.send(wire.encode(message))).add_done_callback(_heed)
 
 
-def _heed(sent: asyncio.Future[object]) -> None:
+def _heed(sent: asyncio.Future[Any]) -> None:
     if not sent.cancelled():
         sent.exception()  # what nobody asks for is written into the log
 

@@ -11,7 +11,7 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.scheduler.roster import FINISHED, RUNNING, WAITING, Delta, Limits, Roster, importance
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.step import Admission, Step, StepResult
+from tokenmill.engine.step import NOT_FINITE, Admission, Step, StepResult
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.records import TokenLogprobs
 
@@ -388,7 +388,7 @@ class Scheduler(Roster):
             if request.state is RUNNING:
                 self._preempt(request)
             return
-        request.error = "the model's logits were not finite; try dtype float32, or check the weights"
+        request.error = NOT_FINITE
         self._finish(request, Finish.ERROR, now, report=False)
 
     def _advance_beams(self, beams: Beams, now: float, deltas: list[Delta]) -> None:

@@ -116,7 +116,7 @@ class Arena:
             whole = max(size, _CHUNK)
             address = self._native.c.tm_alloc(whole)
             if not address:
-                raise MemoryError(f"no memory for {whole:,} bytes of weights")
+                raise MemoryError(f"no memory for {whole:,} bytes of weights or KV cache")
             buffer = (ctypes.c_uint8 * whole).from_address(address)
             weakref.finalize(buffer, self._native.c.tm_free, address, whole).atexit = False
             self._chunk, self._used = torch.frombuffer(buffer, dtype=torch.uint8), 0

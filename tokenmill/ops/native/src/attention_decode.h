@@ -82,7 +82,10 @@ void weigh(const float* weights, const T* const* values, int64_t n, int64_t dim,
         weigh_columns<G, kColumns>(weights, values, n, d, factor, sums, stride, next, num_next, key_dim);
         num_next = 0;
     }
-    for (; d + W <= dim; d += W) weigh_columns<G, 1>(weights, values, n, d, factor, sums, stride, next, 0, key_dim);
+    for (; d + W <= dim; d += W) {
+        weigh_columns<G, 1>(weights, values, n, d, factor, sums, stride, next, num_next, key_dim);
+        num_next = 0;
+    }
     for (; d < dim; d++) {
         for (int g = 0; g < G; g++) {
             float total = sums[g * stride + d] * factor[g];

@@ -132,8 +132,9 @@ struct Refinement {
 // default model these are one in nine, and the loss of perplexity is a seventh of what it is without.
 constexpr float REFINE_ABOVE = 2.0f;
 
-// At most so many blocks of a row are more than REFINE_ABOVE = 2 times their mean.
+// At most so many blocks of a row are more than REFINE_ABOVE times their mean.
 constexpr int64_t most_refined(int64_t groups) { return groups / 2 + 1; }
+static_assert(REFINE_ABOVE >= 2, "more blocks could be refined than there is room for");
 
 // Tiles of up to TILE rows: block (group g, row r) of a tile of n rows is number g * n + r. The refinements of QUAD rows
 // are in one list.

@@ -47,6 +47,4 @@ protected:
 };
 void set_recorder(Recorder* recorder);  // of the calling thread; nullptr: none
 
-int pool_size();  // threads of a region
-
 }  // namespace mill

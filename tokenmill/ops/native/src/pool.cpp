@@ -209,8 +209,6 @@ void run_region(void (*body)(void*, Team&), void* context, size_t scratch, int64
 
 void set_recorder(Recorder* to) { recorder = to; }
 
-int pool_size() { return the_pool().wanted; }
-
 }  // namespace mill
 
 namespace {
@@ -240,7 +238,7 @@ void tm_pool_resize(int threads) {
     p.wanted = wanted;
 }
 
-int tm_pool_size() { return mill::pool_size(); }
+int tm_pool_size() { return mill::the_pool().wanted; }
 
 // One op in one region. 0, or 1 if there is no such op.
 int tm_run(uint32_t kind, const void* args) {

@@ -4,6 +4,7 @@
 #include "matrix.h"
 
 #include "ops.h"
+#include "thread_scratch.h"
 
 #if TM_LEVEL >= 2
 #include "matrix_avx512.h"
@@ -61,9 +62,10 @@ static Inputs inputs_at(char* memory, const Plan& plan) {
 
 static bool each_its_own(const Plan& plan) { return plan.m * plan.k <= OWN_INPUTS; }
 
+// Of inputs that threads share. It grows with the rows, so a tape's scratch is enough for fewer rows and any threads.
 static size_t matmul_scratch(const void* args, int64_t rows) {
     const Plan plan = plan_of(*static_cast<const MatmulArgs*>(args), rows);
-    return InputSizes(plan).total() * static_cast<size_t>(each_its_own(plan) ? pool_size() : 1);
+    return each_its_own(plan) ? 0 : InputSizes(plan).total();
 }
 
 // Quantizes one row to blocks that are `stride` apart; returns the end of the refinements.
@@ -220,8 +222,8 @@ static void matmul(const void* args, Team& team) {
     const MatmulArgs& a = *static_cast<const MatmulArgs*>(args);
     const Plan plan = plan_of(a, team.rows);
     const bool own = each_its_own(plan);
-    char* scratch = team.scratch() + (own ? InputSizes(plan).total() * static_cast<size_t>(team.index) : 0);
-    const Inputs inputs = inputs_at(scratch, plan);
+    const size_t own_floats = own ? InputSizes(plan).total() / sizeof(float) : 0;
+    const Inputs inputs = inputs_at(own ? reinterpret_cast<char*>(thread_scratch(own_floats)) : team.scratch(), plan);
     const int64_t quads = (plan.m + QUAD - 1) / QUAD;
     int64_t begin, end;
     if (own) {
