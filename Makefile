@@ -1,7 +1,7 @@
 # Everything a person does with a checkout. `make` alone lists the targets.
 
 PYTHON ?= python3
-PROMPT ?= What is the capital of France?
+PROMPT ?= What is 2 + 2?
 WORKERS ?= 2
 
 venv := .venv

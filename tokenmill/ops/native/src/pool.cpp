@@ -2,6 +2,7 @@
 #include <pthread.h>
 
 #include <cstdlib>
+#include <ctime>
 #include <mutex>
 #include <vector>
 
@@ -51,6 +52,17 @@ void wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
+// Some steadily growing count of time; only its ratios are used.
+static inline uint64_t ticks() {
+#if defined(__x86_64__)
+    return __rdtsc();
+#else
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+#endif
+}
+
 uint32_t Signal::wait_while(uint32_t seen, uint32_t spins) {
     uint32_t now;
     for (uint32_t spin = 0; spin < spins; ++spin) {
@@ -80,11 +92,41 @@ void Team::barrier() {
         shared->counters[phase & 1].store(0, std::memory_order_relaxed);
         shared->passed.set(generation + 1);
     } else {
+        const uint64_t began = index == 0 ? ticks() : 0;
         shared->passed.wait_while(generation, SPINS);
+        if (index == 0) waited += ticks() - began;
     }
 }
 
 namespace {
+
+// Whether the other threads are worth waiting for. Where other programs have the cores, a thread that is not running
+// holds up everybody at every barrier, and the caller alone is faster. Bits do not depend on the number of threads.
+struct Crowd {
+    static constexpr uint64_t WINDOW = 1u << 26;  // ticks of work that are judged together: tens of milliseconds
+    static constexpr uint64_t LONGEST = 64;       // windows alone before the next try
+
+    uint64_t worked = 0, waited = 0;  // by the caller, in this window
+    uint64_t alone = 0;               // ticks of work still to be done alone
+    uint64_t next = 1;                // windows alone after the next bad one
+
+    void note(uint64_t work, uint64_t wait, bool together) {
+        if (!together) {
+            alone -= work < alone ? work : alone;
+            return;
+        }
+        worked += work;
+        waited += wait;
+        if (worked < WINDOW) return;
+        if (2 * waited > worked) {
+            alone = next * WINDOW;
+            next = 2 * next < LONGEST ? 2 * next : LONGEST;
+        } else {
+            next = 1;
+        }
+        worked = waited = 0;
+    }
+};
 
 struct Pool;
 
@@ -105,11 +147,13 @@ struct Pool {
     int64_t rows = 0;
     uint32_t first_phase = 0;
     size_t scratch_bytes = 0;
+    Crowd crowd;
 };
 
 Pool* pool = nullptr;
 
-void take_part(Pool& p, int index, int count) {
+// Returns the ticks that were waited for others.
+uint64_t take_part(Pool& p, int index, int count) {
     Team team;
     team.index = index;
     team.count = count;
@@ -118,6 +162,7 @@ void take_part(Pool& p, int index, int count) {
     team.rows = p.rows;
     p.body(p.context, team);
     team.barrier();  // the end of the region
+    return team.waited;
 }
 
 void* work(void* argument) {
@@ -200,11 +245,14 @@ void run_region(void (*body)(void*, Team&), void* context, size_t scratch, int64
     // Barriers are numbered through all regions: a worker that is slow to leave the last one must not find its number
     // again. Nobody passes a barrier now, so this is the same number for everybody.
     p.first_phase = p.shared.passed.value.load(std::memory_order_relaxed);
-    if (!p.workers.empty()) {
+    const bool together = !p.workers.empty() && p.crowd.alone == 0;
+    if (together) {
         uint32_t number = p.region.value.load(std::memory_order_relaxed) + 1;
         p.region.set(number == STOP ? 1 : number);
     }
-    take_part(p, 0, p.wanted);
+    const uint64_t began = ticks();
+    const uint64_t waited = take_part(p, 0, together ? p.wanted : 1);
+    p.crowd.note(ticks() - began, waited, together);
 }
 
 void set_recorder(Recorder* to) { recorder = to; }

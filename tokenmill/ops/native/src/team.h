@@ -30,8 +30,9 @@ struct Team {
     int index = 0;
     int count = 1;
     Shared* shared = nullptr;
-    int64_t rows = 0;    // of the step, where a recorded step is run for as many rows as there are today
-    uint32_t phase = 0;  // barriers passed so far, the same number in every member when it leaves one
+    int64_t rows = 0;     // of the step, where a recorded step is run for as many rows as there are today
+    uint64_t waited = 0;  // ticks that member 0 waited at barriers
+    uint32_t phase = 0;   // barriers passed so far, the same number in every member when it leaves one
 
     void barrier();
 
