@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-AHEAD = 10  # steps of niceness
+AHEAD = 20  # steps of niceness
 
 
 def niceness() -> int:
