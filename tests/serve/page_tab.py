@@ -17,7 +17,7 @@ CLIPBOARD = ["clipboard-read", "clipboard-write"]
 WATCH = "window.violations = []; addEventListener('securitypolicyviolation', e => violations.push(e.violatedDirective))"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: while it is there, no other test can run an event loop in this thread
 def browser() -> Iterator[Any]:
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
