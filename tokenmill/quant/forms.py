@@ -1,0 +1,103 @@
+"""Which form each linear layer's weight gets: parses the setting `quantization`, a name or names per layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenmill.errors import ConfigError
+
+KINDS = ("int8", "int4", "w8a8", "fp8", "bf16", "fp16", "fp32")
+FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # layers that stay floats, in a dtype of their own
+GROUPS = (32, 64, 128)
+DEFAULT_GROUP = 128
+_LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?(?:\.(\w+))?")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a weight is stored and multiplied."""
+
+    kind: str  # one of KINDS
+    group: int | None = None  # int4: columns that share a scale
+    zeros: bool = False  # int4: codes count from the group's smallest weight, not from zero
+
+    @property
+    def name(self) -> str:
+        return self.kind + (f"-g{self.group}" if self.group else "") + ("-zeros" if self.zeros else "")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The form of every linear layer, by canonical name: `layers.3.gate_up`, `lm_head`."""
+
+    default: Form | None  # None: as the model computes, or as its file stores it
+    overrides: tuple[tuple[str, Form], ...] = ()  # patterns; the last that fits counts
+
+    def of(self, name: str) -> Form | None:
+        for pattern, form in reversed(self.overrides):
+            if _fits(pattern, name):
+                return form
+        # Errors in the head reach the logits undamped, and often it is the embedding, too.
+        return None if name == "lm_head" else self.default
+
+    @property
+    def name(self) -> str:
+        parts = [self.default.name] if self.default else []
+        return ", ".join([*parts, *(f"{pattern}={form.name}" for pattern, form in self.overrides)])
+
+
+def parse_layout(wanted: str | Mapping[str, str] | None) -> Layout:
+    """From "int4", "int4-g64-zeros,lm_head=int8,layers.0-3=bf16", or {"default": "int4", "lm_head": "int8"}."""
+    if wanted is None:
+        return Layout(None)
+    if isinstance(wanted, str):
+        parts = [part.strip().rpartition("=") for part in wanted.split(",")]
+        named = [(pattern.strip() or "default", form.strip()) for pattern, _, form in parts]
+    elif isinstance(wanted, Mapping):
+        named = list(wanted.items())
+    else:
+        raise ConfigError(f"quantization is {wanted!r}; it must be a name such as 'int4', or names per layer")
+    default, overrides = None, []
+    for pattern, text in named:
+        form = parse_form(text)
+        if pattern == "default":
+            default = form
+        elif pattern == "lm_head" or _LAYERS.fullmatch(pattern):
+            overrides.append((pattern, form))
+        else:
+            raise ConfigError(
+                f"quantization names {pattern!r}; a layer is named 'lm_head', 'layers.3', 'layers.0-3' or "
+                "'layers.0-3.down' (one of qkv, o, gate_up, down)"
+            )
+    return Layout(default, tuple(overrides))
+
+
+def parse_form(text: object) -> Form:
+    if not isinstance(text, str):
+        raise ConfigError(f"quantization is {text!r}; it must be a name such as 'int4'")
+    kind, *options = text.split("-")
+    if kind not in KINDS:
+        raise ConfigError(f"quantization={text!r} is not available; there are {', '.join(KINDS)}, and int4-g32-zeros")
+    group, zeros = (DEFAULT_GROUP if kind == "int4" else None), False
+    for option in options:
+        if kind == "int4" and option in {f"g{size}" for size in GROUPS}:
+            group = int(option[1:])
+        elif kind == "int4" and option == "zeros":
+            zeros = True
+        else:
+            raise ConfigError(f"quantization={text!r}: {option!r} is not known; int4 takes -g32, -g64, -g128 and -zeros")
+    return Form(kind, group, zeros)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    found = _LAYERS.fullmatch(pattern)
+    if found is None:
+        return pattern == name
+    at, _, rest = name.removeprefix("layers.").partition(".")
+    if not name.startswith("layers.") or not at.isdigit():
+        return False
+    first = int(found[1])
+    last = first if found[2] is None else int(found[2])
+    return first <= int(at) <= last and found[3] in (None, rest)
