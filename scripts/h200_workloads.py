@@ -18,7 +18,7 @@ from pathlib import Path
 
 Work = list[tuple[list[int], int]]  # (prompt ids, tokens to generate)
 
-_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "head_dim": 128, "dtype": "bfloat16"}
+COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "head_dim": 128, "dtype": "bfloat16"}
 SHAPES = {
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--only", nargs="*", choices=WORKLOADS)
     parser.add_argument("--repeat", type=int, default=2)
     arguments = parser.parse_args()
@@ -82,10 +83,10 @@ def main() -> None:
     from tokenmill import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_COMMON | SHAPES[arguments.shape]))
+        (Path(folder) / "config.json").write_text(json.dumps(COMMON | SHAPES[arguments.shape]))
         llm = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=512,
-            quantization=arguments.quantization,
+            quantization=arguments.quantization, kv_cache_dtype=arguments.kv_cache_dtype,
         )  # fmt: skip
 
     def run(work: Work) -> float:

@@ -18,8 +18,9 @@ def test_common_options_of_other_engines_are_understood() -> None:
     assert (config.dtype, config.cuda_graphs, config.gpu_memory_utilization) == ("float16", False, 0.8)
     assert EngineConfig.from_options(dtype=torch.bfloat16).dtype == "bfloat16"
     assert EngineConfig.from_options(kv_cache_dtype="half").kv_cache_dtype == "float16"
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8'; it must be one of auto, float32"):
-        EngineConfig.from_options(kv_cache_dtype="fp8")
+    assert EngineConfig.from_options(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8_e5m2'; it must be one of auto, float32"):
+        EngineConfig.from_options(kv_cache_dtype="fp8_e5m2")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def test_common_options_of_other_engines_are_understood() -> None:
         ("tokenizer", None),
         ("tokenizer", "m"),
         ("quantization", None),
+        ("quantization", "awq"),  # a checkpoint says so itself
         ("enable_lora", False),
     ],
 )

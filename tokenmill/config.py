@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from tokenmill.compat import did_you_mean, translate
 from tokenmill.errors import ConfigError
+from tokenmill.quant.forms import parse_layout
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
 
 @dataclass(frozen=True)
@@ -22,20 +23,24 @@ class EngineConfig:
     load_format: str = "auto"
     dtype: str = "auto"
     device: str = "auto"  # auto, cpu, cuda, cuda:0
-    quantization: str | None = None  # fp8: linear layers in 8 bits, quantized while loading; head and embedding are not
+    # How linear layers are stored and multiplied: int8, int4, w8a8, fp8, auto, or forms per layer (quant/forms.py).
+    quantization: str | Mapping[str, str] | None = None
     max_model_len: int | None = None  # longest prompt + output
     max_num_seqs: int | None = None  # rows: requests that run at once
     max_num_batched_tokens: int | None = None  # tokens per step
     gpu_memory_utilization: float = 0.9  # share of the device's memory that may be used
     kv_cache_memory: int | None = None  # bytes
-    kv_cache_dtype: str = "auto"  # how keys and values are stored; on GPUs as the model computes
+    kv_cache_dtype: str = "auto"  # how keys and values are stored; on GPUs as the model computes, or in int8, fp8, int4
     block_size: int | None = None  # tokens per KV block
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
     shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
+    adaptive_precision: bool = True  # what overflows in float16 or bfloat16 is computed again in float32, and told
     batch_invariant: bool = False  # the same bits for a request whatever runs beside it; slower
     overlap: bool | None = None  # launch a step before the one before it is committed; unset: on GPUs
-    policy: str = "priority"  # priority or fcfs
+    policy: str = "priority"  # priority, fcfs, or sjf (shortest predicted answer first, within classes)
+    slo_itl_ms: float | None = None  # 95th percentile between tokens: prompt tokens per step follow it; unset: fixed
+    slo_ttft_ms: float | None = None  # of first tokens; with slo_itl_ms
     max_queued_requests: int = 100_000
     max_queued_tokens: int = 50_000_000
     ops: str | dict[str, str] | None = None  # implementation to prefer: for all ops, or per op
@@ -46,7 +51,7 @@ class EngineConfig:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("policy", self.policy, ("priority", "fcfs"))
+        _one_of("policy", self.policy, ("priority", "fcfs", "sjf"))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
@@ -58,6 +63,7 @@ class EngineConfig:
             "enable_prefix_caching",
             "cuda_graphs",
             "shared_prefix_attention",
+            "adaptive_precision",
             "batch_invariant",
             "skip_tokenizer_init",
         ):
@@ -65,6 +71,12 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.overlap not in (None, True, False):
             raise ConfigError(f"overlap is {self.overlap!r}; it must be True, False, or unset to be solved")
+        for name in ("slo_itl_ms", "slo_ttft_ms"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise ConfigError(f"{name} is {value!r}; it must be a number of milliseconds above 0, or unset")
+        if self.slo_ttft_ms is not None and self.slo_itl_ms is None:
+            raise ConfigError("slo_ttft_ms is weighed against slo_itl_ms; set that, too")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -72,11 +84,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            raise ConfigError(
-                f"quantization={self.quantization!r} is not available; it may be {', '.join(QUANTIZATIONS)}, "
-                "or leave it unset (GGUF files are dequantized as they are loaded)"
-            )
+        if self.quantization != "auto":
+            parse_layout(self.quantization)
         if self.batch_invariant and self.quantization is not None:
             raise ConfigError(
                 f"batch_invariant is set and quantization is {self.quantization!r}, whose products depend on the "

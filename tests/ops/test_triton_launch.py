@@ -244,7 +244,10 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
     from tokenmill.ops.triton import activation, gemm_small, norm, quantize, rope, sample, sample_filtered
 
     half, wide, word, byte = "*bf16", "*fp32", "*i64", "*fp8e4nv"
-    rope_pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "q_norm", "k_norm"), half)
+    rows = {"x": half, "values": byte, "scale": wide}
+    rope_pointers = dict.fromkeys(
+        ("q", "k", "v", "k_cache", "v_cache", "k_scales", "v_scales", "q_norm", "k_norm"), half
+    )
     vectors = {"temperature": wide, "top_k": word, "top_p": wide, "min_p": wide, "seed": word, "position": word}
     cut = {"GROUP": 32, "CHUNK": 4096, "CHUNKS": 4, "SPANS": 2}
     cases = [
@@ -264,7 +267,7 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
                 "BLOCK_SIZE": 16,
                 "HEADS": 16,
             }
-            | {"NORM": True},
+            | {"NORM": True, "FORM": 0},
         ),
         (
             gemm_small._gemv_kernel,
@@ -298,13 +301,9 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
             dict(vectors, logits=half, space=wide, out=word),
             {**cut, "ROUNDS": 2, "TILE": 64},
         ),
-        (quantize._quantize_kernel, {"x": half, "values": byte, "scale": wide}, {"BLOCK": 1024, "EVEN": True}),
-        (
-            quantize._add_norm_kernel,
-            {"x": half, "residual": half, "weight": half, "values": byte, "scale": wide},
-            {"DIM": 1024, "BLOCK": 1024},
-        ),
-        (quantize._act_mul_kernel, {"x": half, "values": byte, "scale": wide}, {"SILU": True, "BLOCK": 1024}),
+        (quantize._quantize_kernel, dict(rows, fixed=wide), {"BLOCK": 1024, "EVEN": True}),
+        (quantize._add_norm_kernel, dict(rows, residual=half, weight=half, fixed=None), {"DIM": 1024, "BLOCK": 1024}),
+        (quantize._act_mul_kernel, dict(rows, fixed=wide), {"SILU": True, "BLOCK": 1024}),
     ]
     found = {}
     for kernel, pointers, constants in cases:

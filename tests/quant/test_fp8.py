@@ -8,13 +8,14 @@ from fp8_models import QuantizedInputs, logits_of
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.config import EngineConfig
-from tokenmill.engine.build import model_bytes
+from tokenmill.engine.choices import model_bytes
 from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.layers import ResidentWeights
 from tokenmill.model.weights.dummy import dummy_weights
-from tokenmill.quant.fp8 import FLOAT8, LARGEST, Fp8, quantize_rows
-from tokenmill.quant.scheme import Dense, Linear
+from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.row_scaled import FLOAT8, LIMITS, quantize_rows
+from tokenmill.quant.scheme import Dense, Linear, Schemes
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -43,7 +44,7 @@ def test_every_weight_is_within_half_a_unit_of_what_was_written():
     # Three bits of mantissa; below the smallest normal number the step is fixed.
     limit = torch.maximum(weight.abs() * 2**-4, storage["scale"][:, None] * 2**-10)
     assert ((back - weight).abs() <= limit * 1.001).all()
-    assert (storage["weight"].float().abs().amax(1) == LARGEST).all()
+    assert (storage["weight"].float().abs().amax(1) == LIMITS[FLOAT8][1]).all()
 
 
 def test_rows_of_zeros_and_extreme_rows_stay_finite():
@@ -56,7 +57,7 @@ def test_rows_of_zeros_and_extreme_rows_stay_finite():
 def test_pieces_written_in_any_order_give_the_same_storage(monkeypatch):
     weight = randn(50, 64)
     whole = stored(weight).storage
-    monkeypatch.setattr("tokenmill.quant.fp8._CHUNK", 7 * 64)
+    monkeypatch.setattr("tokenmill.quant.row_scaled._CHUNK", 7 * 64)
     scheme = Fp8()
     pieces = scheme.allocate(50, 64, torch.float32, CPU)
     for first, last in ((30, 50), (0, 11), (11, 30)):
@@ -86,7 +87,7 @@ def test_input_that_is_quantized_already_is_taken_as_it_is():
 
 def test_head_and_embedding_stay_as_they_are():
     spec = spec_from_config(LLAMA)
-    weights = dummy_weights(spec, torch.bfloat16, "cpu", 0, Fp8())
+    weights = dummy_weights(spec, torch.bfloat16, "cpu", 0, Schemes.inside(Fp8()))
     assert isinstance(weights.lm_head.scheme, Dense) and weights.embed.dtype == torch.bfloat16
     layer = weights.layer(0)
     for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
@@ -95,9 +96,9 @@ def test_head_and_embedding_stay_as_they_are():
 
 def test_the_bytes_allocated_are_the_bytes_planned():
     spec = spec_from_config(LLAMA)
-    dense, fp8 = (model_bytes(spec, torch.bfloat16, scheme).weights for scheme in (Dense(), Fp8()))
+    dense, fp8 = (model_bytes(spec, torch.bfloat16, Schemes.inside(scheme)).weights for scheme in (Dense(), Fp8()))
     assert dense == spec.weight_bytes(2)
-    weights = dummy_weights(spec, torch.bfloat16, "cpu", 0, Fp8())
+    weights = dummy_weights(spec, torch.bfloat16, "cpu", 0, Schemes.inside(Fp8()))
     assert sum(tensor.nbytes for tensor in tensors(weights)) == fp8 < dense * 0.7
 
 
@@ -116,7 +117,7 @@ def test_logits_of_a_random_model_stay_close(scheme, limit):
     """Rounding to three bits moves a number by 2.6 % on average, and a random model damps nothing."""
     spec, ids = spec_from_config(LLAMA), list(range(5, 105))
     exact = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 3), ids)
-    moved = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 3, scheme), ids)
+    moved = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 3, Schemes.inside(scheme)), ids)
     error = (moved - exact).norm() / exact.norm()
     assert 0.001 < error < limit, f"logits moved by {error:.1%}"
 
@@ -131,9 +132,9 @@ def test_the_engine_answers_with_fp8_on_a_cpu(tiny_model):
     assert len(answers[0].token_ids) == 12 and answers[0].token_ids == answers[1].token_ids
 
 
-@pytest.mark.parametrize("wanted", ["awq", "FP8", "", "int8"])
+@pytest.mark.parametrize("wanted", ["awq", "FP8", "", "int3"])
 def test_other_schemes_are_refused_with_what_there_is(wanted):
-    with pytest.raises(ConfigError, match="may be fp8, or leave it unset"):
+    with pytest.raises(ConfigError, match="there are int8, int4, w8a8, fp8"):
         EngineConfig(quantization=wanted)
 
 

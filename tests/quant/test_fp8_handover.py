@@ -9,9 +9,10 @@ from fp8_models import logits_of
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.ops.registry import Need, select
-from tokenmill.quant.fp8 import Fp8, quantize_rows
+from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.handover import act_mul_for, add_norm_for
-from tokenmill.quant.scheme import Dense, Linear, QuantizedRows
+from tokenmill.quant.row_scaled import quantize_rows
+from tokenmill.quant.scheme import Dense, Linear, QuantizedRows, Schemes
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -58,7 +59,7 @@ def test_rows_handed_over_give_the_same_logits(case):
     architecture, changes, expected = CASES[case]
     spec = spec_from_config({"architectures": [architecture], **SIZES, **changes})
     fused, apart = OnBothSides(asks=True), OnBothSides(asks=False)
-    weights = [dummy_weights(spec, torch.float32, "cpu", 1, scheme) for scheme in (fused, apart)]
+    weights = [dummy_weights(spec, torch.float32, "cpu", 1, Schemes.inside(scheme)) for scheme in (fused, apart)]
     logits = [logits_of(spec, one, [3, 1, 4, 15]) for one in weights]
     assert logits[0].isfinite().all() and torch.equal(*logits)
     assert (fused.handed_over, apart.handed_over) == (expected, 0)
@@ -67,9 +68,9 @@ def test_rows_handed_over_give_the_same_logits(case):
 def test_a_single_row_is_not_quantized():
     architecture, changes, _ = CASES["llama"]
     spec, scheme = spec_from_config({"architectures": [architecture], **SIZES, **changes}), OnBothSides(asks=True)
-    alone = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 1, scheme), [3])
+    alone = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 1, Schemes.inside(scheme)), [3])
     assert scheme.handed_over == 0
-    assert torch.equal(alone, logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 1, Fp8()), [3]))
+    assert torch.equal(alone, logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 1, Schemes.inside(Fp8())), [3]))
 
 
 def test_layers_that_do_not_ask_get_plain_rows():

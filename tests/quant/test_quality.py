@@ -8,6 +8,7 @@ from fp8_models import QuantizedInputs, logits_of
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.load import load_weights
 from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.scheme import Schemes
 
 TEXT = (
     "The mill stood where the river bends, and its wheel had turned for two hundred years. In spring the water ran "
@@ -28,7 +29,7 @@ def test_fp8_hardly_moves_what_a_real_model_predicts(default_model):
     loss = -exact[range(len(ids) - 1), ids[1:]].mean()
     # With inputs in 8 bits, changes of 1e-6 before rounding move the loss between +0.03 and +0.06.
     for scheme, kl_limit, loss_limit in ((Fp8(), 0.025, 0.05), (QuantizedInputs(), 0.045, 0.09)):
-        weights = load_weights(spec, checkpoint, torch.float32, "cpu", scheme=scheme)
+        weights = load_weights(spec, checkpoint, torch.float32, "cpu", schemes=Schemes.inside(scheme))
         moved = logits_of(spec, weights, ids).log_softmax(-1)
         divergence = (exact.exp() * (exact - moved)).sum(-1).mean()
         change = -moved[range(len(ids) - 1), ids[1:]].mean() - loss

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.sampling.form_levels import MOST_LEVELS, MOST_MARKS, schema_levels
+from tokenmill.sampling.grammar import check_grammar
 from tokenmill.sampling.structured import checked_structured
-from tokenmill.serve.form_levels import MOST_LEVELS, MOST_MARKS, check_levels, schema_levels
 
 
 def chain(length: int, link: Any = lambda to: {"items": to}) -> dict[str, Any]:
@@ -68,7 +69,7 @@ DEEP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", DEEP.values(), ids=DEEP)
 def test_a_chain_that_would_end_the_server_is_refused(server: Server, form: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="at most"):
-        check_levels(checked_structured(form))  # type: ignore[arg-type]
+        check_grammar(checked_structured(form))  # type: ignore[arg-type]
     asked = {"prompt": "x", "max_tokens": 4, "structured_outputs": form}
     answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
     assert answer.status_code == 400 and "at most" in answer.json()["error"]["message"]

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, models, pull, run, serve
+from tokenmill.cli import bench, chat, keys, models, plan, pull, quantize, run, serve, simulate
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 
@@ -82,4 +82,7 @@ app.command(name="serve")(serve.serve)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(pull.pull)
 app.command(name="models")(models.models)
+app.command(name="quantize")(quantize.quantize)
 app.add_typer(bench.bench, name="bench")
+app.command(name="plan")(plan.plan)
+app.command(name="simulate")(simulate.simulate)

@@ -17,10 +17,32 @@ from tokenmill.errors import ConfigError
 _NET = "Who may ask"
 _LOAD = "How much, how long"
 _WATCH = "What it tells"
+_SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")  # also settings of the engine
+
+
+def _take_config(context: typer.Context, path: Path | None) -> Path | None:
+    """A config file's settings become the defaults of the options, so that what is typed wins."""
+    if path is not None:
+        from tokenmill.plan.configfile import read_config_file
+
+        names = [one.name for one in context.command.params if one.name and one.name not in ("config", "model")]
+        found = read_config_file(path, names)
+        context.obj = found.engine
+        context.default_map = {**found.serve, **{name: one for name, one in found.engine.items() if name in _SHARED}}
+    return path
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of settings (`tokenmill plan --apply`); what is typed here wins.",
+            callback=_take_config,
+            is_eager=True,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=_NET)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_NET)] = 8000,
     keys: Annotated[
@@ -127,8 +149,9 @@ def serve(
 
     async def main() -> None:
         second = None if degrade is None else Service(EngineConfig.from_options(model=degrade, **chosen), settings)
-        config = EngineConfig.from_options(model=model, load_format=load_format, **chosen)
-        service = Service(config, settings, second)
+        from_file = {name: one for name, one in (context.obj or {}).items() if name not in _SHARED}
+        engine = EngineConfig.from_options(model=model, load_format=load_format, **from_file, **chosen)
+        service = Service(engine, settings, second)
         with ExitStack() as stack:
             report = stack.enter_context(progress())
 

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from tokenmill.config import EngineConfig
+from tokenmill.engine.choices import hardware_of, linear_shapes, model_bytes, schemes_for
 from tokenmill.engine.core import Engine
+from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
+from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.policy import POLICIES
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
@@ -22,19 +25,17 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.layers import WeightStore
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, read_config
+from tokenmill.model.weights.checkpoint import Checkpoint, GroupCheckpoint, read_config
 from tokenmill.model.weights.source import ModelFiles, resolve
+from tokenmill.ops.kv_forms import KV_FORMS, form_for
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
-from tokenmill.plan.hardware import Hardware, cpu_hardware
-from tokenmill.plan.memory import ModelBytes
 from tokenmill.plan.solve import Settings, solve
-from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.choose import Place, describe
 from tokenmill.quant.invariant import InvariantDense
 from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Dense, QuantScheme, scheme_for
+from tokenmill.quant.scheme import QuantScheme, Schemes
 from tokenmill.sampling.grammar import Grammars
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -60,29 +61,39 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     spec = spec_from_config(model_config)
     dtype, dtype_why = choose_dtype(config.dtype, spec, device)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
-    scheme = choose_scheme(config, spec, dtype, device)
     native = native_for(config, dtype, device, tell)
-    # Floats stay with torch, whose products of many rows are as good; its weights can be read by other ops, too.
-    if isinstance(native, Library) and isinstance(scheme, Dense) and isinstance(checkpoint, BlockCheckpoint):
-        scheme = Packed()
-    kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, scheme, device)
-    sizes = model_bytes(spec, dtype, scheme, checkpoint, kv_dtype)
+    schemes, schemes_why = schemes_for(config, spec, checkpoint, Place(device, dtype, isinstance(native, Library)))
+    check_kv_form(config.kv_cache_dtype, spec)
+    kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes.default, device)
+    sizes = model_bytes(spec, dtype, schemes, checkpoint, kv_dtype)
     settings = solve(config, sizes, spec.max_positions, hardware_of(device))
-    need = Need(device.type, dtype, spec.attention_head_dim, settings.block_size, config.batch_invariant)
+    kv_form = form_for(kv_dtype)
+    kv_name = kv_form.name if kv_form else str(kv_dtype).removeprefix("torch.")
+    need = Need(
+        device.type,
+        dtype,
+        spec.attention_head_dim,
+        settings.block_size,
+        config.batch_invariant,
+        kv_form.name if kv_form else None,
+    )
     ops = select(need, config.ops)
-    weights = load(config, spec, checkpoint, dtype, device, scheme, tell)
+    weights = load(config, spec, checkpoint, dtype, device, schemes, tell)
     if config.batch_invariant:  # logits in float32: of equal ones, which is ranked first could depend on the batch
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
     decoder = Decoder(spec, weights, ops, max_len=settings.max_len)
     # The engine of a server has no tokenizer until it needs one for a grammar.
     grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
-    engine = join(config, settings, decoder, kv_dtype, device, grammars)
+    narrow = dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant
+    guard = PrecisionGuard(decoder, need, settings.max_len) if config.adaptive_precision and narrow else None
+    engine = join(config, settings, decoder, kv_dtype, device, grammars, guard)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
-        f"linear       {scheme.name}",
+        f"linear       {describe(schemes, linear_shapes(spec))} ({schemes_why})",
+        *(f"weights      {note}" for note in (checkpoint.notes() if isinstance(checkpoint, GroupCheckpoint) else [])),
         *_native_lines(native),
-        f"kv cache     {str(kv_dtype).removeprefix('torch.')} ({kv_why})",
+        f"kv cache     {kv_name} ({kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
@@ -97,6 +108,7 @@ def join(
     kv_dtype: torch.dtype,
     device: torch.device,
     grammars: Grammars | None = None,
+    guard: PrecisionGuard | None = None,
 ) -> Engine:
     """Scheduler, KV and runner around a decoder."""
     state = DeviceState(
@@ -109,15 +121,18 @@ def join(
         device=device,
         native=all(decoder.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention")),
     )
+    limits = Limits(
+        max_rows=settings.max_rows,
+        max_step_tokens=settings.max_step_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        may_widen=guard is not None,
+    )
     scheduler = Scheduler(
-        Limits(
-            max_rows=settings.max_rows,
-            max_step_tokens=settings.max_step_tokens,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-        ),
+        limits,
         KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
-        POLICIES[config.policy],
+        POLICIES[config.policy](),
+        pace=pace_for(limits, config.slo_itl_ms, config.slo_ttft_ms),
         find_shared_prefixes=config.shared_prefix_attention
         and not config.batch_invariant
         and device.type == "cuda"
@@ -125,8 +140,9 @@ def join(
     )
     recordable = decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
     if device.type == "cpu":  # a tape holds only native ops, products included
-        recordable = recordable and isinstance(decoder.weights.lm_head.scheme, Packed)
-    runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=config.cuda_graphs and recordable)
+        recordable = recordable and _is_packed(decoder)
+    graphs = config.cuda_graphs and recordable
+    runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=graphs, guard=guard)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(scheduler, runner, overlap=overlap, grammars=grammars)
@@ -163,28 +179,27 @@ def choose_kv_dtype(
         if isinstance(scheme, Packed):
             return torch.float16, "half the bytes to read, and far finer than the packed weights"
         return dtype, "as the model computes"
+    if wanted in KV_FORMS:
+        return KV_FORMS[wanted].dtype, "as set; codes with scales of their own for every token and head"
     chosen: torch.dtype = getattr(torch, wanted)
     if device.type != "cpu" and chosen != dtype:
         raise ConfigError(
             f"kv_cache_dtype is {wanted!r}, but the model computes in {str(dtype).removeprefix('torch.')}, and a GPU's "
-            "KV cache has to be the same; leave it out"
+            f"KV cache has to be the same, or one of {', '.join(KV_FORMS)}; leave it out"
         )
     return chosen, "as set"
 
 
-def choose_scheme(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> QuantScheme:
-    wanted = config.quantization
-    if config.batch_invariant:
-        check_invariant(spec, dtype, device)
-        return InvariantDense()
-    if wanted is None:
-        return Dense()
-    if device.type == "cuda" and not has_small_gemm(device):
-        name = torch.cuda.get_device_name(device)
+def check_kv_form(wanted: str, spec: DecoderSpec) -> None:
+    """Refuse a quantized cache for a model that cannot have it."""
+    if wanted not in KV_FORMS:
+        return
+    if spec.mla is not None:
         raise ConfigError(
-            f"quantization is {wanted!r}, which needs Triton and a Hopper GPU or later, but this is {name}; unset it"
+            f"kv_cache_dtype is {wanted!r}, but {spec.architecture} caches a latent that keys and values share, which "
+            "is kept in floats; leave it out"
         )
-    return Fp8()
+    KV_FORMS[wanted].check(spec.head_dim)
 
 
 def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, tell: Progress) -> Library | str | None:
@@ -195,22 +210,6 @@ def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, t
     if isinstance(native, Library):
         native.threads = torch.get_num_threads()
     return native
-
-
-def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what the batch-invariant mode cannot do yet."""
-    reason = None
-    if spec.mla is not None:
-        reason = f"{spec.architecture} projects its latent attention with products that depend on the batch"
-    elif spec.moe is not None and (spec.moe.groups > 1 or dtype == torch.float64):
-        reason = f"{spec.architecture} in {str(dtype).removeprefix('torch.')} routes with a product that depends on it"
-    elif device.type == "cuda" and not has_small_gemm(device):
-        name = torch.cuda.get_device_name(device)
-        reason = f"it needs Triton and a Hopper GPU or later, and this is {name}"
-    elif device.type == "cuda" and dtype == torch.float64:
-        reason = "its products are there for bfloat16, float16 and float32, not for float64"
-    if reason is not None:
-        raise ConfigError(f"batch_invariant is set, but {reason}; leave it out")
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint | None, dict[str, Any]]:
@@ -229,6 +228,10 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint
         from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
 
         checkpoint = SafetensorsCheckpoint(files.path)
+        if checkpoint.config.get("quantization_config"):
+            from tokenmill.model.weights.quantized import open_quantized
+
+            checkpoint = open_quantized(checkpoint)
     return (None if wanted == "dummy" else checkpoint), checkpoint.config
 
 
@@ -246,56 +249,26 @@ def load(
     checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     device: torch.device,
-    scheme: QuantScheme,
+    schemes: Schemes,
     tell: Progress,
 ) -> WeightStore:
     if checkpoint is None:
         from tokenmill.model.weights.dummy import dummy_weights
 
-        return dummy_weights(spec, dtype, device, config.seed, scheme)
+        return dummy_weights(spec, dtype, device, config.seed, schemes)
     from tokenmill.model.weights.load import load_weights
 
     return load_weights(
-        spec, checkpoint, dtype, device, lambda done, total: tell(done, total, "loading weights"), scheme
+        spec, checkpoint, dtype, device, lambda done, total: tell(done, total, "loading weights"), schemes
     )
 
 
-def model_bytes(
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    scheme: QuantScheme | None = None,
-    checkpoint: Checkpoint | None = None,
-    kv_dtype: torch.dtype | None = None,  # None: as dtype
-) -> ModelBytes:
-    itemsize, scheme = dtype.itemsize, scheme or Dense()
-    linear = {name: param.shape for name, param in spec.parameters().items() if param.kind == "linear"}
-    schemes = {name: scheme_for(name, scheme) for name in linear}
-    saved = sum(
-        rows * columns * itemsize - schemes[name].nbytes(rows, columns, dtype)
-        for name, (rows, columns) in linear.items()
-    )
-    input_copy = max(schemes[name].input_bytes(columns) for name, (_, columns) in linear.items())
-    weights = spec.weight_bytes(itemsize) - saved
-    if isinstance(scheme, Packed) and checkpoint is not None:
-        from tokenmill.model.weights.load import stored_bytes
-
-        weights = stored_bytes(spec, checkpoint, itemsize)
-    return ModelBytes(
-        weights=weights,
-        kv_per_token=spec.kv_bytes_per_token((kv_dtype or dtype).itemsize),
-        activation_per_token=spec.activation_elements * itemsize + input_copy,
-        logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
-        vocab=spec.vocab_size,
-        rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
-        flops_per_token=2.0 * spec.active_parameters,
-    )
-
-
-def hardware_of(device: torch.device) -> Hardware:
-    if device.type == "cpu":
-        return cpu_hardware()
-    free, total = torch.cuda.mem_get_info(device)
-    return Hardware("cuda", torch.cuda.get_device_name(device), total, free)
+def _is_packed(decoder: Decoder) -> bool:
+    """Whether all products of a step are the native library's."""
+    weights = decoder.weights
+    layers = (weights.layer(index) for index in range(decoder.spec.num_layers))
+    linear = [weights.lm_head, *(one for layer in layers for one in layer.linears())]
+    return all(isinstance(one.scheme, Packed) for one in linear)
 
 
 def _native_lines(native: Library | str | None) -> list[str]:

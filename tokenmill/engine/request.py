@@ -109,6 +109,7 @@ class Request:
         "stop_ids",
         "tokens",
         "void_until",
+        "wide",
     )
 
     def __init__(
@@ -163,6 +164,7 @@ class Request:
         self.failures = 0
         self.started_on_others = False  # holds blocks that another request filled
         self.distrustful = False  # had logits that were no numbers: uses nobody's blocks any more
+        self.wide = False  # had them on its own, too: is computed in float32
         self.void_until = 0  # results of launched steps up to this one are dropped
         self.failed_at = 0  # how far it had come when a step with it failed
         self.alone = False  # suspected of breaking steps: runs without company until past failed_at

@@ -59,12 +59,27 @@ class Step:
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
     masks: dict[int, bytes] = field(default_factory=dict)  # row -> tokens that may be sampled, one bit each
+    wide: list[int] = field(default_factory=list)  # indices of rows that are computed in float32, whatever the model's
     shared: SharedPrefix | None = None  # changes the cost of the step, never its result
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+
+Facts = tuple[int, int, int, int]  # decode rows, tokens they look at, prompt tokens, pairs that these look at
+
+
+def facts_of(step: Step) -> Facts:
+    """What a step costs by."""
+    singles = step.num_singles
+    context = sum(step.starts[:singles]) + singles
+    tokens = pairs = 0
+    for start, count in zip(step.starts[singles:], step.counts[singles:]):
+        tokens += count
+        pairs += count * start + count * (count + 1) // 2
+    return singles, context, tokens, pairs
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from tokenmill.model.layers import (
 from tokenmill.model.moe import experts_of
 from tokenmill.model.rope import rope_table
 from tokenmill.model.spec import DecoderSpec, MLASpec
+from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask
 from tokenmill.quant.handover import Rows, act_mul_for, add_norm_for
@@ -24,10 +26,11 @@ from tokenmill.quant.scheme import Linear
 
 @dataclass
 class LayerKV:
-    """The paged cache of one layer. With MLA, v is the view k[..., rope_dim:]."""
+    """The paged cache of one layer: floats, or codes with scales. With MLA, v is the view k[..., rope_dim:]."""
 
     k: torch.Tensor  # [blocks, block_size, kv_heads, k_dim]
     v: torch.Tensor  # [blocks, block_size, kv_heads, v_dim]
+    scales: KVScales | None = None
 
 
 @dataclass
@@ -55,7 +58,12 @@ class Decoder:
         # Checkpoints were trained with the scale rounded to the embedding's dtype.
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=weights.dtype).item()
 
-    def forward(self, tokens: TokenBatch, kv: list[LayerKV]) -> torch.Tensor:  # [tokens, hidden], normed
+    def forward(
+        self,
+        tokens: TokenBatch,
+        kv: list[LayerKV],
+        watch: Callable[[int, torch.Tensor], None] | None = None,  # sees each layer's result, [tokens, hidden]
+    ) -> torch.Tensor:  # [tokens, hidden], normed
         residual = self._embed(tokens.ids)
         update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
         for index in range(self.spec.num_layers):
@@ -64,6 +72,8 @@ class Decoder:
             update = self._norm(self._attend(index, x, layer.attention, tokens, kv[index]), layer.after_attention)
             x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
             update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
+            if watch is not None:
+                watch(index, residual + update)
         return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
 
     def logits(
@@ -120,9 +130,11 @@ class Decoder:
         v = v.view(-1, spec.kv_heads, spec.head_dim)
         head_norms = (weights.q_norm, weights.k_norm) if spec.qk_norm == "head" else (None, None)
         self.ops.rope_kv_write(
-            q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots, *head_norms, spec.norm_eps
-        )
-        out = self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
+            q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots, *head_norms, spec.norm_eps,
+            scales=kv.scales,
+        )  # fmt: skip
+        mask, scale = self._masks[index], spec.attn_scale
+        out = self.ops.attention(q, kv.k, kv.v, tokens.attention, mask, scale, scales=kv.scales)
         return weights.o(out.flatten(1))
 
     def _attend_latent(

@@ -58,6 +58,12 @@ class LayerWeights:
     before_mlp: torch.Tensor | None = None
     after_mlp: torch.Tensor | None = None
 
+    def linears(self) -> list[Linear]:
+        mlp = self.mlp if isinstance(self.mlp, MLPWeights) else self.mlp.shared
+        found = [self.attention.qkv, self.attention.o, *([] if mlp is None else [mlp.gate_up, mlp.down])]
+        q_up = self.attention.q_up if isinstance(self.attention, LatentAttentionWeights) else None
+        return found if q_up is None else [*found, q_up]
+
 
 class WeightStore(Protocol):
     """Where weights come from during a forward pass.
@@ -104,7 +110,7 @@ def allocate(
     spec: DecoderSpec, param: ParamSpec, dtype: torch.dtype, device: torch.device, scheme: QuantScheme
 ) -> Weight:
     """Uninitialized room for one parameter of `spec.parameters()`, biases included (as tensors of their own)."""
-    if param.kind == "linear":
+    if param.kind == "linear" or (param.kind == "embedding" and isinstance(scheme, Packed)):
         rows, columns = param.shape
         return Linear(scheme, scheme.allocate(rows, columns, dtype, device))
     if spec.stored_wide(param.kind) and dtype != torch.float64:

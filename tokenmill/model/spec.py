@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tokenmill.ops.kv_forms import KVForm
 
 NormPlacement = Literal["pre", "sandwich", "post"]
 QKNorm = Literal["none", "head", "full"]
@@ -145,8 +148,14 @@ class DecoderSpec:
             return [KVShape(1, self.attention_head_dim, 0)] * self.num_layers
         return [KVShape(self.kv_heads, self.head_dim, self.head_dim)] * self.num_layers
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        return sum(shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in self.kv_shapes) * itemsize
+    def kv_bytes_per_token(self, itemsize: int, form: KVForm | None = None) -> int:
+        """Of a cache of floats of this size, or of a quantized one, scales included."""
+        return sum(
+            shape.kv_heads * (form.head_bytes(dim) if form else dim * itemsize)
+            for shape in self.kv_shapes
+            for dim in (shape.k_dim, shape.v_dim)
+            if dim
+        )
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]

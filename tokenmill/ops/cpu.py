@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize
 from tokenmill.ops.noise import TOKEN_OFFSET, gumbel, key, mix
 from tokenmill.ops.reference import act_mul, visible
 from tokenmill.ops.registry import Implementation
@@ -30,22 +31,23 @@ def attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     """Rows with one query are padded to a common length and computed together; each chunk is computed alone."""
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    out = q.new_empty(q.shape[0], q.shape[1], channels(v_cache))
     num_singles = batch.num_singles if batch.tree is None and not mask.sinks else 0
     block_size = k_cache.shape[1]
     plan_name = f"cpu attention, window {mask.window}, block size {block_size}"  # equal in many layers
     if plan_name not in batch.cache:
-        key_bytes = (k_cache[0, 0].numel() + v_cache[0, 0].numel()) * k_cache.element_size()
+        key_bytes = (channels(k_cache) + channels(v_cache)) * k_cache.shape[2] * q.element_size()
         reaches = [_reach(context, 1, mask) for context in batch.host_context[:num_singles]]
         groups = _groups_of_like_length(reaches, _GATHER_BYTES // key_bytes)
         batch.cache[plan_name] = [_padded(batch, group, mask, block_size) for group in groups]
     for padded in batch.cache[plan_name]:
-        _attend_padded(out, q, k_cache, v_cache, padded, mask, scale)
+        _attend_padded(out, q, k_cache, v_cache, scales, padded, mask, scale)
     first = num_singles
     for i in range(num_singles, len(batch.host_rows)):
-        _attend_row(out, q, k_cache, v_cache, batch, i, first, mask, scale)
+        _attend_row(out, q, k_cache, v_cache, scales, batch, i, first, mask, scale)
         first += batch.host_counts[i]
     return out
 
@@ -101,21 +103,36 @@ def _attend_padded(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: KVScales | None,
     padded: _Padded,
     mask: Mask,
     scale: float,
 ) -> None:
     rows, kv_heads = padded.which.shape[0], k_cache.shape[2]
-    keys = _gather(k_cache, padded, q.dtype).view(rows, -1, kv_heads, k_cache.shape[3]).transpose(1, 2)
-    values = _gather(v_cache, padded, q.dtype).view(rows, -1, kv_heads, v_cache.shape[3]).transpose(1, 2)
+    # Unseen keys become zero: they may hold anything, and a NaN survives any mask.
+    keys, values = (
+        found.index_fill_(0, padded.unseen, 0).view(rows, -1, kv_heads, found.shape[2]).transpose(1, 2)
+        for found in _gather(k_cache, v_cache, scales, padded.blocks, q.dtype)
+    )
     queries = q.index_select(0, padded.which).view(rows, kv_heads, 1, -1, q.shape[2])
     attended = _attend(queries, keys, values, padded.seen, mask, scale)
     out.index_copy_(0, padded.which, attended.reshape(rows, *out.shape[1:]))
 
 
-def _gather(cache: torch.Tensor, padded: _Padded, dtype: torch.dtype) -> torch.Tensor:  # [keys, kv_heads, dim]
-    """Unseen keys become zero: they may hold anything, and a NaN survives any mask."""
-    return cache.index_select(0, padded.blocks).flatten(0, 1).index_fill_(0, padded.unseen, 0).to(dtype)
+def _gather(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: KVScales | None,
+    blocks: torch.Tensor,  # [n]
+    dtype: torch.dtype,
+) -> Iterator[torch.Tensor]:  # keys [n * block_size, kv_heads, dim], then values
+    """Always a copy."""
+    for cache, beside in ((k_cache, scales.k if scales else None), (v_cache, scales.v if scales else None)):
+        found = cache.index_select(0, blocks).flatten(0, 1)
+        if beside is None:
+            yield found.to(dtype)
+        else:
+            yield dequantize(found, beside.index_select(0, blocks).flatten(0, 1), dtype)
 
 
 def _attend_row(
@@ -123,6 +140,7 @@ def _attend_row(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: KVScales | None,
     batch: AttentionBatch,
     i: int,
     first: int,  # where the row's queries begin
@@ -135,8 +153,7 @@ def _attend_row(
     blocks = batch.block_tables[row, first_block : -(-context // block_size)]
     base = first_block * block_size  # the position of the first gathered key
     keys, values = (
-        cache.index_select(0, blocks).flatten(0, 1)[: context - base].to(q.dtype).transpose(0, 1)[None]
-        for cache in (k_cache, v_cache)
+        found[: context - base].transpose(0, 1)[None] for found in _gather(k_cache, v_cache, scales, blocks, q.dtype)
     )
     tree = batch.tree[first : first + count, :count] if batch.tree is not None else None
     size = _QUERY_SLICE
@@ -286,6 +303,14 @@ def _nucleus_floor(
 
 
 IMPLEMENTATIONS = tuple(
-    Implementation(op=fn.__name__, name="cpu", fn=fn, devices=("cpu",), batch_invariant=fn is sample, rank=5)
+    Implementation(
+        op=fn.__name__,
+        name="cpu",
+        fn=fn,
+        devices=("cpu",),
+        batch_invariant=fn is sample,
+        kv_forms=tuple(KV_FORMS),
+        rank=5,
+    )
     for fn in (attention, moe, sample)
 )

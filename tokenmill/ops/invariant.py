@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -61,6 +62,7 @@ def attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     """All rows together, a tile of keys after the other, from each row's first key on.
 
@@ -69,7 +71,7 @@ def attention(
     if batch.tree is not None:
         raise NotImplementedError("the batch-invariant attention has no tree mask")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kv_heads, v_dim = k_cache.shape[2], v_cache.shape[3]
+    kv_heads, v_dim = k_cache.shape[2], channels(v_cache)
     group, width = q.shape[1] // kv_heads, lanes(wide)
     token, head, position, context, table_row = _tiles(batch, group, width)
     tiles = token.shape[0]
@@ -81,7 +83,7 @@ def attention(
     top = queries.new_full((tiles * kv_heads, 1, width), float("-inf"))
     for start in range(0, int(context.max()), _KEYS):
         live = int((context > start).sum())  # tiles are in the order of their contexts, the longest first
-        keys, values = _gathered(k_cache, v_cache, batch, table_row[:live], context[:live], start, wide)
+        keys, values = _gathered(k_cache, v_cache, scales, batch, table_row[:live], context[:live], start, wide)
         seen = _visible(start, position[:live], mask).repeat_interleave(kv_heads, 0)  # [., _KEYS, width]
         some = slice(live * kv_heads)
         scores = torch.bmm(keys, queries[some]) * scale
@@ -132,6 +134,7 @@ def _tiles(
 def _gathered(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: KVScales | None,
     batch: AttentionBatch,
     rows: torch.Tensor,  # [n]
     context: torch.Tensor,  # [n]
@@ -145,11 +148,21 @@ def _gathered(
     block = batch.block_tables[rows[:, None], position // block_size].long()
     slot = (block * block_size + position % block_size).flatten()
     keys, values = (
-        cache.flatten(0, 1).index_select(0, slot).to(wide).view(*position.shape, kv_heads, -1)
-        for cache in (k_cache, v_cache)
+        _at(cache, beside, slot, wide).view(*position.shape, kv_heads, -1)
+        for cache, beside in ((k_cache, scales.k if scales else None), (v_cache, scales.v if scales else None))
     )
     values = F.pad(values, (0, 1), value=1.0)
     return keys.transpose(1, 2).contiguous().flatten(0, 1), values.permute(0, 2, 3, 1).contiguous().flatten(0, 1)
+
+
+def _at(
+    cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim], or codes
+    scales: torch.Tensor | None,
+    slot: torch.Tensor,  # [n]
+    wide: torch.dtype,
+) -> torch.Tensor:  # [n, kv_heads, dim]
+    found = cache.flatten(0, 1).index_select(0, slot)
+    return found.to(wide) if scales is None else dequantize(found, scales.flatten(0, 1).index_select(0, slot), wide)
 
 
 def _visible(
@@ -219,6 +232,14 @@ def route(
 
 
 IMPLEMENTATIONS = tuple(
-    Implementation(op=fn.__name__, name="invariant", fn=fn, devices=("cpu",), batch_invariant=True, rank=20)
+    Implementation(
+        op=fn.__name__,
+        name="invariant",
+        fn=fn,
+        devices=("cpu",),
+        batch_invariant=True,
+        kv_forms=tuple(KV_FORMS),
+        rank=20,
+    )
     for fn in (attention, act_mul, moe, route)
 )

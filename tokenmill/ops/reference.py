@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize, form_of, quantize
 from tokenmill.ops.noise import gumbel_noise
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
@@ -43,6 +44,7 @@ def rope_kv_write(
     q_norm: torch.Tensor | None = None,  # [dim]: heads of q and k are normed before they are rotated
     k_norm: torch.Tensor | None = None,  # [dim]: both or neither
     eps: float = 0.0,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> None:
     """Rotate the first rot_dim dims of q and k (half-split pairs), and store k and v at their slots."""
     if q_norm is not None and k_norm is not None:
@@ -54,10 +56,23 @@ def rope_kv_write(
     q.copy_(_rotate(q, cos, sin, half))
     kept = slots >= 0
     where = slots[kept].long()
-    k_cache.view(-1, *k_cache.shape[2:])[where] = _rotate(k, cos, sin, half)[kept].to(k_cache.dtype)
+    _write(k_cache, scales.k if scales else None, where, _rotate(k, cos, sin, half)[kept])
     if v is not None:
         assert v_cache is not None
-        v_cache.view(-1, *v_cache.shape[2:])[where] = v[kept].to(v_cache.dtype)
+        _write(v_cache, scales.v if scales else None, where, v[kept])
+
+
+def _write(
+    cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim], or codes
+    scales: torch.Tensor | None,  # [blocks, block_size, kv_heads, n]
+    where: torch.Tensor,  # [tokens]
+    x: torch.Tensor,  # [tokens, kv_heads, dim]
+) -> None:
+    block, offset = where // cache.shape[1], where % cache.shape[1]
+    if scales is None:
+        cache[block, offset] = x.to(cache.dtype)
+    else:
+        cache[block, offset], scales[block, offset] = quantize(x, form_of(cache))
 
 
 def attention(
@@ -67,26 +82,34 @@ def attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = q.shape[1] // kv_heads
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    out = q.new_empty(q.shape[0], q.shape[1], channels(v_cache))
+    wide = _wide(q.dtype)
     first = 0
     for row, count, context in zip(batch.host_rows, batch.host_counts, batch.host_context, strict=True):
         blocks = batch.block_tables[row, : -(-context // block_size)].long()
-        keys = k_cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, 1)
-        values = v_cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, 1)
+        keys = _read(k_cache, scales.k if scales else None, blocks, wide)[:context].repeat_interleave(group, 1)
+        values = _read(v_cache, scales.v if scales else None, blocks, wide)[:context].repeat_interleave(group, 1)
         queries = q[first : first + count]
-        wide = _wide(q.dtype)
-        scores = torch.einsum("qhd,khd->hqk", queries.to(wide), keys.to(wide)) * scale
+        scores = torch.einsum("qhd,khd->hqk", queries.to(wide), keys) * scale
         if mask.softcap is not None:
             scores = mask.softcap * torch.tanh(scores / mask.softcap)
         tree = batch.tree[first : first + count, :count] if batch.tree is not None else None
         scores.masked_fill_(~visible(count, context, mask, q.device, tree), float("-inf"))
         weights = scores.softmax(-1)
-        out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values.to(wide)).to(out.dtype)
+        out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
         first += count
     return out
+
+
+def _read(
+    cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:  # [keys, kv_heads, dim]
+    found = cache[blocks].flatten(0, 1)
+    return found.to(dtype) if scales is None else dequantize(found, scales[blocks].flatten(0, 1), dtype)
 
 
 def visible(
@@ -183,6 +206,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 IMPLEMENTATIONS = tuple(
-    Implementation(op=fn.__name__, name="reference", fn=fn, batch_invariant=fn not in (attention, act_mul, moe))
+    Implementation(
+        op=fn.__name__,
+        name="reference",
+        fn=fn,
+        batch_invariant=fn not in (attention, act_mul, moe),
+        kv_forms=tuple(KV_FORMS),
+    )
     for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, moe, sample)
 )

@@ -28,6 +28,7 @@ class Implementation:
     capture_safe: bool = False  # may be recorded: in a CUDA graph, or on a tape of the native library
     # A query's bits depend on its own inputs alone: not on other rows, on their number, nor on how rows are chunked.
     batch_invariant: bool = False
+    kv_forms: tuple[str, ...] = ()  # quantized KV caches it reads or writes, by the names of ops/kv_forms.py
     rank: int = 0  # the highest rank that fits is chosen
 
 
@@ -40,6 +41,7 @@ class Need:
     head_dim: int = 64
     block_size: int = 16
     batch_invariant: bool = False  # only implementations that declare it
+    kv_form: str | None = None  # how the KV cache is quantized; None: it holds floats
 
 
 class Ops:
@@ -140,4 +142,6 @@ def _misfit(candidate: Implementation, need: Need) -> str:
             return f"head size {need.head_dim} is outside {low}-{high}"
         if candidate.block_sizes and need.block_size not in candidate.block_sizes:
             return f"block size {need.block_size} is not one of {candidate.block_sizes}"
+        if need.kv_form is not None and need.kv_form not in candidate.kv_forms:
+            return f"no {need.kv_form} KV cache"
     return ""

@@ -11,7 +11,6 @@ from tokenmill.errors import ConfigError
 KINDS = ("int8", "int4", "w8a8", "fp8", "bf16", "fp16", "fp32")
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # layers that stay floats, in a dtype of their own
 GROUPS = (32, 64, 128)
-DEFAULT_GROUP = 128
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?(?:\.(\w+))?")
 
 
@@ -20,7 +19,7 @@ class Form:
     """How a weight is stored and multiplied."""
 
     kind: str  # one of KINDS
-    group: int | None = None  # int4: columns that share a scale
+    group: int | None = None  # columns that share a scale; int4 without: what suits the device
     zeros: bool = False  # int4: codes count from the group's smallest weight, not from zero
 
     @property
@@ -32,7 +31,7 @@ class Form:
 class Layout:
     """The form of every linear layer, by canonical name: `layers.3.gate_up`, `lm_head`."""
 
-    default: Form | None  # None: as the model computes, or as its file stores it
+    default: Form | None = None  # None: as the model computes, or as its file stores it
     overrides: tuple[tuple[str, Form], ...] = ()  # patterns; the last that fits counts
 
     def of(self, name: str) -> Form | None:
@@ -51,7 +50,7 @@ class Layout:
 def parse_layout(wanted: str | Mapping[str, str] | None) -> Layout:
     """From "int4", "int4-g64-zeros,lm_head=int8,layers.0-3=bf16", or {"default": "int4", "lm_head": "int8"}."""
     if wanted is None:
-        return Layout(None)
+        return Layout()
     if isinstance(wanted, str):
         parts = [part.strip().rpartition("=") for part in wanted.split(",")]
         named = [(pattern.strip() or "default", form.strip()) for pattern, _, form in parts]
@@ -80,14 +79,14 @@ def parse_form(text: object) -> Form:
     kind, *options = text.split("-")
     if kind not in KINDS:
         raise ConfigError(f"quantization={text!r} is not available; there are {', '.join(KINDS)}, and int4-g32-zeros")
-    group, zeros = (DEFAULT_GROUP if kind == "int4" else None), False
+    group, zeros = None, False
     for option in options:
         if kind == "int4" and option in {f"g{size}" for size in GROUPS}:
             group = int(option[1:])
         elif kind == "int4" and option == "zeros":
             zeros = True
         else:
-            raise ConfigError(f"quantization={text!r}: {option!r} is not known; int4 takes -g32, -g64, -g128 and -zeros")
+            raise ConfigError(f"quantization={text!r} is not known; int4 may be followed by -g32, -g64, -g128, -zeros")
     return Form(kind, group, zeros)
 
 

@@ -1,4 +1,4 @@
-"""Groups: a matrix as small numbers with one scale per group of columns; what every public weight format comes down to."""
+"""Groups: a matrix as small numbers with a scale per group of columns; what every public format comes down to."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Groups:
     @property
     def group(self) -> int:
         """Columns that share a scale."""
-        return self.codes.shape[1] // self.scale.shape[1]
+        return int(self.codes.shape[1] // self.scale.shape[1])
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:  # [rows, columns]
         """The matrix that these numbers stand for; computed in float32, or wider."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        codes = self.codes.to(wide).unflatten(1, (-1, self.group))  # [rows, groups, group]
+        codes = self.codes.to(wide).view(*self.scale.shape, -1)  # [rows, groups, group]
         if self.zeros is not None:
             codes = codes - self.zeros.to(wide)[..., None]
         return (codes * self.scale.to(wide)[..., None]).flatten(1).to(dtype)

@@ -6,7 +6,7 @@ import torch
 
 from tokenmill.ops.registry import Ops
 from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.fp8 import quantize_rows
+from tokenmill.quant.row_scaled import RowScaled
 from tokenmill.quant.scheme import Linear, QuantizedRows
 
 Rows = torch.Tensor | QuantizedRows  # [tokens, in]
@@ -21,14 +21,16 @@ def add_norm_for(
     eps: float,
 ) -> tuple[Rows, torch.Tensor]:
     """What `add_rms_norm` gives: the norm and the new residual. Inputs may be overwritten."""
-    if reader is None or not reader.wants_quantized(x.shape[0], x.dtype):
+    scheme = _quantizing(reader, x)
+    if reader is None or scheme is None:
         return ops.add_rms_norm(x, residual, weight, eps)
     if not has_small_gemm(x.device):
         normed, residual = ops.add_rms_norm(x, residual, weight, eps)
-        return quantize_rows(normed), residual
+        return scheme.quantize(normed, reader.storage), residual
     from tokenmill.ops.triton.quantize import add_rms_norm_quantized
 
-    values, scale, residual = add_rms_norm_quantized(x, residual, weight, eps)
+    form = scheme.code_dtype, reader.storage.get("input_scale")
+    values, scale, residual = add_rms_norm_quantized(x, residual, weight, eps, *form)
     return QuantizedRows(values, scale, x.dtype), residual
 
 
@@ -38,10 +40,19 @@ def act_mul_for(
     x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
     kind: str,
 ) -> Rows:  # [tokens, inner]
-    if not reader.wants_quantized(x.shape[0], x.dtype):
+    scheme = _quantizing(reader, x)
+    if scheme is None:
         return ops.act_mul(x, kind)
     if not has_small_gemm(x.device):
-        return quantize_rows(ops.act_mul(x, kind))
+        return scheme.quantize(ops.act_mul(x, kind), reader.storage)
     from tokenmill.ops.triton.quantize import act_mul_quantized
 
-    return QuantizedRows(*act_mul_quantized(x, kind), x.dtype)
+    form = scheme.code_dtype, reader.storage.get("input_scale")
+    return QuantizedRows(*act_mul_quantized(x, kind, *form), x.dtype)
+
+
+def _quantizing(reader: Linear | None, x: torch.Tensor) -> RowScaled | None:
+    """The reader's scheme, if it wants such rows quantized."""
+    if reader is None or not isinstance(reader.scheme, RowScaled) or not reader.wants_quantized(x.shape[0], x.dtype):
+        return None
+    return reader.scheme

@@ -1,4 +1,4 @@
-"""Packed: weights as a GGUF file stores them, in panels for the native CPU kernels; inputs are quantized to 8 bits."""
+"""Packed: weights in panels for the native CPU kernels, as a file stores them or rounded; inputs become 8 bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.quant.forms import FLOATS, Form
+from tokenmill.quant.groups import Groups
 from tokenmill.quant.scheme import QuantizedRows, Storage
 
 if TYPE_CHECKING:
     from tokenmill.ops.native.matrix import Arena, PackedMatrix
+
+BLOCK = 32  # columns of a block of small numbers
+F32, Q4_0, Q4_1, Q8_0 = 0, 2, 3, 8  # as GGUF numbers its types
 
 
 @dataclass(frozen=True)
@@ -50,27 +55,36 @@ def packed_bytes(type_id: int, rows: int, columns: int) -> int:
 class Packed:
     """Rows in the form they have in the file: 4, 5, 6 or 8 bits with scales, or 16- and 32-bit floats.
 
-    Weights are represented exactly. Inputs of quantized rows are rounded to 8 bits in groups of 32 with a float32
-    scale; floats are multiplied as they are. A row's result does not depend on the other rows, nor on how many
-    threads there are.
+    With a form, floats are rounded to it as they are written; else weights are represented exactly. Inputs of
+    quantized rows are rounded to 8 bits in groups of 32 with a float32 scale; floats are multiplied as they are. A
+    row's result does not depend on the other rows, nor on how many threads there are.
     """
 
     name = "packed"
 
-    def __init__(self) -> None:
-        self._arena: Arena | None = None  # one for all matrices, which then lie in memory in the order they are read
+    def __init__(self, form: Form | None = None, beside: Packed | None = None) -> None:
+        """beside: the matrices of both lie in memory in the order they are read."""
+        self.form = form
+        self._shared: list[Arena] = [] if beside is None else beside._shared  # one arena, made when it is needed
+        if form is not None:
+            self.name = f"packed {form.name}"
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedStorage:
         from tokenmill.ops.native.library import library
         from tokenmill.ops.native.matrix import Arena, PackedMatrix
 
-        if self._arena is None:
-            self._arena = Arena(library())
-        return PackedStorage(PackedMatrix(rows, columns, self._arena))
+        if not self._shared:
+            self._shared.append(Arena(library()))
+        return PackedStorage(PackedMatrix(rows, columns, self._shared[0]))
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """An upper bound; what a file takes is known from its formats (see packed_bytes)."""
-        return packed_bytes(0, rows, columns)
+        """Without a form an upper bound; what a file takes is known from its formats (see packed_bytes)."""
+        if self.form is None or columns % BLOCK:
+            return packed_bytes(F32, rows, columns)
+        if self.form.kind in FLOATS:
+            dtype = getattr(torch, FLOATS[self.form.kind])
+            return rows * columns * dtype.itemsize
+        return packed_bytes(_block_type(8 if self.form.kind != "int4" else 4, self.form.zeros), rows, columns)
 
     def input_bytes(self, columns: int) -> int:
         return columns // 32 * 48 + columns * 4
@@ -79,10 +93,24 @@ class Packed:
         return False
 
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
+        form = self.form
+        if form is not None and form.kind in FLOATS:
+            weight = weight.to(getattr(torch, FLOATS[form.kind]))
+        elif form is not None and weight.shape[1] % (form.group or BLOCK) == 0:
+            from tokenmill.quant.rounding import round_to_nearest
+
+            # A scale per block takes no more room than one per row would: every block has its own in any case.
+            fine = Form(form.kind, form.group or BLOCK, form.zeros)
+            self.write_groups(storage, first_row, round_to_nearest(weight, fine, scale_dtype=torch.float16))
+            return
         matrix = _matrix(storage)
         assert first_row == matrix.filled, "rows are packed in their order"
         matrix.append_floats(weight)
         self._show(storage)
+
+    def write_groups(self, storage: Storage, first_row: int, groups: Groups) -> None:
+        """Codes are kept; scales are rounded to float16, which is all that blocks hold."""
+        self.write_blocks(storage, first_row, blocks_of(groups))
 
     def write_blocks(self, storage: Storage, first_row: int, blocks: Blocks) -> None:
         from tokenmill.ops.native.matrix import OF_GGUF
@@ -107,6 +135,44 @@ class Packed:
         """The tensors of a storage are what the memory accounting looks at."""
         for number, (form, _, panels) in enumerate(_matrix(storage).segments):
             storage[f"{number} {form.name}"] = panels
+
+
+def can_hold(groups_of: Form, columns: int) -> bool:
+    """Whether blocks can hold what a checkpoint stores in this form."""
+    group = groups_of.group or columns
+    return groups_of.kind in ("int4", "int8", "w8a8") and group % BLOCK == 0 and columns % group == 0
+
+
+def blocks_of(groups: Groups) -> Blocks:
+    """The same codes as blocks of 32 columns, each with its own copy of its group's scale."""
+    rows, columns = groups.codes.shape
+    codes = groups.codes.numpy().reshape(rows, -1, BLOCK)
+    scale = _per_block(groups.scale.float(), groups)  # [rows, blocks, 1]
+    kind = _block_type(groups.bits, groups.zeros is not None)
+    if kind == Q8_0 and groups.zeros is not None:
+        return Blocks(_bytes(groups.widen(torch.float32).numpy()).reshape(-1), F32, (rows, columns))
+    fields = [_bytes(scale.astype(np.float16))]
+    if kind == Q4_1:
+        assert groups.zeros is not None
+        lowest = -(_per_block(groups.zeros.float(), groups) + 8) * scale  # what the code 0 of 0..15 stands for
+        fields.append(_bytes(lowest.astype(np.float16)))
+    if groups.bits == 4:
+        low, high = np.split((codes + 8).astype(np.uint8), 2, axis=2)  # [rows, blocks, 16] each
+        codes = low | high << 4
+    fields.append(_bytes(codes))
+    return Blocks(np.concatenate(fields, axis=2).reshape(-1), kind, (rows, columns))
+
+
+def _block_type(bits: int, zeros: bool) -> int:
+    return Q8_0 if bits == 8 else Q4_1 if zeros else Q4_0
+
+
+def _per_block(values: torch.Tensor, groups: Groups) -> npt.NDArray[np.float32]:  # [rows, groups] -> [rows, blocks, 1]
+    return values.numpy().repeat(groups.group // BLOCK, axis=1)[..., None]
+
+
+def _bytes(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:  # of the last dimension
+    return np.ascontiguousarray(values).view(np.uint8)
 
 
 def _matrix(storage: Storage) -> PackedMatrix:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 
 from tokenmill.quant.device import arrivals_for, has_small_gemm
+from tokenmill.quant.groups import Groups
 
 Storage = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations that are float8 already, one scale per row: what a fused norm or activation may hand over."""
+    """Activations that are float8 or int8 already, with a scale per row: what a fused norm or activation hands over."""
 
-    values: torch.Tensor  # [..., in] float8
+    values: torch.Tensor  # [..., in] float8 or int8
     scale: torch.Tensor  # [...] float32
     dtype: torch.dtype  # of the model, and so of the product
 
@@ -62,19 +64,32 @@ class QuantScheme(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesGroups(Protocol):
+    """A scheme that stores what a quantized checkpoint holds without rounding it again."""
+
+    def write_groups(self, storage: Storage, first_row: int, groups: Groups) -> None: ...
+
+
 class Dense:
-    """The weight as it is, in the model's dtype."""
+    """The weight as it is, in the model's dtype or in one of its own, in which it is then multiplied."""
 
     name = "dense"
 
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        if dtype is not None:
+            self.name = f"dense {str(dtype).removeprefix('torch.')}"
+
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        return {"weight": torch.empty(rows, columns, dtype=dtype, device=device), **arrivals_for(rows, device)}
+        weight = torch.empty(rows, columns, dtype=self.dtype or dtype, device=device)
+        return {"weight": weight, **arrivals_for(rows, device)}
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return rows * columns * dtype.itemsize
+        return rows * columns * (self.dtype or dtype).itemsize
 
     def input_bytes(self, columns: int) -> int:
-        return 0
+        return 0 if self.dtype is None else columns * self.dtype.itemsize
 
     def wants_quantized(self, storage: Storage, rows: int, dtype: torch.dtype) -> bool:
         return False
@@ -86,6 +101,9 @@ class Dense:
         weight = storage["weight"]
         if isinstance(x, QuantizedRows):
             x = x.widen()
+        if x.dtype != weight.dtype:
+            wide = F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+            return wide.to(x.dtype)
         if x.dim() == 2 and has_small_gemm(x.device):
             from tokenmill.ops.triton.gemm_small import beats_library, small_gemm
 
@@ -109,9 +127,18 @@ class Linear:
         return self.scheme.wants_quantized(self.storage, rows, dtype)
 
 
-def scheme_for(name: str, scheme: QuantScheme) -> QuantScheme:
-    """The scheme of a linear layer, by its canonical name.
+@dataclass(frozen=True)
+class Schemes:
+    """The scheme of every linear layer, by canonical name: `layers.3.gate_up`, `lm_head`; and of the embedding."""
 
-    The head stays dense, as the embedding does (and often is): errors there reach the logits undamped.
-    """
-    return Dense() if name == "lm_head" else scheme
+    default: QuantScheme
+    named: Mapping[str, QuantScheme] = field(default_factory=dict)
+    as_stored: frozenset[str] = frozenset()  # layers whose schemes take the codes of a quantized checkpoint as they are
+
+    def of(self, name: str) -> QuantScheme:
+        return self.named.get(name, self.default)
+
+    @classmethod
+    def inside(cls, scheme: QuantScheme) -> Schemes:
+        """One for all layers. The head stays dense, as the embedding does: errors there reach the logits undamped."""
+        return cls(scheme, {"lm_head": Dense()})

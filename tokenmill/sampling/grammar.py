@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.sampling.form_levels import check_levels
 from tokenmill.sampling.structured import StructuredOutput
 
 if TYPE_CHECKING:
@@ -188,8 +189,9 @@ def check_grammar(structured: StructuredOutput) -> None:
 
 
 def grammar_text(structured: StructuredOutput) -> str:
-    """The grammar as llguidance reads it."""
+    """The grammar as llguidance reads it. Raises InvalidRequest for one that it would not survive."""
     _need_library()
+    check_levels(structured)
     from llguidance import LLMatcher, regex_to_lark
 
     if "json" in structured:

@@ -20,9 +20,7 @@ from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.grammar import check_grammar
-from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape, refusal_of
-from tokenmill.serve.form_levels import check_levels
 from tokenmill.serve.reading import read_request
 from tokenmill.serve.record import Record
 from tokenmill.serve.sampling_of import seconds_of
@@ -73,7 +71,7 @@ class Call:
     async def submit(self, prompt: Prompt, params: SamplingParams, asked: Asked) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
         if params.structured is not None:  # the answer is kept: it is asked again, and then costs nothing
-            await asyncio.to_thread(_check_form, params.structured)
+            await asyncio.to_thread(check_grammar, params.structured)
         if self.record.trace is not None:
             self.record.trace.asked(params, self.model)
         stream = await self.service.submit(
@@ -196,12 +194,6 @@ class Call:
         if said is not None and any(one.at_fault for one in self._streams if one.request_id == output.request_id):
             return HttpError(400, said, "invalid_value", "response_format")
         return HttpError(500, said or f"the answer ended with {self.finish}", "engine_error")
-
-
-def _check_form(structured: StructuredOutput) -> None:
-    """Raises InvalidRequest."""
-    check_levels(structured)
-    check_grammar(structured)
 
 
 def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:

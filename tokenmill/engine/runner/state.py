@@ -10,6 +10,7 @@ import torch
 from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.ops.kv_forms import KVScales, form_for
 
 
 class DeviceState:
@@ -23,7 +24,7 @@ class DeviceState:
         max_len: int,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of floats, or of a quantized form's codes
         device: torch.device,
         native: bool = False,  # the cache is read and written by the native library
     ) -> None:
@@ -39,14 +40,21 @@ class DeviceState:
         shape = shapes.pop()
         # [layers, key and value (or only key), blocks, block_size, kv_heads, dim]: one copy moves a block of all layers
         parts = 2 if shape.v_dim else 1
-        block = (block_size, shape.kv_heads, shape.k_dim)
-        if native:  # a block of all layers lies together: so a request fills a few large pages, not some in every layer
-            memory = _large_pages((num_blocks, spec.num_layers, parts, *block), dtype)
-            self.arena = memory.movedim(0, 2)
-        else:
-            self.arena = _zeros((spec.num_layers, parts, num_blocks, *block), dtype, device)
+
+        def paged(width: int, dtype: torch.dtype) -> torch.Tensor:
+            block = (block_size, shape.kv_heads, width)
+            if native:  # a block of all layers lies together: a request fills a few large pages, not some per layer
+                return _large_pages((num_blocks, spec.num_layers, parts, *block), dtype).movedim(0, 2)
+            return _zeros((spec.num_layers, parts, num_blocks, *block), dtype, device)
+
+        form = form_for(dtype)
+        self.arena = paged(form.width(shape.k_dim) if form else shape.k_dim, dtype)
+        self.scales = paged(form.scales(shape.k_dim), torch.bfloat16) if form else None  # beside a quantized arena
         rope_dim = spec.mla.rope_dim if spec.mla else 0
         self.kv = [LayerKV(layer[0], layer[1] if parts == 2 else layer[0][..., rope_dim:]) for layer in self.arena]
+        if self.scales is not None:
+            for layer, (k, v) in zip(self.kv, self.scales, strict=True):
+                layer.scales = KVScales(k, v)
 
     def write(
         self,
@@ -62,7 +70,9 @@ class DeviceState:
             self.block_tables.view(-1).scatter_(0, block_at, block_value.int())
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.arena[:, :, target] = self.arena[:, :, source]
+        for arena in (self.arena, self.scales):
+            if arena is not None:
+                arena[:, :, target] = arena[:, :, source]
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where in the arena each token's key and value go."""

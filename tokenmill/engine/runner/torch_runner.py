@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenmill.engine.runner.graphs import DecodeGraphs
+from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import PackedStep, pack
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Pending, Step, StepResult
@@ -24,8 +25,17 @@ if TYPE_CHECKING:
 class TorchRunner:
     """One rank. Sampled tokens are written to the device's token table, where the next step finds them."""
 
-    def __init__(self, decoder: Decoder, state: DeviceState, *, max_rows: int, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        state: DeviceState,
+        *,
+        max_rows: int,
+        graphs: bool = False,
+        guard: PrecisionGuard | None = None,  # for rows that a narrow dtype cannot compute
+    ) -> None:
         self.decoder = decoder
+        self._guard = guard
         self.state = state
         self.device = state.tokens.device
         self._max_rows = max_rows
@@ -47,6 +57,8 @@ class TorchRunner:
 
     def _launch(self, step: Step) -> Pending:
         self._sampler.take_masks(step.masks)
+        if step.wide:
+            return self._launch_eagerly(step)
         if self._graphs is not None and self._graphs.takes(step):
             traits = self._sampler.plain_traits(step.rows)
             if traits is not None:
@@ -65,9 +77,14 @@ class TorchRunner:
         self._sampler.admit(step.admissions)
         if step.copies:
             self.state.copy_blocks(part["copy_from"], part["copy_to"])
-        hidden = self.decoder.forward(self._token_batch(step, part), self.state.kv)
+        tokens = self._token_batch(step, part)
+        if step.wide:
+            assert self._guard is not None  # no row is wide without one
+            hidden = self._guard.forward(step, tokens, self.state.kv)
+        else:
+            hidden = self.decoder.forward(tokens, self.state.kv)
         prompts = self._prompt_logprobs(step, hidden)
-        sampled = self._sample(packed, part, hidden)
+        sampled = self._sample(step, packed, part, hidden)
         return _TorchPending(step, sampled, prompts, self.device)
 
     def reset(self) -> None:
@@ -103,14 +120,23 @@ class TorchRunner:
             ),
         )
 
-    def _sample(self, packed: PackedStep, part: dict[str, torch.Tensor], hidden: torch.Tensor) -> Sampled | None:
+    def _sample(
+        self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor], hidden: torch.Tensor
+    ) -> Sampled | None:
         if not packed.sample_rows:
             return None
-        logits = self.decoder.logits(hidden[part["entries"]])
+        logits = self._logits(hidden[part["entries"]], step, packed.sample_rows)
         rows, positions = part["entry_rows"], part["entry_positions"]
         sampled = self._sampler.sample(logits, packed.sample_rows, packed.sample_positions, rows, positions)
         self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
         return sampled
+
+    def _logits(self, hidden: torch.Tensor, step: Step, rows: list[int]) -> torch.Tensor:  # [n, vocab], of these rows
+        if not step.wide:
+            return self.decoder.logits(hidden)
+        assert self._guard is not None
+        wide = {step.rows[index] for index in step.wide}
+        return self._guard.logits(hidden, torch.tensor([row in wide for row in rows], device=self.device))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
         """Log-probabilities of the prompt tokens that follow this step's tokens, a bounded slice at a time."""
@@ -124,7 +150,7 @@ class TorchRunner:
                 last = min(start + count, prompt_len - 1)
                 for at in range(start, last, self._max_rows):
                     size = min(self._max_rows, last - at)
-                    logits = self.decoder.logits(hidden[first + at - start :][:size])
+                    logits = self._logits(hidden[first + at - start :][:size], step, [row] * size)
                     targets = self.state.tokens[row, at + 1 : at + 1 + size]
                     found.setdefault(index, []).append(prompt_logprobs(logits, targets, width).start_copy())
             first += count

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import Finish, Request, State
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
+from tokenmill.engine.step import NOT_FINITE
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.grammar import Constraint
@@ -30,6 +31,7 @@ class Limits:
     max_queued_requests: int = 100_000
     max_queued_tokens: int = 50_000_000
     watermark: float = 0.01  # share of blocks kept free at admission, so that running requests can grow
+    may_widen: bool = False  # the runner can compute rows in a wider precision than the model's
 
 
 @dataclass(slots=True)
@@ -192,6 +194,7 @@ class Roster:
         request.finish = why
         request.metrics.finished = now
         del self.requests[request.id]
+        self.policy.learn(request)
         self._release_followers(request)
         request.fork_from = None
         if request.beams is not None:
@@ -228,6 +231,41 @@ class Roster:
                 self.running.remove(request)
                 request.lane = self.policy.lane(request)
                 insort(self.running, request, key=importance)
+
+    def _not_finite(self, request: Request, now: float) -> None:
+        """Its logits were no numbers. Others may have filled the blocks it started on, so it tries once on its own; and
+        then once in a wider precision, where the runner has one."""
+        self.kv.forget(request)
+        alone = not request.started_on_others or request.distrustful
+        if not alone or (self.limits.may_widen and not request.wide):
+            request.distrustful = True
+            request.wide = alone
+            request.void_until = request.last_step
+            if request.state is RUNNING:
+                self._preempt(request)
+            return
+        request.error = NOT_FINITE
+        self._finish(request, Finish.ERROR, now, report=False)
+
+    def _advance_beams(self, beams: Beams, now: float, deltas: list[Delta]) -> None:
+        """When every beam of a round is in: survivors go on, dropped ones start over as forks of survivors."""
+        turn = beams.advance(now)
+        if turn is None:
+            return
+        if turn.finish is not None:
+            self._finish(beams.leader, turn.finish, now, report=False)
+            deltas.append(Delta(beams.leader, finished=True))
+            return
+        for request in turn.forks:
+            if request.state is RUNNING:
+                self._leave(request)
+                request.state = WAITING
+            elif request.id not in self.requests:
+                self._register(request)
+        for request in beams.live:
+            self._dormant.pop(request.id, None)
+            if request.state is WAITING and request not in self.waiting:
+                self.waiting.push(request)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] < now:

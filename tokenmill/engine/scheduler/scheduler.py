@@ -8,10 +8,11 @@ from collections.abc import Iterable
 
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.scheduler.control import Pace
 from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.scheduler.roster import FINISHED, RUNNING, WAITING, Delta, Limits, Roster, importance
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.step import NOT_FINITE, Admission, Step, StepResult
+from tokenmill.engine.step import Admission, Step, StepResult
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.records import TokenLogprobs
 
@@ -30,11 +31,18 @@ class Scheduler(Roster):
     """
 
     def __init__(
-        self, limits: Limits, kv: KVManager, policy: Policy | None = None, *, find_shared_prefixes: bool = False
+        self,
+        limits: Limits,
+        kv: KVManager,
+        policy: Policy | None = None,
+        *,
+        pace: Pace | None = None,
+        find_shared_prefixes: bool = False,
     ) -> None:
         if limits.max_step_tokens < limits.max_rows:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
         super().__init__(limits, kv, policy)
+        self.pace = pace or Pace(limits)
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
         self._number = 0
@@ -93,6 +101,7 @@ class Scheduler(Roster):
         for beams in rounds.values():
             self._advance_beams(beams, now, deltas)
         self.kv.settle(step.number)
+        self.pace.committed(step, deltas, now)
         return deltas
 
     def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
@@ -139,6 +148,10 @@ class Scheduler(Roster):
                 self._preempt(victims.pop())
             self._promised, self._promised_above = blocks, lane
 
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows) and len(self.running) < self.pace.rows
+
     def _fits(self, rows: int, blocks: int, free: int) -> bool:
         """Whether newcomers leave enough blocks for those who run to grow."""
         watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
@@ -150,7 +163,7 @@ class Scheduler(Roster):
 
     def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
         """One token (and drafts) to every running request that is through its prompt; the others are returned."""
-        budget = self.limits.max_step_tokens
+        budget = max(self.pace.step_tokens, len(self.running))
         for_drafts = (budget - len(self.running)) // 2  # proposals must starve neither decodes nor newcomers
         prefilling: list[Request] = []
         for request in list(self.running):
@@ -262,10 +275,12 @@ class Scheduler(Roster):
 
     def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
         """The capacity gate."""
-        if not self._free_rows or request.in_flight or request.awaits_mask:
+        if not self.has_free_row or request.in_flight or request.awaits_mask:
             return False
         hits, need = self._admission_need(request)
         if not self._fits(1, need, self.kv.pool.num_free):
+            return False
+        if not self.policy.admits(request, need, self.running, self.kv):
             return False
         self._place(step, request, hits, lane)
         if request.metrics.first_scheduled is None:
@@ -321,6 +336,8 @@ class Scheduler(Roster):
         step.rows = [request.row for request in step.requests]
         step.starts = [start for _, start, _ in shares]
         step.counts = [count for _, _, count in shares]
+        if self.limits.may_widen:
+            step.wide = [index for index, request in enumerate(step.requests) if request.wide]
         samples = step.samples
         for request, start, count in shares:
             request.in_flight += 1
@@ -378,35 +395,3 @@ class Scheduler(Roster):
         if kept < len(tokens):
             tokens = tokens[:kept]
         return Delta(request, tokens, logprobs, request.state is FINISHED)
-
-    def _not_finite(self, request: Request, now: float) -> None:
-        """Its logits were no numbers. Others may have filled the blocks it started on, so it tries once on its own."""
-        self.kv.forget(request)
-        if request.started_on_others and not request.distrustful:
-            request.distrustful = True
-            request.void_until = request.last_step
-            if request.state is RUNNING:
-                self._preempt(request)
-            return
-        request.error = NOT_FINITE
-        self._finish(request, Finish.ERROR, now, report=False)
-
-    def _advance_beams(self, beams: Beams, now: float, deltas: list[Delta]) -> None:
-        """When every beam of a round is in: survivors go on, dropped ones start over as forks of survivors."""
-        turn = beams.advance(now)
-        if turn is None:
-            return
-        if turn.finish is not None:
-            self._finish(beams.leader, turn.finish, now, report=False)
-            deltas.append(Delta(beams.leader, finished=True))
-            return
-        for request in turn.forks:
-            if request.state is RUNNING:
-                self._leave(request)
-                request.state = WAITING
-            elif request.id not in self.requests:
-                self._register(request)
-        for request in beams.live:
-            self._dormant.pop(request.id, None)
-            if request.state is WAITING and request not in self.waiting:
-                self.waiting.push(request)

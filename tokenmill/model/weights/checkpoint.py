@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tokenmill.errors import ModelError
+from tokenmill.quant.forms import Form
+from tokenmill.quant.groups import Groups
 from tokenmill.quant.packed import Blocks
 
 
@@ -36,6 +38,21 @@ class BlockCheckpoint(Checkpoint, Protocol):
 
     def release(self, name: str) -> None:
         """The tensor was read: its pages of the file need not stay in memory."""
+        ...
+
+
+@runtime_checkable
+class GroupCheckpoint(Checkpoint, Protocol):
+    """A checkpoint whose linear layers are small integers or float8 with scales; `tensor` gives them as floats."""
+
+    def stored(self, name: str) -> Form | None:
+        """The form of a matrix that `groups` gives, without reading it; None: it is had as floats only."""
+        ...
+
+    def groups(self, name: str) -> Groups | None: ...
+
+    def notes(self) -> list[str]:
+        """What the engine's report should say of it."""
         ...
 
 

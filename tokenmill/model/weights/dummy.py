@@ -8,7 +8,8 @@ import torch
 
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec, ParamSpec
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme, scheme_for
+from tokenmill.quant.packed import Packed
+from tokenmill.quant.scheme import Dense, Linear, Schemes
 
 _CHUNK = 1 << 25  # elements made at once, so that nothing but the weights themselves needs room
 
@@ -18,16 +19,16 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int,
-    scheme: QuantScheme | None = None,
+    schemes: Schemes | None = None,
 ) -> WeightStore:
     """The same seed gives the same weights on the same kind of device, each independent of the others."""
-    place, scheme = torch.device(device), scheme or Dense()
+    place, schemes = torch.device(device), schemes or Schemes(Dense())
     generator = torch.Generator(place)
     weights: dict[str, Weight] = {}
     for name, param in spec.parameters().items():
         # 32 bits, since torch's CPU generator ignores the rest.
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        weights[name] = weight = allocate(spec, param, dtype, place, scheme_for(name, scheme))
+        weights[name] = weight = allocate(spec, param, dtype, place, schemes.of(name))
         _fill(weight, param, dtype, generator)
     return ResidentWeights(spec, weights)
 
@@ -37,7 +38,8 @@ def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, generator: torch
     deviation = param.shape[-1] ** -0.5
     if isinstance(weight, Linear):
         rows, columns = param.shape
-        step = max(1, _CHUNK // columns)
+        # What is packed is written in few parts.
+        step = rows if isinstance(weight.scheme, Packed) else max(1, _CHUNK // columns)
         for first in range(0, rows, step):
             part = torch.empty(min(step, rows - first), columns, dtype=dtype, device=generator.device)
             weight.scheme.write(weight.storage, first, part.normal_(0, deviation, generator=generator))

@@ -8,11 +8,12 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
-from tokenmill.model.spec import DecoderSpec, ParamSpec
-from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
+from tokenmill.quant.forms import Form
 from tokenmill.quant.packed import Blocks, Packed, can_pack, packed_bytes
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme, scheme_for
+from tokenmill.quant.scheme import Dense, Linear, Schemes, TakesGroups
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,20 +24,20 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,  # called with (parameters done, parameters in all)
-    scheme: QuantScheme | None = None,
+    schemes: Schemes | None = None,
 ) -> WeightStore:
     """Peak memory is one copy of the weights plus the tensor being read."""
     _refuse_quantized(checkpoint)
     spelled = canonical(checkpoint.names())
     chosen = _choose(spec, spelled)
-    place, scheme = torch.device(device), scheme or Dense()
+    place, schemes = torch.device(device), schemes or Schemes(Dense())
     params = spec.parameters()
     total, done = sum(param.numel for param in params.values()), 0
     weights: dict[str, Weight] = {}
     for name, param in params.items():
-        weight = _allocate(spec, name, param, dtype, place, scheme, checkpoint, chosen[name], spelled)
+        weight = allocate(spec, param, dtype, place, schemes.of(name))
         for piece in chosen[name]:
-            _fill_from(checkpoint, spelled[piece.source], weight, piece)
+            _fill_from(checkpoint, spelled[piece.source], weight, piece, name in schemes.as_stored)
         weights[name] = weight
         done += param.numel
         if progress is not None:
@@ -44,38 +45,33 @@ def load_weights(
     return ResidentWeights(spec, weights)
 
 
-def stored_bytes(spec: DecoderSpec, checkpoint: Checkpoint, itemsize: int) -> int:
-    """Bytes of the weights when every matrix that can be is packed as it is stored."""
+def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, Form]:
+    """The linear layers that a quantized checkpoint holds in one form each, under their canonical names."""
+    if not isinstance(checkpoint, GroupCheckpoint):
+        return {}
     spelled = canonical(checkpoint.names())
-    total = spec.weight_bytes(itemsize)
+    found: dict[str, Form] = {}
     for name, recipe in _choose(spec, spelled).items():
-        if spec.parameters()[name].kind not in ("linear", "embedding"):
-            continue
-        for piece in recipe:
-            blocks = _blocks(checkpoint, spelled[piece.source], piece)
-            if blocks is not None:
-                total += packed_bytes(blocks.type_id, *blocks.shape) - blocks.shape[0] * blocks.shape[1] * itemsize
-    return total
+        if spec.parameters()[name].kind == "linear":
+            forms = {None if piece.change else checkpoint.stored(spelled[piece.source]) for piece in recipe}
+            form = forms.pop()
+            if form is not None and not forms:
+                found[name] = form
+    return found
 
 
-def _allocate(
-    spec: DecoderSpec,
-    name: str,
-    param: ParamSpec,
-    dtype: torch.dtype,
-    place: torch.device,
-    scheme: QuantScheme,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    spelled: dict[str, str],
-) -> Weight:
-    """Room for one parameter; an embedding stays packed where it is stored so."""
-    if isinstance(scheme, Packed):
-        if name == "embed" and _blocks(checkpoint, spelled[recipe[0].source], recipe[0]) is not None:
-            rows, columns = param.shape
-            return Linear(scheme, scheme.allocate(rows, columns, dtype, place))
-        return allocate(spec, param, dtype, place, scheme)
-    return allocate(spec, param, dtype, place, scheme_for(name, scheme))
+def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
+    """Bytes of each matrix when it is packed as the checkpoint stores it; floats have this size."""
+    spelled = canonical(checkpoint.names())
+    found = {}
+    for name, recipe in _choose(spec, spelled).items():
+        if spec.parameters()[name].kind in ("linear", "embedding"):
+            found[name] = 0
+            for piece in recipe:
+                blocks, (rows, columns) = _blocks(checkpoint, spelled[piece.source], piece), piece.shape
+                packed = rows * columns * itemsize if blocks is None else packed_bytes(blocks.type_id, rows, columns)
+                found[name] += packed
+    return found
 
 
 def _blocks(checkpoint: Checkpoint, name: str, piece: Piece) -> Blocks | None:
@@ -86,14 +82,21 @@ def _blocks(checkpoint: Checkpoint, name: str, piece: Piece) -> Blocks | None:
     return blocks if blocks is not None and blocks.shape == piece.shape and can_pack(blocks) else None
 
 
-def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece) -> None:
-    if isinstance(weight, Linear) and isinstance(weight.scheme, Packed):
+def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, as_stored: bool) -> None:
+    if isinstance(weight, Linear) and isinstance(weight.scheme, Packed) and weight.scheme.form is None:
         blocks = _blocks(checkpoint, name, piece)
         if blocks is not None:
             weight.scheme.write_blocks(weight.storage, piece.first, blocks)
             assert isinstance(checkpoint, BlockCheckpoint)
             checkpoint.release(name)
             return
+    if as_stored:
+        assert isinstance(weight, Linear) and isinstance(weight.scheme, TakesGroups)
+        assert isinstance(checkpoint, GroupCheckpoint)
+        groups = checkpoint.groups(name)
+        assert groups is not None  # `stored` said so
+        weight.scheme.write_groups(weight.storage, piece.first, groups)
+        return
     _fill(weight, piece, _read(checkpoint, name, piece))
 
 
@@ -145,7 +148,7 @@ def _fill(weight: Weight, piece: Piece, value: torch.Tensor) -> None:
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     quantized = checkpoint.config.get("quantization_config")
-    if quantized:
+    if quantized and not isinstance(checkpoint, GroupCheckpoint):
         method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, dict) else quantized
         raise ModelError(
             f"the checkpoint is quantized with {method}, which cannot be loaded; use the original one or a GGUF file"

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from tokenmill.ops import cpu
+from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.native import library
 from tokenmill.ops.native.recording import NotRecordableError, new, row_count
 from tokenmill.ops.native.structs import (
@@ -91,6 +92,7 @@ def rope_kv_write(
     q_norm: torch.Tensor | None = None,  # [dim]
     k_norm: torch.Tensor | None = None,  # [dim]
     eps: float = 0.0,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> None:
     positions, slots = positions.long(), slots.long()
     args = RopeArgs(
@@ -122,6 +124,7 @@ def rope_kv_write(
         args.v_block, args.v_slot, args.v_cache_head = v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)
     if q_norm is not None and k_norm is not None:
         args.q_norm, args.k_norm, args.norm_storage = q_norm.data_ptr(), k_norm.data_ptr(), storage_of(q_norm)
+    _set_scales(args, scales)
     _run(args)
 
 
@@ -132,6 +135,7 @@ def attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     tokens, heads, k_dim = q.shape
     v_dim = v_cache.shape[3]
@@ -173,8 +177,16 @@ def attention(
     if batch.tree is not None:
         tree = batch.tree.contiguous()
         args.tree, args.tree_stride = tree.data_ptr(), tree.shape[1]
+    _set_scales(args, scales)
     _run(args)
     return out
+
+
+def _set_scales(args: RopeArgs | AttentionArgs, scales: KVScales | None) -> None:
+    if scales is not None:
+        args.k_scales, args.v_scales = scales.k.data_ptr(), scales.v.data_ptr()
+        args.k_scale_block, args.k_scale_slot, args.k_scale_head, _ = scales.k.stride()
+        args.v_scale_block, args.v_scale_slot, args.v_scale_head, _ = scales.v.stride()
 
 
 def act_mul(
@@ -349,6 +361,7 @@ def _implementations() -> tuple[Implementation, ...]:
             head_dims=(1, MAX_HEAD_DIM),
             capture_safe=True,
             batch_invariant=fn is not attention,  # a single query is computed in another order than one of a chunk
+            kv_forms=("int8",),
             rank=10,
         )
         for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, sample)

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.ops.native.library import Library
 
-_STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -39,10 +39,11 @@ class NormArgs(Args):
 class RopeArgs(Args):
     KIND = 65
     _fields_ = _fields(
-        "q k v table positions slots k_cache v_cache q_norm k_norm",
+        "q k v table positions slots k_cache v_cache q_norm k_norm k_scales v_scales",
         "tokens heads kv_heads dim v_dim rotated block_size "
         "q_token q_head k_token k_head v_token v_head "
-        "k_block k_slot k_cache_head v_block v_slot v_cache_head cache_storage norm_storage",
+        "k_block k_slot k_cache_head v_block v_slot v_cache_head "
+        "k_scale_block k_scale_slot k_scale_head v_scale_block v_scale_slot v_scale_head cache_storage norm_storage",
         "eps",
     )
 
@@ -77,10 +78,11 @@ class ChooseArgs(Args):
 class AttentionArgs(Args):
     KIND = 80
     _fields_ = _fields(
-        "q k v out rows q_start context tables tree",
+        "q k v out rows q_start context tables tree k_scales v_scales",
         "n singles heads kv_heads k_dim v_dim block_size "
         "q_token q_head out_token out_head "
         "k_block k_slot k_head v_block v_slot v_head table_row tree_stride "
+        "k_scale_block k_scale_slot k_scale_head v_scale_block v_scale_slot v_scale_head "
         "window sinks cache_storage",
         "softcap scale",
     )

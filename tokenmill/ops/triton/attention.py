@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from tokenmill.ops.kv_forms import KVScales, channels
 from tokenmill.ops.triton.attention_decode import decode_attention
 from tokenmill.ops.triton.attention_prefill import prefill_attention
 from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare
+from tokenmill.ops.triton.kv_codes import FORMS
 from tokenmill.ops.types import AttentionBatch, Mask
 
 
@@ -17,18 +19,19 @@ def attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,  # of caches that hold codes
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     if batch.tree is not None:
         raise NotImplementedError("the Triton attention has no tree mask; choose the reference attention for trees")
     assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1
-    out = torch.empty(q.shape[0], q.shape[1], v_cache.shape[3], dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape[0], q.shape[1], channels(v_cache), dtype=q.dtype, device=q.device)
     if batch.num_singles:
-        decode_attention(q, k_cache, v_cache, out, batch, mask, scale)
+        decode_attention(q, k_cache, v_cache, out, batch, mask, scale, scales)
     if batch.num_singles < len(batch.host_counts):
-        prefill_attention(q, k_cache, v_cache, out, batch, mask, scale)
+        prefill_attention(q, k_cache, v_cache, out, batch, mask, scale, scales)
     return out
 
 
 # Batches of singles may be captured in a graph; chunks copy a list of tiles from the host, so they may not.
 # The number of splits depends on the whole batch, so a row's last bits do too.
-IMPLEMENTATIONS = (declare(attention, head_dims=(1, MAX_HEAD_DIM), batch_invariant=False),)
+IMPLEMENTATIONS = (declare(attention, head_dims=(1, MAX_HEAD_DIM), batch_invariant=False, kv_forms=tuple(FORMS)),)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.kv_forms import KVScales, form_of
 from tokenmill.ops.triton.attention_shared import prefix_attention
 from tokenmill.ops.triton.config import (
     Tile,
@@ -17,10 +18,20 @@ from tokenmill.ops.triton.config import (
     power_of_two,
     prefix_splits,
     prefix_tile,
-    split_head,
+)
+from tokenmill.ops.triton.kv_codes import (
+    as_kernels_take_it,
+    fold_values,
+    head_of,
+    load_queries,
+    no_values,
+    of_head,
+    score_keys,
+    value_channels,
+    whole_values,
 )
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
+from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 _FIELDS = tl.constexpr(8)  # of an item: row, first tile, end tile, part, parts to join, table row, context, first key
@@ -53,13 +64,14 @@ def decode_attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,
 ) -> None:
-    rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
-    block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    rows, heads = batch.num_singles, q.shape[1]
+    block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], out.shape[2]
     group = heads // kv_heads
-    plan = _plan(q, kv_heads, value_dim, batch, mask)
-    tile, head = plan.tile, split_head(key_dim)
-    value_block = max(16, power_of_two(value_dim))
+    cache = as_kernels_take_it(k_cache, v_cache, scales)
+    plan = _plan(q, kv_heads, value_dim, batch, mask, "" if scales is None else form_of(k_cache).name)
+    tile, value_block = plan.tile, cache.constants["VALUE_BLOCK"]
     # Parts of the rows' own keys come first, then prefix_splits parts per row of what they share.
     slots = plan.num_slots + rows * plan.prefix_splits
     partial = torch.empty(slots, heads, value_dim, dtype=torch.float32, device=q.device)
@@ -67,21 +79,18 @@ def decode_attention(
     if plan.shared:
         first = plan.num_slots
         prefix_attention(
-            q, k_cache, v_cache, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile,
+            q, cache, block_size, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile,
             plan.prefix_splits,
         )  # fmt: skip
     join_heads = power_of_two(group)
     in_place = plan.head_tiles == 1 and join_heads * value_block <= _JOIN_IN_PLACE
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
-        q, k_cache, v_cache, out, partial, stats, plan.items, plan.joins, plan.counters, batch.block_tables,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
-        batch.block_tables.stride(0), heads, plan.num_slots, plan.prefix_splits,
+        q, *cache.tensors, out, partial, stats, plan.items, plan.joins, plan.counters, batch.block_tables,
+        q.stride(0), q.stride(1), *cache.strides, out.stride(0), out.stride(1), batch.block_tables.stride(0), heads, plan.num_slots, plan.prefix_splits,
         mask.window or 0, mask.sinks, cap_scale, score_scale,
-        GROUP=group, HEAD_TILES=plan.head_tiles, SAME_LAYOUT=k_cache.stride() == v_cache.stride(),
-        BLOCK_SIZE=block_size, KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
-        VALUE_BLOCK=value_block, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        GROUP=group, HEAD_TILES=plan.head_tiles, BLOCK_SIZE=block_size, **cache.constants,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SHARED=plan.shared,
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, _JOIN_TILE // (join_heads * value_block)),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -93,19 +102,23 @@ def decode_attention(
         )  # fmt: skip
 
 
-def _plan(q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask) -> DecodePlan:
+def _plan(
+    q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask, form: str = ""
+) -> DecodePlan:
     heads, key_dim = q.shape[1:]
-    name = f"decode plan: {heads} {kv_heads} {key_dim} {value_dim} {mask.window} {mask.sinks}"
+    name = f"decode plan: {heads} {kv_heads} {key_dim} {value_dim} {mask.window} {mask.sinks} {form}"
     if name not in batch.cache:
-        batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask)
+        batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask, form)
     plan: DecodePlan = batch.cache[name]
     return plan
 
 
-def _make_plan(q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask) -> DecodePlan:
+def _make_plan(
+    q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask, form: str
+) -> DecodePlan:
     rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
     group = heads // kv_heads
-    tile = decode_tile(group, key_dim, value_dim, q.dtype)
+    tile = decode_tile(group, key_dim, value_dim, q.dtype, form)
     head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
@@ -221,6 +234,8 @@ def _decode_kernel(
     q,  # [tokens, heads, KEY_DIM]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    k_scales,  # [blocks, BLOCK_SIZE, kv_heads, n], where the cache holds codes, in words of int32
+    v_scales,
     out,  # [tokens, heads, VALUE_DIM]
     partial,  # [slots, heads, VALUE_DIM] float32
     stats,  # [slots, heads, 2] float32
@@ -255,6 +270,10 @@ def _decode_kernel(
     REST: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -282,18 +301,15 @@ def _decode_kernel(
     in_group = (tl.program_id(0) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = in_group < GROUP
     head = kv_head * GROUP + in_group
-    k_head = k_cache + kv_head * stride_k_head
-    v_head = v_cache + kv_head * stride_v_head
+    k_head = head_of(k_cache, kv_head, stride_k_head, FORM)
+    v_head = head_of(v_cache, kv_head, stride_v_head, FORM)
 
     q_offsets = row * stride_q_token + head * stride_q_head
-    q_first = load_rows(q, q_offsets, live, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST)
-    q_rest = q_first
-    if REST > 0:
-        q_rest = load_rows(q + FIRST, q_offsets, live, KEY_DIM - FIRST, REST)
+    queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FIRST, REST, FORM, KEY_WORDS)
     first, sink_tiles = 0, 0
     if WINDOWED:
         _, first, sink_tiles = _windowed_tiles(context, window, sinks, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    acc = no_values(BLOCK_M, VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for tile in range(begin, end):
@@ -308,12 +324,19 @@ def _decode_kernel(
             table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
             SAME_LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
-        scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
+        k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
+        scores = score_keys(
+            queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
+            KEY_WORDS, PTX,
+        )  # fmt: skip
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        values = load_rows(v_head, v_offsets, seen, VALUE_DIM, VALUE_BLOCK).to(q_first.dtype)
-        acc, top, total = fold(acc, top, total, scores, values, score_scale)
+        acc, top, total = fold_values(
+            acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
+            VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
+        )  # fmt: skip
 
-    dim = tl.arange(0, VALUE_BLOCK)
+    acc = whole_values(acc, FORM)
+    dim = value_channels(VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
     if parts == 0:
         if SHARED:
@@ -348,6 +371,7 @@ def _decode_kernel(
             kv_head * GROUP, heads, GROUP, VALUE_DIM, VALUE_BLOCK, JOIN_HEADS, JOIN_PARTS,
         )  # fmt: skip
         in_join = tl.arange(0, JOIN_HEADS)
+        dim = tl.arange(0, VALUE_BLOCK)
         place = row * stride_out_token + (kv_head * GROUP + in_join) * stride_out_head
         inside = (in_join < GROUP)[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out + place[:, None] + dim[None, :], joint.to(out.dtype.element_ty), mask=inside)

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenmill.ops.kv_forms import KVScales, channels
 from tokenmill.ops.triton.config import Tile, multiprocessors, power_of_two
+from tokenmill.ops.triton.kv_codes import as_kernels_take_it, load_decoded
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.numeric import tanh
 from tokenmill.ops.triton.paging import load_rows, score_scales
@@ -83,7 +85,7 @@ def fresh_plan(
     mask: Mask,
 ) -> FreshPlan | None:
     """The plan for the rows that gain from it; None if there are none. Made once per step."""
-    kv_heads, key_dim, value_dim = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
+    kv_heads, key_dim, value_dim = k_cache.shape[2], channels(k_cache), channels(v_cache)
     if mask.sinks or q.dtype.itemsize != 2 or key_dim != value_dim or key_dim > 256:
         return None
     name = f"fresh plan of {kv_heads} heads of {key_dim}"  # equal in all layers
@@ -102,13 +104,16 @@ def fresh_attention(
     plan: FreshPlan,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,
 ) -> None:
-    kv_heads, dim = k_cache.shape[2:]
+    kv_heads, dim = k_cache.shape[2], channels(k_cache)
     block = plan.scratch.shape[1]
+    cache = as_kernels_take_it(k_cache, v_cache, scales)
     _gather_kernel[(plan.gather.shape[0], kv_heads, 2)](
-        k_cache, v_cache, plan.scratch, plan.gather, batch.rows, batch.block_tables,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], batch.block_tables.stride(0), plan.keys,
-        BLOCK_SIZE=k_cache.shape[1], DIM=dim, DIM_BLOCK=block, KEYS=_GATHER, num_warps=4,
+        *cache.tensors, plan.scratch, plan.gather, batch.rows, batch.block_tables,
+        *cache.strides, batch.block_tables.stride(0), plan.keys,
+        BLOCK_SIZE=k_cache.shape[1], DIM=dim, DIM_BLOCK=block, KEYS=_GATHER, FORM=cache.constants["FORM"],
+        WORDS=cache.constants["KEY_WORDS"], num_warps=4,
     )  # fmt: skip
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     tile, items = plan.launch.tile, kv_heads * plan.tiles.shape[0]
@@ -200,6 +205,8 @@ def numbered(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _gather_kernel(
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, DIM]
+    k_scales,  # [blocks, BLOCK_SIZE, kv_heads, n], where the cache holds codes, in words of int32
+    v_scales,
     scratch,  # [2, kv_heads, keys, DIM_BLOCK]
     gather,  # [n, 4]: row, first position, where it goes, the row's keys
     rows,  # [rows]
@@ -216,6 +223,8 @@ def _gather_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    FORM: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     entry = gather + tl.program_id(0) * 4
     head = tl.program_id(1).to(tl.int64)
@@ -227,13 +236,22 @@ def _gather_kernel(
     seen = position < tl.load(entry + 3)
     block = tl.load(tables + row * stride_table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     slot = (position % BLOCK_SIZE).to(tl.int64)
+    target = ((tl.program_id(2) * tl.num_programs(1) + head) * keys + place) * DIM_BLOCK
+    if FORM > 0:
+        offsets = block * stride_k_block + slot * stride_k_token + head  # of keys and values alike
+        if tl.program_id(2) == 0:
+            value, channel = load_decoded(k_cache, k_scales, offsets, seen, DIM, WORDS, FORM)
+        else:
+            value, channel = load_decoded(v_cache, v_scales, offsets, seen, DIM, WORDS, FORM)
+        inside = tl.broadcast_to((channel < DIM_BLOCK)[None, :], value.shape)
+        tl.store(scratch + target[:, None] + channel[None, :], value.to(scratch.dtype.element_ty), mask=inside)
+        return
     if tl.program_id(2) == 0:
         offsets = block * stride_k_block + slot * stride_k_token
         value = load_rows(k_cache + head * stride_k_head, offsets, seen, DIM, DIM_BLOCK).to(scratch.dtype.element_ty)
     else:
         offsets = block * stride_v_block + slot * stride_v_token
         value = load_rows(v_cache + head * stride_v_head, offsets, seen, DIM, DIM_BLOCK).to(scratch.dtype.element_ty)
-    target = ((tl.program_id(2) * tl.num_programs(1) + head) * keys + place) * DIM_BLOCK
     tl.store(scratch + target[:, None] + tl.arange(0, DIM_BLOCK)[None, :], value)
 
 

@@ -9,9 +9,21 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.attention_fresh import fresh_attention, fresh_plan, numbered
-from tokenmill.ops.triton.config import Tile, power_of_two, prefill_tile, split_head
+from tokenmill.ops.triton.config import Tile, prefill_tile
+from tokenmill.ops.triton.kv_codes import (
+    as_kernels_take_it,
+    fold_values,
+    head_of,
+    load_queries,
+    no_values,
+    of_head,
+    score_keys,
+    value_channels,
+    whole_values,
+)
 from tokenmill.ops.triton.launch import quick_launch
-from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
+from tokenmill.ops.triton.paging import cache_offsets, score_scales
+from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 
@@ -23,12 +35,14 @@ def prefill_attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,
 ) -> None:
     plan = fresh_plan(q, k_cache, v_cache, batch, mask)
     if plan is not None:
-        fresh_attention(q, k_cache, v_cache, out, batch, plan, mask, scale)
+        fresh_attention(q, k_cache, v_cache, out, batch, plan, mask, scale, scales)
     if plan is None or len(plan.members) < len(batch.host_counts) - batch.num_singles:
-        _paged_attention(q, k_cache, v_cache, out, batch, plan.members if plan else frozenset(), mask, scale)
+        done = plan.members if plan else frozenset()
+        _paged_attention(q, k_cache, v_cache, out, batch, done, mask, scale, scales)
 
 
 def _paged_attention(
@@ -40,20 +54,18 @@ def _paged_attention(
     done: frozenset[int],  # rows that need nothing more
     mask: Mask,
     scale: float,
+    scales: KVScales | None,
 ) -> None:
-    heads, key_dim = q.shape[1], q.shape[2]
-    block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
-    group = heads // kv_heads
-    tile, tiles = _launch_list(q, kv_heads, value_dim, batch, done)
-    head = split_head(key_dim)
+    block_size, kv_heads = k_cache.shape[1:3]
+    tile, tiles = _launch_list(q, kv_heads, out.shape[2], batch, done)
+    cache = as_kernels_take_it(k_cache, v_cache, scales)
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     _prefill_kernel[(kv_heads * tiles.shape[0],)](
-        q, k_cache, v_cache, out, tiles, batch.rows, batch.q_start, batch.context, batch.block_tables,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
+        q, *cache.tensors, out, tiles, batch.rows, batch.q_start, batch.context, batch.block_tables,
+        *q.stride()[:2], *cache.strides, *out.stride()[:2],
         batch.block_tables.stride(0), kv_heads, mask.window or 0, mask.sinks, cap_scale, score_scale,
-        GROUP=group, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
-        VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        GROUP=q.shape[1] // kv_heads, BLOCK_SIZE=block_size, **cache.constants,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SINKS=mask.window is not None and mask.sinks > 0,
         SOFTCAP=mask.softcap is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -99,6 +111,8 @@ def _prefill_kernel(
     q,  # [tokens, heads, KEY_DIM]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    k_scales,  # [blocks, BLOCK_SIZE, kv_heads, n], where the cache holds codes, in words of int32
+    v_scales,
     out,  # [tokens, heads, VALUE_DIM]
     tiles,  # [tiles, 2]: (row, tile of the row)
     rows,  # [rows]
@@ -129,6 +143,10 @@ def _prefill_kernel(
     REST: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -143,8 +161,8 @@ def _prefill_kernel(
     count = tl.load(q_start + row + 1) - first_token
     context = tl.load(contexts + row)
     table = tables + tl.load(rows + row).to(tl.int64) * stride_table
-    k_head = k_cache + kv_head * stride_k_head
-    v_head = v_cache + kv_head * stride_v_head
+    k_head = head_of(k_cache, kv_head, stride_k_head, FORM)
+    v_head = head_of(v_cache, kv_head, stride_v_head, FORM)
 
     # Pair m of the row is query m // GROUP with head m % GROUP of the group: a short chunk still fills the tile.
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -153,10 +171,7 @@ def _prefill_kernel(
     position = context - count + token
     head = kv_head * GROUP + pair % GROUP
     q_offsets = (first_token + token).to(tl.int64) * stride_q_token + head * stride_q_head
-    q_first = load_rows(q, q_offsets, live, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST)
-    q_rest = q_first
-    if REST > 0:
-        q_rest = load_rows(q + FIRST, q_offsets, live, KEY_DIM - FIRST, REST)
+    queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FIRST, REST, FORM, KEY_WORDS)
 
     # Keys that some query of the tile sees: [low, high). Keys that all of them see: [full_low, full_high).
     earliest = context - count + tile * BLOCK_M // GROUP
@@ -170,37 +185,38 @@ def _prefill_kernel(
         full_low = tl.minimum(tl.cdiv(tl.maximum(latest - window + 1, 0), BLOCK_N) * BLOCK_N, high)
         full_high = tl.maximum(full_high, full_low)
 
-    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    acc = no_values(BLOCK_M, VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         acc, top, total = _scan(
-            acc, top, total, 0, tl.minimum(tl.cdiv(sinks, BLOCK_N) * BLOCK_N, low), q_first, q_rest, k_head, v_head,
-            table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
+            acc, top, total, 0, tl.minimum(tl.cdiv(sinks, BLOCK_N) * BLOCK_N, low), queries, unit, k_head, v_head,
+            k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
             stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
-            REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+            REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
         )  # fmt: skip
     if WINDOWED:
         acc, top, total = _scan(
-            acc, top, total, low, full_low, q_first, q_rest, k_head, v_head,
-            table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
+            acc, top, total, low, full_low, queries, unit, k_head, v_head,
+            k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
             stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
-            REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+            REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
         )  # fmt: skip
     acc, top, total = _scan(
-        acc, top, total, full_low, full_high, q_first, q_rest, k_head, v_head,
-        table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
+        acc, top, total, full_low, full_high, queries, unit, k_head, v_head,
+        k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
         stride_v_token, cap_scale, score_scale, False, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
-        REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+        REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
     )  # fmt: skip
     acc, top, total = _scan(
-        acc, top, total, full_high, high, q_first, q_rest, k_head, v_head,
-        table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
+        acc, top, total, full_high, high, queries, unit, k_head, v_head,
+        k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block, stride_k_token, stride_v_block,
         stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST,
-        REST, VALUE_DIM, VALUE_BLOCK, BLOCK_N,
+        REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
     )  # fmt: skip
 
-    dim = tl.arange(0, VALUE_BLOCK)
+    acc = whole_values(acc, FORM)
+    dim = value_channels(VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     place = (first_token + token).to(tl.int64) * stride_out_token + head * stride_out_head
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
@@ -209,7 +225,7 @@ def _prefill_kernel(
 
 @triton.jit
 def _scan(
-    acc, top, total, low, high, q_first, q_rest, k_head, v_head, table,
+    acc, top, total, low, high, queries, unit, k_head, v_head, k_scales, v_scales, kv_head, table,
     position,  # [BLOCK_M] of the queries
     earliest,  # the smallest of them
     end,  # one past the largest key that any query of the tile sees
@@ -224,6 +240,10 @@ def _scan(
     REST: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [low, high) into the softmax of every query of the tile."""
@@ -238,12 +258,18 @@ def _scan(
             table, key, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
             SAME_LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
-        scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
+        k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
+        scores = score_keys(
+            queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
+            KEY_WORDS, PTX,
+        )  # fmt: skip
         if MASKED:
             visible = key[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & ((key[None, :] > position[:, None] - window) | (key < sinks)[None, :])
             scores = tl.where(visible, scores, float("-inf"))
-        values = load_rows(v_head, v_offsets, seen, VALUE_DIM, VALUE_BLOCK).to(q_first.dtype)
-        acc, top, total = fold(acc, top, total, scores, values, score_scale)
+        acc, top, total = fold_values(
+            acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
+            VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
+        )  # fmt: skip
     return acc, top, total

@@ -7,16 +7,27 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import Tile, power_of_two, split_head
+from tokenmill.ops.triton.config import Tile
+from tokenmill.ops.triton.kv_codes import (
+    Cache,
+    fold_values,
+    head_of,
+    load_queries,
+    no_values,
+    of_head,
+    score_keys,
+    value_channels,
+    whole_values,
+)
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.paging import cache_offsets, fold, load_rows, score, score_scales
+from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 
 def prefix_attention(
     q: torch.Tensor,  # [tokens, heads, dim]
-    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
-    v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, v_dim]
+    cache: Cache,
+    block_size: int,
     partial: torch.Tensor,  # [rows * splits, heads, v_dim] float32
     stats: torch.Tensor,  # [rows * splits, heads, 2] float32: largest score, total
     batch: AttentionBatch,
@@ -27,20 +38,15 @@ def prefix_attention(
 ) -> None:
     """Partial results of the members of batch.shared_members; what other rows have there is left alone."""
     assert batch.shared_members is not None and batch.shared_tokens is not None and mask.window is None
-    heads, key_dim = q.shape[1:]
-    block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    heads, kv_heads = q.shape[1], cache.tensors[0].shape[2]
     members, group = len(batch.shared_members), heads // kv_heads
-    head = split_head(key_dim)
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     # Programs that read the same keys follow each other.
     _prefix_kernel[(ceil_div(members * group, tile.block_m), kv_heads, splits)](
-        q, k_cache, v_cache, partial, stats, batch.shared_members, batch.shared_tokens, batch.rows, batch.block_tables,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), batch.block_tables.stride(0),
+        q, *cache.tensors, partial, stats, batch.shared_members, batch.shared_tokens, batch.rows, batch.block_tables,
+        q.stride(0), q.stride(1), *cache.strides, batch.block_tables.stride(0),
         members, heads, cap_scale, score_scale,
-        GROUP=group, SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
-        VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        GROUP=group, BLOCK_SIZE=block_size, **cache.constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         SOFTCAP=mask.softcap is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -54,6 +60,8 @@ def _prefix_kernel(
     q,  # [tokens, heads, KEY_DIM]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    k_scales,  # [blocks, BLOCK_SIZE, kv_heads, n], where the cache holds codes, in words of int32
+    v_scales,
     partial,  # [rows, splits, heads, VALUE_DIM] float32
     stats,  # [rows, splits, heads, 2] float32
     members,  # [num_members]: rows; -1 after the last
@@ -81,6 +89,10 @@ def _prefix_kernel(
     REST: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -101,8 +113,8 @@ def _prefix_kernel(
     begin = split * tiles // splits
     end = (split + 1) * tiles // splits
     whole = tl.minimum(end, length // BLOCK_N)
-    k_head = k_cache + kv_head * stride_k_head
-    v_head = v_cache + kv_head * stride_v_head
+    k_head = head_of(k_cache, kv_head, stride_k_head, FORM)
+    v_head = head_of(v_cache, kv_head, stride_v_head, FORM)
 
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     member = query // GROUP
@@ -110,11 +122,8 @@ def _prefix_kernel(
     live = row >= 0
     head = kv_head * GROUP + query % GROUP
     q_offsets = row * stride_q_token + head * stride_q_head
-    q_first = load_rows(q, q_offsets, live, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST)
-    q_rest = q_first
-    if REST > 0:
-        q_rest = load_rows(q + FIRST, q_offsets, live, KEY_DIM - FIRST, REST)
-    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FIRST, REST, FORM, KEY_WORDS)
+    acc = no_values(BLOCK_M, VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for tile in range(begin, whole):
@@ -124,9 +133,15 @@ def _prefix_kernel(
             table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
             SAME_LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
-        scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
-        values = load_rows(v_head, v_offsets, seen, VALUE_DIM, VALUE_BLOCK).to(q_first.dtype)
-        acc, top, total = fold(acc, top, total, scores, values, score_scale)
+        k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
+        scores = score_keys(
+            queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
+            KEY_WORDS, PTX,
+        )  # fmt: skip
+        acc, top, total = fold_values(
+            acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
+            VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
+        )  # fmt: skip
     if whole < end:  # the last tile of all, where the prefix ends inside it
         position = whole * BLOCK_N + tl.arange(0, BLOCK_N)
         seen = position < length
@@ -134,12 +149,19 @@ def _prefix_kernel(
             table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
             SAME_LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
-        scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
+        k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
+        scores = score_keys(
+            queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
+            KEY_WORDS, PTX,
+        )  # fmt: skip
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        values = load_rows(v_head, v_offsets, seen, VALUE_DIM, VALUE_BLOCK).to(q_first.dtype)
-        acc, top, total = fold(acc, top, total, scores, values, score_scale)
+        acc, top, total = fold_values(
+            acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
+            VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
+        )  # fmt: skip
 
-    dim = tl.arange(0, VALUE_BLOCK)
+    acc = whole_values(acc, FORM)
+    dim = value_channels(VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
     place = (row * splits + split) * heads + head
     tl.store(partial + place[:, None] * VALUE_DIM + dim[None, :], acc, mask=inside)

@@ -25,7 +25,11 @@ _MOST_PREFIX_SPLITS = 8
 
 
 def declare(
-    fn: Callable[..., Any], *, head_dims: tuple[int, int] = (1, 1 << 20), batch_invariant: bool = True
+    fn: Callable[..., Any],
+    *,
+    head_dims: tuple[int, int] = (1, 1 << 20),
+    batch_invariant: bool = True,
+    kv_forms: tuple[str, ...] = (),
 ) -> Implementation:
     """The capabilities of a Triton op; it is named as the op that it implements."""
     return Implementation(
@@ -37,6 +41,7 @@ def declare(
         head_dims=head_dims,
         capture_safe=True,
         batch_invariant=batch_invariant,
+        kv_forms=kv_forms,
         rank=10,
     )
 
@@ -70,7 +75,7 @@ def split_head(dim: int) -> HeadSplit:
     return HeadSplit(first, max(16, power_of_two(rest)) if rest else 0)
 
 
-def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: str = "") -> Tile:
     """One kv head's group of queries against a run of keys.
 
     The load of the block table takes pipeline stages too: five stages keep two tiles of keys on their way.

@@ -53,11 +53,11 @@ def counters_for(columns: int) -> int:
 
 
 def small_gemm(
-    x: torch.Tensor,  # [rows, inner]; bfloat16, float16, or float8 with x_scale
+    x: torch.Tensor,  # [rows, inner]; bfloat16, float16, or with x_scale float8 or int8
     weight: torch.Tensor,  # [columns, inner]; x's dtype, or float8
     bias: torch.Tensor | None = None,  # [columns]
     *,
-    scale: torch.Tensor | None = None,  # [columns] float32: what a float8 weight row is multiplied with
+    scale: torch.Tensor | None = None,  # [columns] float32: what an eight-bit weight row is multiplied with
     x_scale: torch.Tensor | None = None,  # [rows] float32
     arrivals: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
     dtype: torch.dtype | None = None,  # of the result, by default x's
@@ -181,7 +181,8 @@ def _launch_gemm(
     partial = None
     if splits > 1:
         assert arrivals is not None and arrivals.numel() >= tiles
-        partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=torch.float32, device=x.device)
+        sums = torch.int32 if x.dtype == torch.int8 else torch.float32
+        partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=sums, device=x.device)
     turns = ceil_div(ceil_div(inner, shape.block_k), splits)
     _gemm_kernel[(row_tiles, tiles, splits)](
         x, weight, bias, scale, x_scale, out, partial, arrivals, rows, columns, inner, turns, x.stride(0),
@@ -219,11 +220,12 @@ def _gemv_kernel(
     if bias is not None:
         row_bias = tl.load(bias + row).to(tl.float32)
     wait_for_previous(PDL)
-    acc = w.to(tl.float32) * _inputs(x, k, inner, EVEN_K)[None, :]
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    acc = w.to(SUM) * _inputs(x, k, inner, EVEN_K).to(SUM)[None, :]
     for start in range(BLOCK_K, inner, BLOCK_K):
         w = _weights(weight + place + start, start + k, inner, EVEN_K)
-        acc += w.to(tl.float32) * _inputs(x, start + k, inner, EVEN_K)[None, :]
-    total = tl.sum(acc, 1)
+        acc += w.to(SUM) * _inputs(x, start + k, inner, EVEN_K).to(SUM)[None, :]
+    total = tl.sum(acc, 1).to(tl.float32)
     if scale is not None:
         total *= row_scale
     if x_scale is not None:
@@ -241,10 +243,10 @@ def _weights(pointers, k, inner, EVEN_K: tl.constexpr):  # [BLOCK_N, BLOCK_K]
 
 
 @triton.jit
-def _inputs(x, k, inner, EVEN_K: tl.constexpr):  # [BLOCK_K] float32
+def _inputs(x, k, inner, EVEN_K: tl.constexpr):  # [BLOCK_K]
     if EVEN_K:
-        return tl.load(x + k).to(tl.float32)
-    return tl.load(x + k, mask=k < inner, other=0.0).to(tl.float32)
+        return tl.load(x + k)
+    return tl.load(x + k, mask=k < inner, other=0.0)
 
 
 @quick_launch
@@ -256,7 +258,7 @@ def _gemm_kernel(
     scale,  # [columns] or None
     x_scale,  # [rows] or None
     out,  # [rows, columns]
-    partial,  # [SPLITS, tiles, BLOCK_N, BLOCK_M] float32 or None
+    partial,  # [SPLITS, tiles, BLOCK_N, BLOCK_M] float32 (int32 of int8) or None
     arrivals,  # [tiles] int32 or None
     rows,
     columns,
@@ -286,7 +288,7 @@ def _gemm_kernel(
     prefetch_constants(weight + tl.minimum(lines, inner - 1)[None, :], PDL)
     wait_for_previous(PDL)
     inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride_x + k[:, None]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32)
     for turn in range(0, turns):
         if EVEN_K:
             w = tl.load(weights)
@@ -295,7 +297,7 @@ def _gemm_kernel(
             inside = k < inner - turn * BLOCK_K
             w = tl.load(weights, mask=inside[None, :], other=0.0)
             value = tl.load(inputs, mask=inside[:, None], other=0.0)
-        acc = tl.dot(_as_input(w, value.dtype), value, acc, input_precision="ieee")
+        acc = tl.dot(_as_input(w, value.dtype), value, acc, input_precision="ieee", out_dtype=acc.dtype)
         weights += BLOCK_K
         inputs += BLOCK_K
 
@@ -331,6 +333,7 @@ def _as_input(w, dtype: tl.constexpr):
 @triton.jit
 def _finish(acc, bias, scale, x_scale, out, row, column, rows, columns):
     """Scale, add the bias, and store the tile [columns, rows] where it belongs."""
+    acc = acc.to(tl.float32)
     if scale is not None:
         acc *= tl.load(scale + column, mask=column < columns, other=0.0)[:, None]
     if x_scale is not None:

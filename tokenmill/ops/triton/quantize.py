@@ -1,6 +1,7 @@
-"""Rows of activations as float8, each with its own scale: of a tensor as it is, of a norm, of a gated activation.
+"""Rows of activations as float8 or int8 with their scales: of a tensor as it is, of a norm, of a gated activation.
 
 All three take one pass over memory; the fused ones round to the model's dtype before they quantize, as two ops would.
+Each row has its own scale, or all have one that is given: a constant of the model.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -14,19 +15,25 @@ from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import tanh
 
+FLOAT8 = torch.float8_e4m3fn
 E4M3_MAX = tl.constexpr(448.0)
+INT8_MAX = tl.constexpr(127.0)
+# Added to a small float32 and taken away again: what stays is the nearest integer, ties to even.
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
 
 def quantize_rows(
     x: torch.Tensor,  # [rows, inner]
-) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, inner] float8_e4m3fn, [rows] float32
-    """values * scale[:, None] is x, up to the rounding of three bits of mantissa; a row of zeros has scale one."""
+    dtype: torch.dtype = FLOAT8,  # or int8
+    fixed: torch.Tensor | None = None,  # [] float32: the scale of every row
+) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, inner] in dtype, [rows] float32
+    """values * scale[:, None] is x, up to rounding; a row of zeros has scale one, or the fixed one."""
     rows, inner = x.shape
     assert x.stride(1) == 1
-    values, scale = _empty(rows, inner, x.device)
+    values, scale = _empty(rows, inner, dtype, x.device)
     block = power_of_two(inner)
     _quantize_kernel[(rows,)](
-        x, values, scale, inner, x.stride(0), BLOCK=block, EVEN=block == inner, num_warps=_warps(block)
+        x, fixed, values, scale, inner, x.stride(0), BLOCK=block, EVEN=block == inner, num_warps=_warps(block)
     )
     return values, scale
 
@@ -36,14 +43,16 @@ def add_rms_norm_quantized(
     residual: torch.Tensor,  # [rows, dim], overwritten with the sum
     weight: torch.Tensor,  # [dim]
     eps: float,
+    dtype: torch.dtype = FLOAT8,  # or int8
+    fixed: torch.Tensor | None = None,  # [] float32: the scale of every row
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm of x + residual as float8 [rows, dim] and its scale [rows], and the new residual."""
+    """The norm of x + residual in dtype [rows, dim] and its scale [rows], and the new residual."""
     rows, dim = x.shape
     assert x.dtype == residual.dtype and x.stride(1) == residual.stride(1) == 1
-    values, scale = _empty(rows, dim, x.device)
+    values, scale = _empty(rows, dim, dtype, x.device)
     block = power_of_two(dim)
     _add_norm_kernel[(rows,)](
-        x, residual, weight, values, scale, eps, x.stride(0), residual.stride(0),
+        x, residual, weight, fixed, values, scale, eps, x.stride(0), residual.stride(0),
         DIM=dim, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return values, scale, residual
@@ -52,21 +61,23 @@ def add_rms_norm_quantized(
 def act_mul_quantized(
     x: torch.Tensor,  # [rows, 2 * inner]: gate, then up
     kind: str,  # "silu" or "gelu_tanh"
-) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, inner] float8_e4m3fn, [rows] float32
+    dtype: torch.dtype = FLOAT8,  # or int8
+    fixed: torch.Tensor | None = None,  # [] float32: the scale of every row
+) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, inner] in dtype, [rows] float32
     if kind not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {kind!r} is not one of silu, gelu_tanh")
     rows, inner = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
-    values, scale = _empty(rows, inner, x.device)
+    values, scale = _empty(rows, inner, dtype, x.device)
     block = power_of_two(inner)
     _act_mul_kernel[(rows,)](
-        x, values, scale, inner, x.stride(0), SILU=kind == "silu", BLOCK=block, num_warps=_warps(block)
+        x, fixed, values, scale, inner, x.stride(0), SILU=kind == "silu", BLOCK=block, num_warps=_warps(block)
     )
     return values, scale
 
 
-def _empty(rows: int, inner: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=device)
+def _empty(rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(rows, inner, dtype=dtype, device=device)
     return values, torch.empty(rows, dtype=torch.float32, device=device)
 
 
@@ -78,6 +89,7 @@ def _warps(block: int) -> int:
 @triton.jit
 def _quantize_kernel(
     x,  # [rows, inner]
+    fixed,  # [] or None
     values,  # [rows, inner]
     scale,  # [rows]
     inner,
@@ -95,9 +107,9 @@ def _quantize_kernel(
         wide = tl.load(x + row * stride_row + k).to(tl.float32)
     else:
         wide = tl.load(x + row * stride_row + k, mask=inside, other=0.0).to(tl.float32)
-    quantized, factor = to_float8(wide)
+    quantized, factor = encode(wide, fixed, values.dtype.element_ty)
     tl.store(scale + row, factor)
-    tl.store(values + row * inner + k, quantized.to(values.dtype.element_ty), mask=inside)
+    tl.store(values + row * inner + k, quantized, mask=inside)
 
 
 @quick_launch
@@ -106,6 +118,7 @@ def _add_norm_kernel(
     x,  # [rows, DIM]
     residual,  # [rows, DIM]
     weight,  # [DIM]
+    fixed,  # [] or None
     values,  # [rows, DIM]
     scale,  # [rows]
     eps,
@@ -127,15 +140,17 @@ def _add_norm_kernel(
     tl.store(residual + dim, total, mask=inside)
     wide = total.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
-    quantized, factor = to_float8(normed.to(x.dtype.element_ty).to(tl.float32))
+    rounded = normed.to(x.dtype.element_ty).to(tl.float32)
+    quantized, factor = encode(rounded, fixed, values.dtype.element_ty)
     tl.store(scale + row, factor)
-    tl.store(values + row * DIM + dim, quantized.to(values.dtype.element_ty), mask=inside)
+    tl.store(values + row * DIM + dim, quantized, mask=inside)
 
 
 @quick_launch
 @triton.jit
 def _act_mul_kernel(
     x,  # [rows, 2 * inner]
+    fixed,  # [] or None
     values,  # [rows, inner]
     scale,  # [rows]
     inner,
@@ -157,14 +172,24 @@ def _act_mul_kernel(
     else:
         active = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
     product = (active.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
-    quantized, factor = to_float8(product)
+    quantized, factor = encode(product, fixed, values.dtype.element_ty)
     tl.store(scale + row, factor)
-    tl.store(values + row * inner + k, quantized.to(values.dtype.element_ty), mask=inside)
+    tl.store(values + row * inner + k, quantized, mask=inside)
 
 
 @triton.jit
-def to_float8(wide):
-    """One row in float32 as numbers of at most 448, ready for the cast, and the factor that undoes it."""
-    top = tl.max(tl.abs(wide), 0)
-    factor = tl.where(top == 0.0, 1.0, top / E4M3_MAX)
-    return tl.clamp(wide / factor, -E4M3_MAX, E4M3_MAX), factor
+def encode(wide, fixed, dtype: tl.constexpr):
+    """One row in float32 as codes of the dtype, and the factor that undoes it.
+
+    A row with something that is not finite gets an infinite factor: it must not vanish in the clamp.
+    """
+    top = tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), 0)
+    if fixed is None:
+        factor = tl.where(top == 0.0, 1.0, top / (INT8_MAX if dtype == tl.int8 else E4M3_MAX))
+    else:
+        factor = tl.where(top < float("inf"), tl.load(fixed), float("inf"))
+    quotient = wide / factor
+    if dtype == tl.int8:
+        nearest = (tl.clamp(quotient, -INT8_MAX - 1.0, INT8_MAX) + TO_INTEGER) - TO_INTEGER
+        return nearest.to(tl.int8), factor
+    return tl.clamp(quotient, -E4M3_MAX, E4M3_MAX).to(dtype), factor

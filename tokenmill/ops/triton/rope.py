@@ -1,4 +1,4 @@
-"""Head norms, rotary embedding and the KV write in one kernel: q in place, k and v into the cache."""
+"""Head norms, rotary embedding and the KV write in one kernel: q in place, k and v into the cache, perhaps as codes."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -7,7 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.kv_forms import KVScales, form_of
 from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare, power_of_two
+from tokenmill.ops.triton.kv_codes import FORMS
+from tokenmill.ops.triton.kv_write import half_range, load_half, store_codes
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 
 
@@ -23,22 +26,25 @@ def rope_kv_write(
     q_norm: torch.Tensor | None = None,  # [dim]: heads of q and k are normed before they are rotated
     k_norm: torch.Tensor | None = None,  # [dim]: both or neither
     eps: float = 0.0,
+    scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> None:
     tokens, heads, dim = q.shape
     kv_heads, rotated = k.shape[1], cos_sin.shape[1]
     values, value_cache = (v, v_cache) if v is not None and v_cache is not None else (k, k_cache)
     value_dim = v.shape[2] if v is not None else 0
+    k_scales, v_scales = (k_cache, value_cache) if scales is None else (scales.k, scales.v)
+    assert scales is None or (dim % 2 == value_dim % 2 == 0 and k_scales.is_contiguous() and v_scales.is_contiguous())
     # About 2k elements per program, whatever the head size.
     heads_each = max(1, min(power_of_two(max(heads, kv_heads)), 2048 // power_of_two(max(dim, value_dim))))
     q_programs = ceil_div(heads, heads_each)
     _rope_kernel[(tokens, q_programs + ceil_div(kv_heads, heads_each))](
-        q, k, values, cos_sin, positions, k_cache, value_cache, slots,
+        q, k, values, cos_sin, positions, k_cache, value_cache, k_scales, v_scales, slots,
         cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, eps,
         *q.stride()[:2], *k.stride()[:2], *values.stride()[:2], cos_sin.stride(0),
         *k_cache.stride()[:3], *value_cache.stride()[:3], heads, kv_heads, q_programs,
         HALF=rotated // 2, HALF_BLOCK=power_of_two(rotated // 2), DIM=dim, TAIL_BLOCK=power_of_two(dim - rotated),
         VALUE_DIM=value_dim, VALUE_BLOCK=power_of_two(value_dim), BLOCK_SIZE=k_cache.shape[1], HEADS=heads_each,
-        NORM=q_norm is not None, num_warps=4,
+        NORM=q_norm is not None, FORM=0 if scales is None else FORMS[form_of(k_cache).name], num_warps=4,
     )  # fmt: skip
 
 
@@ -52,6 +58,8 @@ def _rope_kernel(
     positions,  # [tokens]
     k_cache,  # [blocks, BLOCK_SIZE, kv_heads, DIM]
     v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    k_scales,  # [blocks, BLOCK_SIZE, kv_heads, n], where the cache holds codes
+    v_scales,
     slots,  # [tokens]
     q_norm,  # [DIM]
     k_norm,  # [DIM]
@@ -81,6 +89,7 @@ def _rope_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     start_next(PDL)
@@ -104,11 +113,22 @@ def _rope_kernel(
             source = k + token * stride_k_token + head[:, None] * stride_k_head
             target = k_cache + block * stride_kc_block + offset * stride_kc_token + head[:, None] * stride_kc_head
             angles = cos_sin + position * stride_angle
-            _turn(source, target, k_norm, eps, angles, live, HALF, HALF_BLOCK, DIM, TAIL_BLOCK, NORM, True)
+            if FORM > 0:
+                inverse = _inverse_norm(source, eps, live, DIM, NORM)
+                low = _turned(source, 0, k_norm, inverse, angles, live, HALF, DIM, NORM)
+                high = _turned(source, DIM // 2, k_norm, inverse, angles, live, HALF, DIM, NORM)
+                store_codes(low, high, target, k_scales, slot * kv_heads + head, live, DIM, FORM)
+            else:
+                _turn(source, target, k_norm, eps, angles, live, HALF, HALF_BLOCK, DIM, TAIL_BLOCK, NORM, True)
             if VALUE_DIM > 0:
                 source = v + token * stride_v_token + head[:, None] * stride_v_head
                 target = v_cache + block * stride_vc_block + offset * stride_vc_token + head[:, None] * stride_vc_head
-                _copy(source, target, live, VALUE_DIM, VALUE_BLOCK)
+                if FORM > 0:
+                    low = load_half(source, 0, live, VALUE_DIM)
+                    high = load_half(source, VALUE_DIM // 2, live, VALUE_DIM)
+                    store_codes(low, high, target, v_scales, slot * kv_heads + head, live, VALUE_DIM, FORM)
+                else:
+                    _copy(source, target, live, VALUE_DIM, VALUE_BLOCK)
 
 
 @triton.jit
@@ -163,6 +183,45 @@ def _turn(
 
 
 @triton.jit
+def _turned(
+    source,  # [HEADS, 1] pointers
+    FIRST: tl.constexpr,
+    norm,  # [DIM]
+    inverse,  # [HEADS, 1]
+    angles,
+    live,  # [HEADS]
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+):  # [HEADS, DIM / 2 as a power of two] float32
+    """What `_turn` stores of the channels from FIRST on, half of all."""
+    kind = source.dtype.element_ty
+    dim = FIRST + half_range(DIM)[None, :]
+    inside = dim < FIRST + DIM // 2
+    turns = inside & (dim < 2 * HALF)
+    other = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    mine = tl.load(source + dim, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    theirs = tl.load(source + other, mask=live[:, None] & turns, other=0.0).to(tl.float32)
+    if NORM:
+        mine = mine * inverse * tl.load(norm + dim, mask=inside, other=0.0).to(tl.float32)
+        theirs = theirs * inverse * tl.load(norm + other, mask=turns, other=0.0).to(tl.float32)
+        mine, theirs = mine.to(kind).to(tl.float32), theirs.to(kind).to(tl.float32)
+    angle = tl.where(dim < HALF, dim, dim - HALF)
+    cos = tl.load(angles + angle, mask=turns, other=1.0)
+    sin = tl.load(angles + HALF + angle, mask=turns, other=0.0)
+    return (mine * cos + theirs * tl.where(dim < HALF, -sin, sin)).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _inverse_norm(source, eps, live, DIM: tl.constexpr, NORM: tl.constexpr):  # [HEADS, 1]
+    if NORM:
+        low, high = load_half(source, 0, live, DIM), load_half(source, DIM // 2, live, DIM)
+        return tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
+    else:
+        return tl.full([1, 1], 1.0, tl.float32)
+
+
+@triton.jit
 def _copy(source, target, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     dim = tl.arange(0, BLOCK)
     inside = live[:, None] & (dim < WIDTH)[None, :]
@@ -170,4 +229,4 @@ def _copy(source, target, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(target + dim[None, :], value.to(target.dtype.element_ty), mask=inside)
 
 
-IMPLEMENTATIONS = (declare(rope_kv_write, head_dims=(1, MAX_HEAD_DIM)),)
+IMPLEMENTATIONS = (declare(rope_kv_write, head_dims=(1, MAX_HEAD_DIM), kv_forms=tuple(FORMS)),)

@@ -20,10 +20,13 @@ struct AttentionArgs {
     const int32_t* context;  // [n]: keys of the row
     const int32_t* tables;   // [table rows, max_blocks]
     const uint8_t* tree;     // [tokens, tree_stride]: which of its row's new tokens a query sees; or null
+    const void* k_scales;    // [blocks, block_size, kv_heads] bfloat16: of codes
+    const void* v_scales;
     int64_t n, singles;  // may be negative: see rows_of in team.h
     int64_t heads, kv_heads, k_dim, v_dim, block_size;
     int64_t q_token, q_head, out_token, out_head;  // strides, in elements
     int64_t k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, tree_stride;
+    int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
     int64_t window;  // 0: none
     int64_t sinks;
     int64_t cache_storage;  // Storage in elementwise.h

@@ -61,9 +61,17 @@ inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* 
     }
 }
 
+// Element d of key or value j.
+template <class T>
+float read(const T* const* rows, [[maybe_unused]] const float* scales, int64_t j, int64_t d) {
+    if constexpr (scaled<T>) return widen(rows[j][d]) * scales[j];
+    return widen(rows[j][d]);
+}
+
 // A tile of keys is packed with its columns as rows, so that the lanes of a vector are neighbouring keys.
 template <class T>
-void pack_keys(const T* const* keys, int64_t n, int64_t dim, float* packed) {  // packed: [dim, kTile]
+void pack_keys(const T* const* keys, [[maybe_unused]] const float* scales, int64_t n, int64_t dim,
+               float* packed) {  // packed: [dim, kTile]
     int64_t j = 0;
 #if defined(__SSE__)
     for (; j + 4 <= n; j += 4) {
@@ -71,27 +79,34 @@ void pack_keys(const T* const* keys, int64_t n, int64_t dim, float* packed) {  /
         for (; d + 4 <= dim; d += 4) {
             __m128 r[4];
             for (int i = 0; i < 4; i++) r[i] = load4(keys[j + i] + d);
+            if constexpr (scaled<T>)
+                for (int i = 0; i < 4; i++) r[i] = _mm_mul_ps(r[i], _mm_set1_ps(scales[j + i]));
             _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
             for (int i = 0; i < 4; i++) _mm_storeu_ps(packed + (d + i) * kTile + j, r[i]);
         }
         for (; d < dim; d++)
-            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = widen(keys[j + i][d]);
+            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = read(keys, scales, j + i, d);
     }
 #endif
     for (; j < n; j++)
-        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = widen(keys[j][d]);
+        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = read(keys, scales, j, d);
     for (; j < kTile; j++)
         for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = 0;
 }
 
 template <class T>
-void pack_values(const T* const* values, int64_t n, int64_t dim, int64_t stride, float* packed) {  // [kTile, stride]
+void pack_values(const T* const* values, [[maybe_unused]] const float* scales, int64_t n, int64_t dim, int64_t stride,
+                 float* packed) {  // packed: [kTile, stride]
     for (int64_t j = 0; j < kTile; j++) {
         float* to = packed + j * stride;
         int64_t d = 0;
         if (j < n) {
-            for (; d + W <= dim; d += W) store(to + d, load_wide(values[j] + d));
-            for (; d < dim; d++) to[d] = widen(values[j][d]);
+            for (; d + W <= dim; d += W) {
+                Vec x = load_wide(values[j] + d);
+                if constexpr (scaled<T>) x *= scales[j];
+                store(to + d, x);
+            }
+            for (; d < dim; d++) to[d] = read(values, scales, j, d);
         }
         for (; d < stride; d++) to[d] = 0;
     }
@@ -225,9 +240,11 @@ void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight,
     const T* key[kTile];
     const T* value[kTile];
     const int64_t to = at_most(base + kTile, sight.end), n = to - base;
+    float key_scales[kTile], value_scales[kTile];
     keys.find(base, to, key, value);
-    pack_keys(key, n, a.k_dim, s.keys);
-    pack_values(value, n, a.v_dim, s.columns, s.values);
+    if constexpr (scaled<T>) keys.find_scales(base, to, key_scales, value_scales);
+    pack_keys(key, key_scales, n, a.k_dim, s.keys);
+    pack_values(value, value_scales, n, a.v_dim, s.columns, s.values);
     for (int64_t j = at_least(0, a.sinks - base); j < at_most(n, sight.low - base); j++)
         for (int64_t d = 0; d < s.columns; d++) s.values[j * s.columns + d] = 0;  // nobody sees it: it may hold anything
     const bool complete = n == kTile && sight.complete(a, base, to);

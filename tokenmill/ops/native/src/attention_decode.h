@@ -140,6 +140,7 @@ void attend_range(const AttentionArgs& a, const Keys<T>& keys, const float* q, i
     const T* key[2][kTile];  // of this tile and of the next one
     const T* value[2][kTile];
     float scores[G * kTile], factor[G];
+    [[maybe_unused]] float key_scales[kTile], value_scales[kTile];  // of this tile
     int turn = 0;
     if (from < to) keys.find(from, at_most(from + kTile, to), key[0], value[0]);
     for (int64_t at = from; at < to; at += kTile, turn ^= 1) {
@@ -155,9 +156,12 @@ void attend_range(const AttentionArgs& a, const Keys<T>& keys, const float* q, i
         score<first>(q, a.k_dim, key[turn], n, scores, value[turn], a.v_dim);
         if constexpr (G > first)
             score<G - first>(q + first * a.k_dim, a.k_dim, key[turn], n, scores + first * kTile, value[turn], 0);
+        if constexpr (scaled<T>) keys.find_scales(at, at + n, key_scales, value_scales);
         for (int g = 0; g < G; g++) {
+            if constexpr (scaled<T>) scale_each(scores + g * kTile, key_scales, n);
             if (a.softcap != 0) cap(scores + g * kTile, n, float(a.softcap));
             factor[g] = soften(scores + g * kTile, n, partial[g * stride], partial[g * stride + 1]);
+            if constexpr (scaled<T>) scale_each(scores + g * kTile, value_scales, n);
         }
         weigh<G>(scores, value[turn], n, a.v_dim, factor, partial + 2, stride, key[turn ^ 1], rest, a.k_dim);
         for (int64_t j = n; j < rest; j++) fetch(key[turn ^ 1][j], a.k_dim);

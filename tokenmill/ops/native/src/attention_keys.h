@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "codes.h"
 #include "elementwise.h"
 #include "vec.h"
 
@@ -67,7 +68,24 @@ struct Keys {
             values[j] = values[n - 1];
         }
     }
+
+    // The scales of the same keys and values; zeros up to a whole vector.
+    void find_scales(int64_t from, int64_t to, float* keys, float* values) const {
+        for (int64_t position = from; position < to; position++) {
+            const int64_t block = table[position / a.block_size], offset = position % a.block_size;
+            const Brain* key = static_cast<const Brain*>(a.k_scales) + block * a.k_scale_block + head * a.k_scale_head;
+            const Brain* value = static_cast<const Brain*>(a.v_scales) + block * a.v_scale_block + head * a.v_scale_head;
+            keys[position - from] = widen(key[offset * a.k_scale_slot]);
+            values[position - from] = widen(value[offset * a.v_scale_slot]);
+        }
+        for (int64_t j = to - from; j % W; j++) keys[j] = values[j] = 0;
+    }
 };
+
+// x[i] *= scales[i], in whole vectors
+inline void scale_each(float* x, const float* scales, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) store(x + i, load(x + i) * load(scales + i));
+}
 
 // Scores become softcap * tanh(scores / softcap).
 inline void cap(float* scores, int64_t n, float softcap) {

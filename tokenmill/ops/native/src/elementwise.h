@@ -6,7 +6,7 @@
 namespace mill {
 
 // How the elements of a tensor are stored.
-enum Storage : int64_t { kFloat = 0, kHalf = 1, kBrain = 2 };
+enum Storage : int64_t { kFloat = 0, kHalf = 1, kBrain = 2, kCodes = 3 };  // codes: eight bits, with scales beside
 
 enum ElementwiseKind : uint32_t {
     kNorm = 64,
@@ -45,9 +45,12 @@ struct RopeArgs {
     void* v_cache;         // [blocks, block_size, kv_heads, v_dim]
     const void* q_norm;    // [dim], or null
     const void* k_norm;
+    void* k_scales;  // [blocks, block_size, kv_heads] bfloat16: of codes
+    void* v_scales;
     int64_t tokens, heads, kv_heads, dim, v_dim, rotated, block_size;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in elements
     int64_t k_block, k_slot, k_cache_head, v_block, v_slot, v_cache_head;
+    int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
     int64_t cache_storage, norm_storage;
     double eps;
 };

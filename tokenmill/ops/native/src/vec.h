@@ -69,6 +69,8 @@ inline uint32_t as_bits(float f) {
 
 inline float widen(float x) { return x; }
 
+inline float widen(int8_t x) { return float(x); }
+
 inline float widen(Brain x) { return as_float(uint32_t(x.bits) << 16); }
 
 inline float widen(Half x) {
@@ -145,6 +147,18 @@ inline Vec load_wide(const Brain* p) {
 #endif
 }
 
+inline Vec load_wide(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    Vec v;
+    for (int i = 0; i < W; i++) v[i] = widen(p[i]);
+    return v;
+#endif
+}
+
 inline void store_narrow(float* p, Vec x) { store(p, x); }
 
 inline void store_narrow(Half* p, Vec x) {
@@ -176,6 +190,16 @@ inline __m128 load4(const Half* p) {
 
 inline __m128 load4(const Brain* p) {
     return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p)));
+}
+
+inline __m128 load4(const int8_t* p) {
+#if defined(__AVX2__)
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four)));
+#else
+    return _mm_setr_ps(widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3]));
+#endif
 }
 #endif
 

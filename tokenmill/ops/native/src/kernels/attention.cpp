@@ -119,6 +119,7 @@ void attend(const void* args, Team& team) {
     if (a.cache_storage == kFloat) work<float>(plan, team, memory);
     if (a.cache_storage == kHalf) work<Half>(plan, team, memory);
     if (a.cache_storage == kBrain) work<Brain>(plan, team, memory);
+    if (a.cache_storage == kCodes) work<int8_t>(plan, team, memory);
     bool cut = false;
     for (int64_t row = 0; row < plan.singles; row++) cut |= Cut(a, a.context[row]).count > 1;
     if (!cut) return;

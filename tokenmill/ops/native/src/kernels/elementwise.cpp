@@ -1,6 +1,7 @@
 // Norms, rotary embedding with the write to the cache, activations, embedding lookup and greedy choice.
 #include "elementwise.h"
 
+#include "codes.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -98,13 +99,26 @@ void rope_key(const RopeArgs& a, int64_t token, int64_t head, const float* angle
         scale_by(k, a.k_norm, a.norm_storage, inverse_length(k, a.dim, float(a.eps)), normed, a.dim);
         k = normed;
     }
-    rotate(k, angles, a.rotated / 2, a.dim, (T*)a.k_cache + block * a.k_block + offset * a.k_slot + head * a.k_cache_head);
+    T* k_to = (T*)a.k_cache + block * a.k_block + offset * a.k_slot + head * a.k_cache_head;
+    if constexpr (scaled<T>) {
+        float turned[kMaxNormedHead];
+        rotate(k, angles, a.rotated / 2, a.dim, turned);
+        write_codes(turned, a.dim, k_to,
+                    (Brain*)a.k_scales + block * a.k_scale_block + offset * a.k_scale_slot + head * a.k_scale_head);
+    } else {
+        rotate(k, angles, a.rotated / 2, a.dim, k_to);
+    }
     if (!a.v) return;
     const float* v = a.v + token * a.v_token + head * a.v_head;
-    T* to = (T*)a.v_cache + block * a.v_block + offset * a.v_slot + head * a.v_cache_head;
-    int64_t i = 0;
-    for (; i + W <= a.v_dim; i += W) store_narrow(to + i, load(v + i));
-    for (; i < a.v_dim; i++) narrow(v[i], to + i);
+    T* v_to = (T*)a.v_cache + block * a.v_block + offset * a.v_slot + head * a.v_cache_head;
+    if constexpr (scaled<T>) {
+        write_codes(v, a.v_dim, v_to,
+                    (Brain*)a.v_scales + block * a.v_scale_block + offset * a.v_scale_slot + head * a.v_scale_head);
+    } else {
+        int64_t i = 0;
+        for (; i + W <= a.v_dim; i += W) store_narrow(v_to + i, load(v + i));
+        for (; i < a.v_dim; i++) narrow(v[i], v_to + i);
+    }
 }
 
 void rope(const RopeArgs& a, Team& team) {
@@ -123,6 +137,7 @@ void rope(const RopeArgs& a, Team& team) {
         if (a.cache_storage == kFloat) rope_key<float>(a, token, head, angles);
         if (a.cache_storage == kHalf) rope_key<Half>(a, token, head, angles);
         if (a.cache_storage == kBrain) rope_key<Brain>(a, token, head, angles);
+        if (a.cache_storage == kCodes) rope_key<int8_t>(a, token, head, angles);
     }
 }
 

@@ -1,0 +1,112 @@
+"""What each quantization is worth on a GPU: decode steps by batch size, prefill, and a full offline load.
+
+    python scripts/gpu_quantized.py --json found.json          # llama3-8b's shape, random weights
+    python scripts/gpu_quantized.py --only bf16 int4 --batches 1 16 --no-load
+
+One engine after the other in one process; a decode step is the median time between tokens of a whole batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from h200_workloads import COMMON, SHAPES, Work, fixed
+
+WEIGHTS = ("bf16", "int8", "int4", "w8a8", "fp8")
+CACHES = ("auto", "int8", "fp8", "int4")
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--only", nargs="*", choices=WEIGHTS, default=WEIGHTS)
+    parser.add_argument("--caches", nargs="*", choices=CACHES, default=CACHES)
+    parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
+    parser.add_argument("--no-load", action="store_true", help="leave out the full load with each kind of cache")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {"weights": {}, "caches": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(COMMON | SHAPES[arguments.shape]))
+        for name in arguments.only:
+            found["weights"][name] = weights(folder, None if name == "bf16" else name, arguments.batches)
+            print(name, json.dumps(found["weights"][name]), flush=True)
+        for name in () if arguments.no_load else arguments.caches:
+            found["caches"][name] = load(folder, name)
+            print("cache", name, json.dumps(found["caches"][name]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found))
+    table(found, arguments.batches)
+
+
+def weights(folder: str, quantization: str | None, batches: list[int]) -> dict[str, Any]:
+    llm = engine(folder, quantization=quantization)
+    steps = {}
+    for batch in batches:
+        run(llm, fixed(batch, 32, 8, 9))
+        steps[str(batch)] = run(llm, fixed(batch, 32, 48, 10))[1]
+    run(llm, fixed(16, 4096, 1, 5))
+    llm.reset_prefix_cache()
+    return {"decode_ms": steps, "prefill_s": min(fresh(llm, fixed(16, 4096, 1, 5)) for _ in range(2))}
+
+
+def load(folder: str, kv_cache_dtype: str) -> dict[str, float]:
+    llm = engine(folder, kv_cache_dtype=kv_cache_dtype)
+    run(llm, fixed(512, 64, 8, 9))
+    took = fresh(llm, fixed(512, 1024, 512, 6))
+    return {"seconds": took, "out_tokens_per_second": 512 * 512 / took}
+
+
+def fresh(llm: Any, work: Work) -> float:
+    llm.reset_prefix_cache()
+    return run(llm, work)[0]
+
+
+def engine(folder: str, **settings: Any) -> Any:
+    from tokenmill import LLM
+
+    gc.collect()
+    return LLM(
+        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=512, **settings
+    )
+
+
+def run(llm: Any, work: Work) -> tuple[float, float]:
+    """Seconds in all, and milliseconds between two tokens."""
+    from tokenmill import SamplingParams
+
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False) for _, answer in work]
+    start = time.perf_counter()
+    outputs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
+    took = time.perf_counter() - start
+    errors = {output.error for output in outputs if output.error}
+    assert not errors, errors
+    times = outputs[-1].metrics.token_times[4:]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return took, 1e3 * statistics.median(gaps) if gaps else 0.0
+
+
+def table(found: dict[str, Any], batches: list[int]) -> None:
+    plain = found["weights"].get("bf16")
+    print("\n" + "".join(f"{head:>10s}" for head in ("", *map(str, batches), "prefill s")))
+    for name, one in found["weights"].items():
+        cells = [one["decode_ms"][str(batch)] for batch in batches]
+        print(f"{name:>10s}" + "".join(f"{cell:10.2f}" for cell in cells) + f"{one['prefill_s']:10.3f}")
+        if plain and name != "bf16":
+            ratios = [plain["decode_ms"][str(batch)] / cell for batch, cell in zip(batches, cells, strict=True)]
+            print(f"{'x':>10s}" + "".join(f"{one:10.2f}" for one in [*ratios, plain["prefill_s"] / one["prefill_s"]]))
+    for name, one in found["caches"].items():
+        print(f"cache {name:>6s} {one['seconds']:8.2f} s {one['out_tokens_per_second']:10.0f} out tok/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A model that overflows in float16 still answers, in float32, and says so; requests beside it notice nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.model.families import spec_from_config
+from tokenmill.model.weights.names import recipes
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+HOT = 7  # a token whose residual is beyond float16 after the second layer
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+SETTINGS = {"skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 4, "max_model_len": 64, "block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def overflowing_model(tmp_path_factory):
+    """Token 7 begins at 30,000 in channel 0, and each of the first two layers adds to it what it finds there."""
+    folder = tmp_path_factory.mktemp("overflow")
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for ways in recipes(spec_from_config(CONFIG)).values():
+        for piece in ways[0]:
+            tensor = torch.randn(piece.shape, generator=generator) * piece.shape[-1] ** -0.5
+            tensors[piece.source] = torch.ones(piece.shape) if len(piece.shape) == 1 else tensor
+    embed = tensors["model.embed_tokens.weight"]
+    embed[:, 0] = 0.0
+    embed[HOT, 0] = 30_000.0
+    tensors["lm_head.weight"][:, 0] = 0.0  # whatever channel 0 holds, the other channels decide
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp."
+        # The norm makes of channel 0 about sqrt(32); gate and up pass it on, down brings it back as 20,000 and more.
+        for name in ("gate_proj", "up_proj"):
+            tensors[f"{mlp}{name}.weight"][0] = 0.0
+            tensors[f"{mlp}{name}.weight"][0, 0] = 1.0
+        tensors[f"{mlp}down_proj.weight"][0] = 0.0
+        tensors[f"{mlp}down_proj.weight"][0, 0] = 800.0
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def answers(model, prompts: list[list[int]], **settings) -> list[tuple[list[int], str | None]]:
+    with LLM(str(model), **SETTINGS | settings) as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, GREEDY, use_tqdm=False)
+        return [(list(output.outputs[0].token_ids), output.error) for output in outputs]
+
+
+def test_an_overflow_is_computed_again_in_float32_and_told(overflowing_model, caplog):
+    prompts = [[3, HOT, 9], [11, 12, 13, 14]]
+    exact = answers(overflowing_model, prompts, dtype="float32", kv_cache_dtype="float16")
+    with caplog.at_level(logging.WARNING, logger="tokenmill.engine"):
+        guarded = answers(overflowing_model, prompts, dtype="float16")
+    assert guarded[0] == exact[0] and exact[0][1] is None, "what overflowed is what float32 gives"
+    assert guarded[1] == answers(overflowing_model, prompts[1:], dtype="float16")[0], "the other is what it is alone"
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "layer 1 gives what is no number in float16" in told[0]
+
+
+def test_without_the_guard_the_request_fails_and_says_why(overflowing_model):
+    (tokens, error), (others, fine) = answers(
+        overflowing_model, [[3, HOT, 9], [11, 12]], dtype="float16", adaptive_precision=False
+    )
+    assert not tokens and "not finite" in error and len(others) == 10 and fine is None
+
+
+def test_an_overflow_amid_an_answer_does_not_lose_what_was_said(overflowing_model):
+    """The prompt is fine; the token that overflows comes back as context after a while."""
+    bias = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logit_bias={HOT: 100.0})
+    found = []
+    for settings in ({"dtype": "float32", "kv_cache_dtype": "float16"}, {"dtype": "float16"}):
+        with LLM(str(overflowing_model), **SETTINGS | settings) as llm:
+            output = llm.generate([{"prompt_token_ids": [1, 2, 3]}], bias, use_tqdm=False)[0]
+            found.append((list(output.outputs[0].token_ids), output.error))
+    assert found[0] == found[1] and found[0][0] == [HOT] * 10
+
+
+def test_chunks_prefix_hits_and_preemption_go_on_in_float32(overflowing_model):
+    prompts = [[3, HOT, 9] + list(range(20, 40)), [3, HOT, 9] + list(range(20, 41)), list(range(40, 60))]
+    exact = answers(overflowing_model, prompts, dtype="float32", kv_cache_dtype="float16")
+    small = {"max_num_batched_tokens": 8, "kv_cache_memory": 9 * 8 * 3 * 2 * 2 * 8 * 2}
+    guarded = answers(overflowing_model, prompts, dtype="float16", **small)
+    assert [one[0] for one in guarded[:2]] == [one[0] for one in exact[:2]]
+    assert all(error is None for _, error in guarded)

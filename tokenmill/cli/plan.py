@@ -1,0 +1,135 @@
+"""`tokenmill plan`: which settings a workload needs on some GPUs, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill.cli import options
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill.plan.candidates import Fleet
+    from tokenmill.plan.shape import ModelShape
+    from tokenmill.plan.workload import Workload
+
+_WORK = "What is asked"
+_OUT = "What comes out"
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    gpu: Annotated[str | None, typer.Option(help="h200x8, l4, ... unset: this machine, measured for a minute.")] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(help="Azure CSV, Mooncake JSONL or ShareGPT JSON.", rich_help_panel=_WORK),
+    ] = None,
+    requests: Annotated[
+        str, typer.Option(help="Without a trace: prompt x answer tokens.", rich_help_panel=_WORK)
+    ] = "1024x256",
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second; unset: as in the trace, else all at once.", rich_help_panel=_WORK),
+    ] = None,
+    slo: Annotated[str | None, typer.Option(help="Promises: ttft=500ms,itl=50ms,p=90.", rich_help_panel=_WORK)] = None,
+    quality: Annotated[
+        str,
+        typer.Option(help="exact: as saved; near: fp8 and int8, too; any: int4 and w8a8, too.", rich_help_panel=_WORK),
+    ] = "near",
+    max_model_len: options.MaxModelLen = None,
+    price: Annotated[str | None, typer.Option(help="Of one GPU: 3.5/h.", rich_help_panel=_WORK)] = None,
+    available: Annotated[
+        bool, typer.Option("--available", help="Only what this version can run: one GPU per copy.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine again, though it was before.")
+    ] = False,
+    apply: Annotated[
+        Path | None, typer.Option(help="Write the settings for `serve --config` (.toml, .json).", rich_help_panel=_OUT)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.", rich_help_panel=_OUT)] = False,
+) -> None:
+    """Choose precision, division over GPUs, batch and step sizes for a workload, with reasons and runners-up.
+
+    Reads only the model's config, except without --gpu: then it runs the model here to see how fast it is.
+    """
+    from tokenmill.plan.configfile import ConfigFile, engine_settings, write_config
+    from tokenmill.plan.explain import as_data, explain
+    from tokenmill.plan.planner import Ask
+    from tokenmill.plan.planner import plan as make_plan
+    from tokenmill.plan.precision import QUALITIES
+    from tokenmill.plan.queueing import parse_slo
+
+    if quality not in QUALITIES:
+        raise ConfigError(f"--quality is {quality!r}; it must be {', '.join(QUALITIES)}")
+    promise, work, cost = parse_slo(slo), _workload(workload, requests, rate), _price(price)
+    shape, fleet = _fleet(model, gpu, available, calibrate)
+    found = make_plan(Ask(shape, fleet, work, promise, quality, cost, max_model_len))
+    if as_json:
+        typer.echo(json.dumps(as_data(found), indent=2))
+    else:
+        typer.echo("\n".join(explain(found)))
+    if apply is not None:
+        settings, notes = engine_settings(found, model)
+        write_config(apply, ConfigFile(settings))
+        for line in notes:
+            note(line)
+        note(f"wrote {apply}; tokenmill serve --config {apply}")
+
+
+def _workload(path: Path | None, requests: str, rate: float | None) -> Workload:
+    from tokenmill.plan.traces import read_trace
+    from tokenmill.plan.workload import fixed
+
+    if rate is not None and not rate > 0:
+        raise ConfigError(f"--rate is {rate}; it must be above 0")
+    if path is not None:
+        return read_trace(path, rate=rate)
+    prompt, _, answer = requests.partition("x")
+    if not (prompt.isdigit() and answer.isdigit() and int(prompt) and int(answer)):
+        raise ConfigError(f"--requests is {requests!r}; it is written as 1024x256")
+    return fixed(f"requests of {requests}", 1000, int(prompt), int(answer), math.inf if rate is None else rate)
+
+
+def _price(text: str | None) -> float | None:
+    """3.5/h, or 3.5; per hour in any case."""
+    if text is None:
+        return None
+    try:
+        price = float(text.strip().removesuffix("h").removesuffix("/").lstrip("$"))
+    except ValueError:
+        price = -1.0
+    if not price >= 0:
+        raise ConfigError(f"--price is {text!r}; it is written as 3.5/h")
+    return price
+
+
+def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[ModelShape, Fleet]:
+    """The model's counts, and the machines: by their figures, or this one by measurement."""
+    from tokenmill.config import EngineConfig
+    from tokenmill.engine.build import choose_device, open_checkpoint
+    from tokenmill.engine.choices import hardware_of
+    from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.source import resolve
+    from tokenmill.plan.calibrate import calibrate
+    from tokenmill.plan.candidates import GpuFleet, LocalFleet
+    from tokenmill.plan.gpus import parse_gpus
+    from tokenmill.plan.shape import shape_of
+
+    machines = None if gpu is None else parse_gpus(gpu)
+    with progress() as report:
+        files = resolve(model, progress=report)
+        config = EngineConfig(model=model, load_format="dummy" if files.kind == "directory" else "auto")
+        shape = shape_of(spec_from_config(open_checkpoint(config, files)[1]), files.name)
+        if machines is not None:
+            kind, count = machines
+            return shape, GpuFleet(kind, count, divide=not available)
+        found = calibrate(replace(config, skip_tokenizer_init=True), report, again=again)
+    note(f"measured     {len(found.points)} steps of this machine; the fit is off by {found.worst:.0%} at most")
+    return shape, LocalFleet(found.cost(shape), found.sizes, hardware_of(choose_device(config.device)))

@@ -1,0 +1,141 @@
+"""`tokenmill quantize`: make a smaller model, or tell what each way to do so would cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli import options
+from tokenmill.cli.quantize_inputs import Opened, open_model, spread_pieces, token_ids
+from tokenmill.cli.quantize_report import Wanted, print_report
+from tokenmill.cli.terminal import note, progress, size
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenmill.quant.forms import Layout
+
+_REPORT = "With --report"
+_HOW = "How it is rounded"
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    scheme: Annotated[
+        str, typer.Option(help="int4 (-g32, -g64, -g128, -zeros), int8, w8a8, fp8; per layer: int4,layers.0-3=int8.")
+    ] = "int4",
+    method: Annotated[
+        str | None, typer.Option(help="rtn, gptq, awq or smoothquant; unset: what suits scheme and text.")
+    ] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="A text like those the model will read.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new folder for the model.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of the text; unset: 128 (report: 32).")] = None,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of each piece.")] = 512,
+    lm_head: Annotated[str | None, typer.Option(help="The head's form; unset: it stays as it is.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of what stays floats, and of scales; unset: as in the checkpoint, or bfloat16.")
+    ] = None,
+    device: options.Device = None,
+    clip: Annotated[bool, typer.Option(help="Search for scales with the least error.", rich_help_panel=_HOW)] = True,
+    act_order: Annotated[
+        bool, typer.Option(help="gptq: columns with the largest inputs first.", rich_help_panel=_HOW)
+    ] = True,
+    alpha: Annotated[
+        float, typer.Option(min=0, max=1, help="smoothquant: what the weights take over.", rich_help_panel=_HOW)
+    ] = 0.5,
+    static_inputs: Annotated[
+        bool, typer.Option("--static-inputs", help="w8a8, fp8: one input scale, from the text.", rich_help_panel=_HOW)
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Write no model: measure every form.", rich_help_panel=_REPORT)
+    ] = False,
+    text: Annotated[Path | None, typer.Option(help="The text that is predicted.", rich_help_panel=_REPORT)] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="How much of it.", rich_help_panel=_REPORT)] = 4096,
+    only: Annotated[str, typer.Option(help="Forms with one of these words in them.", rich_help_panel=_REPORT)] = "",
+    speed: Annotated[bool, typer.Option(help="Measure tokens/s, too.", rich_help_panel=_REPORT)] = True,
+    gsm8k: Annotated[Path | None, typer.Option(help="GSM8K questions (JSONL).", rich_help_panel=_REPORT)] = None,
+    questions: Annotated[int, typer.Option(min=1, help="How many of them.", rich_help_panel=_REPORT)] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_REPORT)] = False,
+) -> None:
+    """Quantize a MODEL and write it as compressed-tensors, or --report what that would cost.
+
+    tokenmill quantize default --scheme int4-g32 --method gptq --calibrate text.txt -o small/
+    """
+    from tokenmill.quant.forms import parse_form, parse_layout
+
+    layout = parse_layout(scheme)
+    if lm_head is not None:
+        layout = replace(layout, overrides=(*layout.overrides, ("lm_head", parse_form(lm_head))))
+    if report:
+        wanted = Wanted(model, text, calibrate, samples or 32, length, tokens, only, speed, gsm8k, questions, as_json)
+        print_report(wanted)
+        return
+    if out is None:
+        raise ConfigError("where to? name a new folder with -o, or ask for --report")
+    how = {"clip": clip, "act_order": act_order, "alpha": alpha, "static_inputs": static_inputs}
+    _write(model, layout, method, how, calibrate, (samples or 128, length), out, dtype, device)
+
+
+def _write(
+    model: str,
+    layout: Layout,
+    name: str | None,
+    how: dict[str, Any],
+    calibrate: Path | None,
+    shape: tuple[int, int],
+    out: Path,
+    dtype: str | None,
+    device: str | None,
+) -> None:
+    import torch
+
+    from tokenmill.engine.build import choose_device
+    from tokenmill.quant.quantize import METHODS, Method, plan_forms, quantize_model
+    from tokenmill.quant.write import prepare_folder, write_model, write_tokenizer
+
+    if name is not None and name not in METHODS:
+        raise ConfigError(f"--method is {name!r}; there are {', '.join(METHODS)}")
+    place = choose_device(device or "auto")
+    opened = open_model(model)
+    source, kept = opened.source, _dtype(dtype, opened)
+    method = Method(name or _suiting(layout, calibrate), scale_dtype=kept, **how)
+    forms, notes = plan_forms(source.spec, layout)
+    if method.needs_text and calibrate is None:
+        raise ConfigError(f"{method.name} needs to see what layers are given: name a text with --calibrate")
+    if name == "smoothquant" and not any(form.kind in ("w8a8", "fp8") for form in forms.values()):
+        raise ConfigError("smoothquant is for forms with 8-bit inputs: --scheme w8a8 or fp8")
+    ids = None
+    if method.needs_text and calibrate is not None:
+        ids = spread_pieces(token_ids(opened.tokenizer, calibrate), *shape, calibrate)
+    prepare_folder(out)
+    for line in notes:
+        note(f"({line})")
+    with progress() as tell, torch.inference_mode():
+        layers = quantize_model(
+            source, forms, method, ids, place, lambda done, total: tell(done, total, f"quantizing ({method.name})")
+        )
+        write_model(source, forms, layers, out, kept, method.static_inputs)
+    write_tokenizer(opened.files, opened.checkpoint, out)
+    written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    typer.echo(f"{opened.files.name} as {layout.name} ({method.name}) is in {out}: {size(written)}")
+
+
+def _suiting(layout: Layout, calibrate: Path | None) -> str:
+    kind = layout.default.kind if layout.default else None
+    if calibrate is None or kind not in ("int4", "w8a8"):
+        return "rtn"
+    return "gptq" if kind == "int4" else "smoothquant"
+
+
+def _dtype(wanted: str | None, opened: Opened) -> torch.dtype:
+    import torch
+
+    name = wanted or opened.source.spec.dtype or "bfloat16"
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype is {name!r}; it must be float32, bfloat16 or float16")
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -1,0 +1,73 @@
+"""What `tokenmill quantize` works on: a model, opened for reading layer by layer, and pieces of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenmill.model.tokenizer import Tokenizer
+    from tokenmill.model.weights.checkpoint import Checkpoint
+    from tokenmill.model.weights.source import ModelFiles
+    from tokenmill.quant.layer_source import LayerSource
+
+
+@dataclass(frozen=True)
+class Opened:
+    files: ModelFiles
+    checkpoint: Checkpoint
+    source: LayerSource
+    tokenizer: Tokenizer
+
+
+def open_model(model: str) -> Opened:
+    from tokenmill.config import EngineConfig
+    from tokenmill.engine.build import load_tokenizer, open_checkpoint
+    from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.source import resolve
+    from tokenmill.quant.layer_source import LayerSource
+
+    with progress() as tell:
+        files = resolve(model, progress=tell)
+    checkpoint, config = open_checkpoint(EngineConfig(model=model), files)
+    assert checkpoint is not None  # only dummy weights have none
+    source = LayerSource(spec_from_config(config), checkpoint)
+    return Opened(files, checkpoint, source, load_tokenizer(files, checkpoint))
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def token_ids(tokenizer: Tokenizer, path: Path) -> torch.Tensor:  # [tokens]
+    import torch
+
+    return torch.tensor(tokenizer.encode(read_text(path), add_special_tokens=False), dtype=torch.long)
+
+
+def first_pieces(ids: torch.Tensor, count: int, length: int, path: Path) -> torch.Tensor:  # [count, length]
+    """The beginning of a text, cut."""
+    return _cut(ids, min(count, len(ids) // length), length, length, path)
+
+
+def spread_pieces(ids: torch.Tensor, count: int, length: int, path: Path) -> torch.Tensor:  # [count, length]
+    """Pieces from all over a text; fewer where it is short."""
+    count = min(count, len(ids) // length)
+    return _cut(ids, count, length, len(ids) // max(count, 1), path)
+
+
+def _cut(ids: torch.Tensor, count: int, length: int, step: int, path: Path) -> torch.Tensor:
+    if count < 1:
+        raise ConfigError(f"{path} has {len(ids)} tokens, fewer than one piece of {length}; give a longer text")
+    if count * length < 1024:
+        note(f"({path} gives {count * length} tokens only: what is measured with so few is doubtful)")
+    return ids[: count * step].view(count, step)[:, :length].clone()

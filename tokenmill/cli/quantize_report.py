@@ -1,0 +1,111 @@
+"""`tokenmill quantize --report`: runs the measurements, and prints the table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tokenmill.cli.quantize_inputs import first_pieces, open_model, read_text, spread_pieces, token_ids
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenmill.cli.quantize_inputs import Opened
+    from tokenmill.quant.report import Line
+
+WINDOW = 512  # tokens that are predicted together
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of the command, as they were given."""
+
+    model: str
+    text: Path | None
+    calibrate: Path | None
+    samples: int
+    length: int
+    tokens: int
+    only: str
+    speed: bool
+    gsm8k: Path | None
+    questions: int
+    as_json: bool
+
+
+def print_report(wanted: Wanted) -> None:
+    import torch
+
+    from tokenmill.quant.report import as_json, candidates, measure, table
+
+    words = [word.strip() for word in wanted.only.split(",") if word.strip()]
+    chosen = [one for one in candidates() if not words or one.name == "fp32" or any(word in one.name for word in words)]
+    if len(chosen) == 1 and words:
+        raise ConfigError(f"--only is {wanted.only!r}; there are {', '.join(one.name for one in candidates())}")
+    ids, calibration, opened = _texts(wanted)
+    lines: list[Line] = []
+    with progress() as tell, torch.inference_mode():
+        for line in measure(opened.source, chosen, ids, calibration, tell):
+            lines.append(line)
+            quality = line.quality
+            note(f"{line.candidate.name}: perplexity {quality.perplexity:.3f}, KL {quality.divergence:.4f}")
+    if wanted.speed:
+        lines = _with_speed(wanted.model, lines)
+    asked = 0
+    if wanted.gsm8k is not None:
+        lines, asked = _with_questions(wanted, opened, lines, calibration)
+    typer.echo(json.dumps(as_json(lines), indent=1) if wanted.as_json else "\n".join(table(lines, asked)))
+
+
+def _texts(wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor, Opened]:
+    """What is predicted, and what is calibrated with: another text, or the part of the same one that is not judged."""
+    if wanted.text is None:
+        raise ConfigError("a report needs a text to predict: name one with --text")
+    opened = open_model(wanted.model)
+    window = min(WINDOW, wanted.tokens, opened.source.spec.max_positions)
+    judged = token_ids(opened.tokenizer, wanted.text)
+    ids = first_pieces(judged, wanted.tokens // window, window, wanted.text)
+    path = wanted.calibrate or wanted.text
+    other = token_ids(opened.tokenizer, path) if wanted.calibrate else judged[ids.numel() :]
+    return ids, spread_pieces(other, wanted.samples, wanted.length, path), opened
+
+
+def _with_speed(model: str, lines: list[Line]) -> list[Line]:
+    """Methods differ in codes, not in form: each form is measured once."""
+    from tokenmill.quant.report import speed
+
+    known: dict[tuple[str | None, str | None], float | None] = {}
+    for line in lines:
+        key = line.candidate.scheme, line.candidate.kv
+        if key not in known:
+            known[key], why = speed(model, *key)
+            if why:
+                note(f"({line.candidate.name} has no speed here: {why})")
+    return [replace(line, speed=known[line.candidate.scheme, line.candidate.kv]) for line in lines]
+
+
+def _with_questions(
+    wanted: Wanted, opened: Opened, lines: list[Line], calibration: torch.Tensor
+) -> tuple[list[Line], int]:
+    """The answers of every form, if the model as it is can answer any."""
+    from tokenmill.quant.questions import solved, solved_by
+
+    assert wanted.gsm8k is not None
+    asked = [json.loads(line) for line in read_text(wanted.gsm8k).splitlines()[: wanted.questions]]
+    base = solved(wanted.model, asked, quantization="fp32")
+    if base == 0:
+        note(f"(GSM8K: the model as it is solves none of {len(asked)} questions: nothing can be compared)")
+        return lines, 0
+    done = []
+    for line in lines:
+        plain = line.candidate.scheme is None and line.candidate.kv is None
+        found = base if plain else solved_by(wanted.model, opened, line.candidate, calibration, asked)
+        note(f"{line.candidate.name}: {found} of {len(asked)} questions")
+        done.append(replace(line, solved=found))
+    return done, len(asked)

@@ -1,0 +1,129 @@
+"""`tokenmill simulate`: what a fleet would do with a load, from the real scheduler over a cost model."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill.plan.autoscale import Autoscale
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Azure CSV, Mooncake JSON lines or ShareGPT JSON.")],
+    machine: Annotated[str, typer.Option(help="What one replica is: h200-8b, h200x4-70b, cpu-135m.")] = "h200-8b",
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
+    requests: Annotated[int | None, typer.Option(min=1, help="The first so many of the trace.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second: gaps are stretched.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --rate: overlay copies of the trace instead, for so many seconds."),
+    ] = None,
+    router: Annotated[str, typer.Option(help="random, round-robin, least-loaded, prefix-aware.")] = "least-loaded",
+    policy: Annotated[str, typer.Option(help="fcfs, priority, sjf.")] = "fcfs",
+    prefill: Annotated[int, typer.Option(min=0, help="Replicas that only read prompts; the others decode.")] = 0,
+    link: Annotated[float, typer.Option(min=0.1, help="GB/s out of one prefill replica.")] = 50.0,
+    fail_every: Annotated[
+        float | None, typer.Option(min=1, help="Mean seconds between failures of one replica.")
+    ] = None,
+    repair: Annotated[float, typer.Option(min=0, help="Seconds until a failed replica is back.")] = 60.0,
+    autoscale: Annotated[
+        str | None, typer.Option(help="LEAST:MOST:PER, replicas and requests per replica, such as 4:64:32.")
+    ] = None,
+    startup: Annotated[float, typer.Option(min=0, help="Seconds until a new replica takes work.")] = 60.0,
+    rows: Annotated[int | None, typer.Option(min=1, help="Requests that run at once on a replica.")] = None,
+    step_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step of a replica.")] = None,
+    controller: Annotated[bool, typer.Option("--controller", help="Lead tokens per step by --slo.")] = False,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block; larger is simulated faster.")] = 16,
+    slo: Annotated[str, typer.Option(help="What makes a request good.")] = "ttft=2s,itl=100ms",
+    compare: Annotated[
+        str | None, typer.Option(help="Vary one thing: policies, routers, splits, failures, budgets.")
+    ] = None,
+    then: Annotated[
+        Path | None, typer.Option(help="A second trace: the load shifts to it, then to both; --rate is FIRST.")
+    ] = None,
+    then_rate: Annotated[float, typer.Option(min=0.001, help="The second trace's requests per second.")] = 1.0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes for the cases of --compare.")] = 1,
+    seed: Annotated[int, typer.Option(help="Other random choices.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="With --compare: a chart of good requests per second.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
+) -> None:
+    """Replay a trace on replicas that are a cost model under the real scheduler, memory and prefix cache."""
+    from tokenmill.engine.scheduler.policy import POLICIES
+    from tokenmill.plan.cluster import ClusterSpec
+    from tokenmill.plan.compare import Case, cases, picture, run_cases, table
+    from tokenmill.plan.faults import Failures
+    from tokenmill.plan.queueing import parse_slo
+    from tokenmill.plan.replica import ReplicaSpec
+    from tokenmill.plan.simulate import crowd, shifting
+    from tokenmill.plan.step_cost import machine_named
+    from tokenmill.plan.traces import read_trace
+
+    if policy not in POLICIES:
+        raise ConfigError(f"there is no policy {policy!r}; it may be one of {', '.join(POLICIES)}")
+    if seconds is not None and rate is None:
+        raise ConfigError("--seconds overlays copies of the trace until --rate is reached; give both")
+    if not prefill < replicas:
+        raise ConfigError(f"--prefill is {prefill} of {replicas} replicas: nobody is left to decode")
+    promise = parse_slo(slo)
+    work = read_trace(trace, requests)
+    if then is not None:
+        if rate is None or seconds is None:
+            raise ConfigError("--then needs --rate and --seconds")
+        work = shifting(work, read_trace(then), seconds, (rate, then_rate))
+    elif rate is not None:
+        work = crowd(work, rate, seconds, seed) if seconds is not None else work.at_rate(rate)
+    one = ReplicaSpec(
+        machine_named(machine),
+        block_size=block_size,
+        policy=POLICIES[policy],
+        prefix_caching=work.hash_ids is not None or prefill > 0 or compare == "splits",
+    ).with_limits(rows, step_tokens)
+    if controller:
+        one = one.led_by(promise)
+    spec = ClusterSpec(
+        one,
+        replicas,
+        router=router,
+        prefill=prefill,
+        link_bytes=link * 1e9,
+        failures=Failures(fail_every, repair, seed) if fail_every is not None else None,
+        autoscale=_autoscale(autoscale, startup),
+        seed=seed,
+    )
+    note(work.summary())
+    note(one.machine.line())
+    began = time.monotonic()
+    rows_of = cases(compare, spec, work, promise) if compare else [Case(policy, spec, work)]
+    with progress() as report:
+        outcomes = run_cases(rows_of, workers, report)
+    names = [case.name for case in rows_of]
+    typer.echo("\n".join(table(list(zip(names, outcomes)), promise)))
+    steps = sum(outcome.steps for outcome in outcomes)
+    note(f"{steps:,} steps of {replicas:,} replicas in {time.monotonic() - began:.1f} s")
+    if out is not None:
+        figures = {name: outcome.figures(promise) for name, outcome in zip(names, outcomes)}
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    if plot is not None:
+        points = [(case.x, outcome.goodput(promise)) for case, outcome in zip(rows_of, outcomes)]
+        plot.write_text(picture(f"Good requests per second ({compare})", compare or "", [(work.name, points)]))
+        note(f"wrote {plot}")
+
+
+def _autoscale(text: str | None, startup: float) -> Autoscale | None:
+    from tokenmill.plan.autoscale import Autoscale
+
+    if text is None:
+        return None
+    try:
+        least, most, per = text.split(":")
+        return Autoscale(int(least), int(most), float(per), startup=startup)
+    except ValueError:
+        raise ConfigError(f"--autoscale is {text!r}; it is written as LEAST:MOST:PER, such as 4:64:32") from None

@@ -1,0 +1,108 @@
+"""What an engine's weights look like and take: the scheme of every linear layer, and bytes for the memory plan."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import ConfigError
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
+from tokenmill.model.weights.load import packed_as_stored, stored_forms
+from tokenmill.ops.kv_forms import form_for
+from tokenmill.plan.hardware import Hardware, cpu_hardware
+from tokenmill.plan.memory import ModelBytes
+from tokenmill.quant.choose import Place, auto_layout, choose_schemes
+from tokenmill.quant.device import has_small_gemm
+from tokenmill.quant.forms import Layout, parse_layout
+from tokenmill.quant.invariant import InvariantDense
+from tokenmill.quant.packed import Packed
+from tokenmill.quant.scheme import Dense, Schemes
+
+_ROOM = 0.7  # of the free memory: what weights may take where the cache is to have room, too
+
+
+def schemes_for(
+    config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, place: Place
+) -> tuple[Schemes, str]:
+    """The scheme of every linear layer, and why."""
+    if config.batch_invariant:
+        check_invariant(spec, place.dtype, place.device)
+        return Schemes(InvariantDense()), "batch_invariant is set"
+    shapes, blocks = linear_shapes(spec), isinstance(checkpoint, BlockCheckpoint)
+    stored = {} if checkpoint is None else stored_forms(spec, checkpoint)
+    layout, why = parse_layout(None if config.quantization == "auto" else config.quantization), "as set"
+    if config.quantization == "auto":
+        saved = sum(rows * columns for rows, columns in shapes.values()) * (place.dtype.itemsize - 1)
+        fits = spec.weight_bytes(place.dtype.itemsize) - saved < _ROOM * hardware_of(place.device).free_bytes
+        layout, why = auto_layout(
+            place, is_quantized=blocks or bool(stored), max_rows=config.max_num_seqs, fits=fits
+        )
+        why = f"quantization is auto: {why}"
+    elif layout == Layout():
+        why = "as stored" if blocks or stored else "as the model computes"
+    return choose_schemes(layout, shapes, stored, blocks, place), why
+
+
+def linear_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every linear layer, by canonical name."""
+    found = {}
+    for name, param in spec.parameters().items():
+        if param.kind == "linear":
+            rows, columns = param.shape
+            found[name] = rows, columns
+    return found
+
+
+def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what the batch-invariant mode cannot do yet."""
+    reason = None
+    if spec.mla is not None:
+        reason = f"{spec.architecture} projects its latent attention with products that depend on the batch"
+    elif spec.moe is not None and (spec.moe.groups > 1 or dtype == torch.float64):
+        reason = f"{spec.architecture} in {str(dtype).removeprefix('torch.')} routes with a product that depends on it"
+    elif device.type == "cuda" and not has_small_gemm(device):
+        name = torch.cuda.get_device_name(device)
+        reason = f"it needs Triton and a Hopper GPU or later, and this is {name}"
+    elif device.type == "cuda" and dtype == torch.float64:
+        reason = "its products are there for bfloat16, float16 and float32, not for float64"
+    if reason is not None:
+        raise ConfigError(f"batch_invariant is set, but {reason}; leave it out")
+
+
+def model_bytes(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    schemes: Schemes | None = None,
+    checkpoint: Checkpoint | None = None,
+    kv_dtype: torch.dtype | None = None,  # None: as dtype
+) -> ModelBytes:
+    itemsize, schemes = dtype.itemsize, schemes or Schemes(Dense())
+    as_stored: dict[str, int] = {}
+    if isinstance(schemes.default, Packed) and checkpoint is not None:
+        as_stored = packed_as_stored(spec, checkpoint, itemsize)
+    shapes = linear_shapes(spec)
+    weights = spec.weight_bytes(itemsize)
+    for name, param in spec.parameters().items():
+        scheme = schemes.of(name)
+        if isinstance(scheme, Packed) and scheme.form is None and name in as_stored:
+            weights += as_stored[name] - param.numel * itemsize
+        elif name in shapes:
+            weights += scheme.nbytes(*shapes[name], dtype) - param.numel * itemsize
+    input_copy = max(schemes.of(name).input_bytes(columns) for name, (_, columns) in shapes.items())
+    return ModelBytes(
+        weights=weights,
+        kv_per_token=spec.kv_bytes_per_token((kv_dtype or dtype).itemsize, form_for(kv_dtype or dtype)),
+        activation_per_token=spec.activation_elements * itemsize + input_copy,
+        logits_per_row=spec.vocab_size * (itemsize + max(4, itemsize)),
+        vocab=spec.vocab_size,
+        rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
+        flops_per_token=2.0 * spec.active_parameters,
+    )
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    if device.type == "cpu":
+        return cpu_hardware()
+    free, total = torch.cuda.mem_get_info(device)
+    return Hardware("cuda", torch.cuda.get_device_name(device), total, free)

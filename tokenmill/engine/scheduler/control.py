@@ -1,0 +1,109 @@
+"""Pace: how many tokens and rows the next step may have; fixed, or led by feedback to latency targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenmill.engine.step import Step, facts_of
+
+if TYPE_CHECKING:
+    from tokenmill.engine.scheduler.roster import Delta, Limits
+
+ALLOWED = 0.01  # share of steps that may be late: the target is for the 95th percentile of every single answer
+MIN_CHUNK = 32  # prompt tokens that a step may always have: prompts go on whatever happens
+FORGETTING = 0.998  # the step model remembers some hundreds of steps
+SMOOTHING = 0.02  # of the share of late tokens
+GAIN = 0.05  # how fast the margin follows the share of late tokens
+MARGINS = (0.25, 0.98)  # never above the target: a step that is meant to be late is late for every row in it
+
+
+class Pace:
+    """A fixed pace."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.step_tokens = limits.max_step_tokens  # read before every step; decodes always fit
+        self.rows = limits.max_rows  # newcomers wait while as many run
+
+    def committed(self, step: Step, deltas: Sequence[Delta], now: float) -> None:
+        """Called after every committed step with what it gave to its requests."""
+
+
+class SloPace(Pace):
+    """Keeps the 95th percentile of the gaps between tokens at its target, with as much prompt per step as that allows.
+
+    A linear model of step seconds (what a step decodes, prompt tokens, what both look at) is fitted to the steps as
+    they come, and says how many prompt tokens fit into the next step. A margin on the target closes the loop: it falls
+    while more than 1 % of steps are late and rises while fewer are, so the model need not be right. Where decoding
+    alone takes all the time there is, newcomers wait, unless first tokens miss a target of their own more often.
+    """
+
+    def __init__(self, limits: Limits, itl: float, ttft: float | None = None) -> None:
+        super().__init__(limits)
+        self.itl, self.ttft = itl, ttft
+        self.margin = 0.9
+        self._most_tokens, self._most_rows = limits.max_step_tokens, limits.max_rows
+        self._late = self._late_first = 0.0  # smoothed shares
+        # Recursive least squares over (1, rows, their context, prompt tokens, pairs that these look at), in units that
+        # make the prices alike in size.
+        self._units = np.array([1.0, 1e-1, 1e-4, 1e-2, 1e-6])
+        self._prices = np.zeros(5)
+        self._spread = np.eye(5) * 1e2
+        self._depth = 0.0  # tokens that each prompt token of the last chunks looked at
+        self._seen = 0
+
+    def committed(self, step: Step, deltas: Sequence[Delta], now: float) -> None:
+        rows, context, prompt, pairs = facts_of(step)
+        if prompt:
+            self._depth = pairs / prompt
+        times = next((one.request.metrics.token_times for one in deltas if len(one.tokens) and _went_on(one)), None)
+        if times is not None:
+            gap = times[-1] - times[-2]
+            self._learn(np.array([1.0, rows, context, prompt, pairs]) * self._units, gap)
+            self._judge(gap > self.itl, rows)
+        for delta in deltas:
+            if self.ttft is not None and len(delta.request.metrics.token_times) == len(delta.tokens) > 0:
+                late = (delta.request.metrics.ttft or 0.0) > self.ttft
+                self._late_first += 0.02 * (late - self._late_first)
+        if self._seen >= 8:
+            self._set_pace(rows, context)
+
+    def _learn(self, facts: npt.NDArray[np.float64], gap: float) -> None:
+        self._seen += 1
+        gain = self._spread @ facts / (FORGETTING + facts @ self._spread @ facts)
+        self._prices = self._prices + gain * (gap - facts @ self._prices)
+        self._spread = (self._spread - np.outer(gain, facts @ self._spread)) / FORGETTING
+        largest = float(np.trace(self._spread))
+        if largest > 1e6:  # what does not vary for long must not be forgotten without end
+            self._spread *= 1e6 / largest
+
+    def _judge(self, late: bool, rows: int) -> None:
+        """Move the margin; a step with many rows is as many tokens."""
+        weight = min(1.0, SMOOTHING * (1 + math.log2(1 + rows)) / 4)
+        self._late += weight * (late - self._late)
+        self.margin *= math.exp(GAIN * (ALLOWED - self._late))
+        self.margin = min(max(self.margin, MARGINS[0]), MARGINS[1])
+
+    def _set_pace(self, rows: int, context: int) -> None:
+        base, per_row, per_context, per_prompt, per_pair = (self._prices * self._units).tolist()
+        per_prompt = max(per_prompt, 0.0) + max(per_pair, 0.0) * self._depth
+        left = self.itl * self.margin - (base + max(per_row, 0.0) * rows + max(per_context, 0.0) * context)
+        chunk = int(left / max(per_prompt, 1e-9)) if left > 0 else 0
+        self.step_tokens = min(rows + max(chunk, MIN_CHUNK), self._most_tokens)
+        hold = left <= 0 and self._late_first <= max(self._late, ALLOWED)
+        self.rows = max(rows, 1) if hold else self._most_rows
+
+
+def pace_for(limits: Limits, itl_ms: float | None, ttft_ms: float | None = None) -> Pace:
+    """The pace that a config asks for."""
+    if itl_ms is None:
+        return Pace(limits)
+    return SloPace(limits, itl_ms / 1000, None if ttft_ms is None else ttft_ms / 1000)
+
+
+def _went_on(delta: Delta) -> bool:
+    return len(delta.request.metrics.token_times) > len(delta.tokens)

@@ -1,0 +1,64 @@
+"""AWQ checkpoints: 4-bit integers packed along the outputs, in the order that its "gemm" kernels like."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tokenmill.model.weights.quantized.matrix import Kind, Matrix, centred, fields
+from tokenmill.model.weights.quantized.parts import FLOATS, Parts
+from tokenmill.model.weights.quantized.settings import Settings, within_any
+
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # output 8 w + i lies at place _PLACES[i] of word w
+
+
+class AWQ:
+    method = "awq"
+    parts = frozenset({"qweight", "qzeros", "scales"})
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        spelled = {"w_bit": "bits", "q_group_size": "group_size", "checkpoint_format": "version"}  # older and newer
+        config = {new: config[old] for old, new in spelled.items() if old in config} | config
+        self.settings = Settings(self.method, config)
+        self.settings.word("version", ("gemm",), "gemm", "use a checkpoint whose version is gemm")
+        if self.settings.whole("bits") != 4:
+            self.settings.refuse("bits", "use a checkpoint of 4 bits, a GGUF file, or the original one")
+        self._group = self.settings.whole("group_size", -1)
+        if self._group == 0:
+            self.settings.refuse("group_size", "it must be -1 or at least 1")
+        self._zeros = self.settings.flag("zero_point", True)
+        self._left_out = self.settings.words("modules_to_not_convert")
+
+    def is_stored(self, parts: set[str]) -> bool:
+        return "qweight" in parts
+
+    def covers(self, module: str) -> bool:
+        return not within_any(self._left_out, module)
+
+    def expects(self, module: str) -> bool:
+        """Layers outside the blocks are floats without further notice."""
+        return False
+
+    def note(self) -> str | None:
+        return None
+
+    def kind(self, parts: Parts) -> Kind:
+        columns, packed = parts.take("qweight", (torch.int32,)).shape  # [columns, rows / 8]
+        shape = parts.check(packed * 8, columns)
+        return Kind(shape, 4, columns if self._group == -1 else self._group, zeros=self._zeros)
+
+    def read(self, parts: Parts, kind: Kind) -> Matrix:
+        rows, columns = kind.shape
+        groups = math.ceil(columns / kind.group)
+        codes = _unpack(parts.take("qweight", (torch.int32,), (columns, rows // 8)))
+        scale = parts.take("scales", FLOATS, (groups, rows)).T.contiguous()
+        zeros = None
+        if kind.zeros:
+            zeros = _unpack(parts.take("qzeros", (torch.int32,), (groups, rows // 8)))
+        return Matrix(kind, codes, scale, zeros)
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:  # [n, rows / 8] int32 -> [rows, n] int8
+    return centred(fields(words, 4)[..., _PLACES].flatten(1).T.contiguous(), 4)

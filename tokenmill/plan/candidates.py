@@ -1,0 +1,186 @@
+"""Candidates: every way to run a model on some machines that fits their memory, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill.errors import ConfigError
+from tokenmill.plan.cost import CostModel, Form, Link
+from tokenmill.plan.gpus import Gpu, rates_of
+from tokenmill.plan.hardware import Hardware
+from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
+from tokenmill.plan.precision import ITEMSIZE, KV_FORMS, WEIGHT_FORMS, KVForm, WeightForm, form_of, rank_bytes
+from tokenmill.plan.queueing import Capacity
+from tokenmill.plan.shape import ONE_GPU, ModelShape, Split
+
+BLOCK = 16
+STEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+ROWS = (1024, 256, 64)
+UTILIZATION = 0.9  # the engine's default
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One copy of the model: how numbers are stored and how it is divided."""
+
+    weights: WeightForm
+    kv: KVForm
+    dtype: str
+    split: Split
+
+    @property
+    def loss(self) -> int:
+        return max(self.weights.loss, self.kv.loss)
+
+    @property
+    def name(self) -> str:
+        kv = "" if self.kv.dtype == "auto" else f", {self.kv.dtype} kv"
+        weights = self.dtype if self.weights.quantization is None else self.weights.quantization
+        return f"{weights}{kv}, {self.split.name}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A layout with sizes that its machine has memory for."""
+
+    layout: Layout
+    cost: CostModel
+    room: Capacity  # of the whole copy
+    memory: MemoryPlan  # of its fullest GPU
+
+
+class Fleet(Protocol):
+    """Machines to plan for."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def gpus(self) -> int: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
+        """Ways to store and divide a model, fewest GPUs first."""
+        ...
+
+    def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+        """Put a layout into memory, or say in a ConfigError why it does not fit. `longest` is the longest request."""
+        ...
+
+
+@dataclass(frozen=True)
+class GpuFleet:
+    """GPUs of one kind, known by their figures."""
+
+    gpu: Gpu
+    gpus: int
+    divide: bool = True  # a copy may take several
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpus} x {self.gpu.name}" if self.gpus > 1 else self.gpu.name
+
+    @property
+    def link(self) -> Link:
+        return self.gpu.link
+
+    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
+        dtype = shape.saved_dtype if shape.saved_dtype in ("bfloat16", "float16") else "bfloat16"
+        for split in splits(shape, self.gpus if self.divide else 1):
+            for weights in WEIGHT_FORMS:
+                for kv in KV_FORMS:
+                    layout = Layout(weights, kv, dtype, split)
+                    if layout.loss <= most_loss and (weights.efficiency != "fp8" or "fp8" in self.gpu.flops):
+                        yield layout
+
+    def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+        form = layout_form(shape, layout)
+        model = rank_bytes(shape, form, layout.split, ITEMSIZE[layout.dtype])
+        hardware = Hardware("cuda", self.gpu.name, self.gpu.memory, self.gpu.memory)
+        memory = _memory(shape, model, hardware, longest, rows, step_tokens)
+        # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
+        tokens = memory.num_blocks * BLOCK * layout.split.expert
+        cost = CostModel(shape, form, rates_of(self.gpu, layout.weights.efficiency), layout.split, self.gpu.link)
+        return Fit(layout, cost, Capacity(rows, step_tokens, tokens), memory)
+
+
+@dataclass(frozen=True)
+class LocalFleet:
+    """This machine and one model on it, known by measurement: only sizes are open."""
+
+    cost: CostModel
+    sizes: ModelBytes
+    hardware: Hardware
+    dtype: str = "as it runs here"
+    gpus: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"this machine ({self.hardware.name})"
+
+    @property
+    def link(self) -> Link:
+        return Link(1e9, 1e-4)  # never used: there is one
+
+    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
+        yield Layout(WEIGHT_FORMS[0], KV_FORMS[0], self.dtype, ONE_GPU)
+
+    def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+        memory = _memory(shape, self.sizes, self.hardware, longest, rows, step_tokens)
+        return Fit(layout, self.cost, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
+
+
+def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:
+    """Powers of two that divide the model evenly, fewest GPUs first."""
+    powers = [1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus]
+    found = [
+        Split(tensor, pipeline, expert)
+        for tensor in powers
+        for pipeline in powers
+        for expert in powers
+        if tensor * pipeline * expert <= gpus
+        and shape.heads % tensor == 0
+        and tensor <= 8
+        and pipeline <= shape.layers
+        and (expert == 1 or (shape.experts and shape.experts % (tensor * expert) == 0 and pipeline == 1))
+    ]
+    yield from sorted(found, key=lambda one: (one.gpus, one.pipeline, one.expert))
+
+
+def layout_form(shape: ModelShape, layout: Layout) -> Form:
+    # Elements that share a scale: a head's keys, or its values.
+    per_head = max(1, shape.kv_elements // (2 * shape.layers * shape.kv_heads))
+    return form_of(layout.weights, layout.kv, ITEMSIZE[layout.dtype], per_head)
+
+
+def fits(fleet: Fleet, shape: ModelShape, layout: Layout, longest: int) -> tuple[list[Fit], str]:
+    """All sizes of steps and batches that fit; else the reason of the smallest."""
+    found: list[Fit] = []
+    reason = ""
+    for step_tokens in STEP_TOKENS:
+        for rows in (rows for rows in ROWS if rows <= step_tokens):
+            try:
+                found.append(fleet.place(shape, layout, longest=longest, rows=rows, step_tokens=step_tokens))
+            except ConfigError as error:
+                reason = str(error) if step_tokens == STEP_TOKENS[0] else reason
+    return found, "" if found else reason
+
+
+def _memory(
+    shape: ModelShape, model: ModelBytes, hardware: Hardware, longest: int, rows: int, step_tokens: int
+) -> MemoryPlan:
+    return plan_memory(
+        model,
+        hardware,
+        utilization=UTILIZATION,
+        block_size=BLOCK,
+        max_rows=rows,
+        max_step_tokens=step_tokens,
+        max_len=longest,
+        longest=shape.max_positions,
+        kv_bytes=None,
+    )[0]

@@ -1,0 +1,140 @@
+"""Comparisons: the same workload on clusters that differ in one thing, run side by side, as a table or a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tokenmill.bench.plot import Line, chart
+from tokenmill.engine.scheduler.policy import Fcfs, Policy, ShortestFirst
+from tokenmill.errors import ConfigError
+from tokenmill.plan.cluster import ClusterSpec, Report
+from tokenmill.plan.faults import Failures
+from tokenmill.plan.outcome import Outcome
+from tokenmill.plan.queueing import Slo
+from tokenmill.plan.router import ROUTERS
+from tokenmill.plan.simulate import simulate
+from tokenmill.plan.workload import Workload
+
+BUDGETS = (256, 384, 512, 640, 768, 896, 1024, 2048, 8192)  # tokens per step
+SPLITS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)  # shares of the replicas that only read prompts
+FAILURES = (None, 3600.0, 600.0, 120.0)  # mean seconds between the failures of one replica
+LOADS = (0.25, 0.5, 0.75, 1.0, 1.25)  # of the rate that was given
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table."""
+
+    name: str
+    spec: ClusterSpec
+    workload: Workload
+    x: float = 0.0  # where it stands in a chart
+
+
+def cases(what: str, spec: ClusterSpec, workload: Workload, slo: Slo) -> list[Case]:
+    """The rows of a comparison by name."""
+    if what not in COMPARISONS:
+        raise ConfigError(f"there is no comparison {what!r}; it may be one of {', '.join(COMPARISONS)}")
+    return [Case(name, one, workload, x) for name, one, x in COMPARISONS[what](spec, slo)]
+
+
+Rows = Iterator[tuple[str, ClusterSpec, float]]
+
+
+def _policies(spec: ClusterSpec, slo: Slo) -> Rows:
+    one_class: dict[str, Callable[[], Policy]] = {  # the trace has no classes: nobody rises above another
+        "fcfs": Fcfs,
+        "sjf 10 s": partial(ShortestFirst, promote_after=None, patience=10.0),
+        "sjf 60 s": partial(ShortestFirst, promote_after=None, patience=60.0),
+        "sjf 600 s": partial(ShortestFirst, promote_after=None, patience=600.0),
+        "sjf 60 s, no reserve": partial(ShortestFirst, promote_after=None, patience=60.0, reserve=False),
+    }
+    for name, policy in one_class.items():
+        yield name, replace(spec, replica=replace(spec.replica, policy=policy)), 0.0
+
+
+def _routers(spec: ClusterSpec, slo: Slo) -> Rows:
+    for number, name in enumerate(ROUTERS):
+        yield name, replace(spec, router=name), float(number)
+
+
+def _splits(spec: ClusterSpec, slo: Slo) -> Rows:
+    for share in SPLITS:
+        prefill = round(share * spec.replicas)
+        name = f"{prefill} prefill, {spec.replicas - prefill} decode" if prefill else "together"
+        yield name, replace(spec, prefill=prefill), share
+
+
+def _failures(spec: ClusterSpec, slo: Slo) -> Rows:
+    for mean in FAILURES:
+        name = "none" if mean is None else f"each every {mean:,.0f} s"
+        yield name, replace(spec, failures=None if mean is None else Failures(mean, 60.0, spec.seed)), 0.0
+
+
+def _budgets(spec: ClusterSpec, slo: Slo) -> Rows:
+    for budget in BUDGETS:
+        if budget >= spec.replica.machine.max_rows:
+            yield f"{budget} tokens", replace(spec, replica=spec.replica.with_limits(step_tokens=budget)), budget
+    yield "controller", replace(spec, replica=spec.replica.led_by(slo)), 0.0
+
+
+COMPARISONS = {
+    "policies": _policies,
+    "routers": _routers,
+    "splits": _splits,
+    "failures": _failures,
+    "budgets": _budgets,
+}
+
+
+def run_cases(rows: Sequence[Case], workers: int, report: Report) -> list[Outcome]:
+    """Simulate all cases, each in one process."""
+    if workers == 1 or len(rows) == 1:
+        return [simulate(case.spec, case.workload, _named(report, case.name)) for case in rows]
+    found: list[Outcome] = []
+    with ProcessPoolExecutor(workers) as pool:
+        for number, outcome in enumerate(pool.map(simulate, [c.spec for c in rows], [c.workload for c in rows])):
+            found.append(outcome)
+            report(number + 1, len(rows), "cases simulated")
+    return found
+
+
+def _named(report: Report, name: str) -> Report:
+    return lambda done, total, what: report(done, total, f"{name}: {what}")
+
+
+HEAD = ("", "good/s", "good", "TTFT mean", "p99", "latency mean", "p99", "ITL p95", "p99", "cached", "busy", "preempt")
+
+
+def table(rows: Sequence[tuple[str, Outcome]], slo: Slo) -> list[str]:
+    """Markdown lines; seconds and milliseconds."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for name, outcome in rows:
+        f = outcome.figures(slo)
+        if not outcome.served:
+            lines.append(f"| {name} | nothing was served, {outcome.refused:,} refused |")
+            continue
+        cells = [
+            name,
+            f"{f['goodput']:.2f}",
+            f"{f['good_share']:.1%}",
+            f"{f['ttft_mean']:.2f} s",
+            f"{f['ttft_p99']:.2f} s",
+            f"{f['latency_mean']:.2f} s",
+            f"{f['latency_p99']:.1f} s",
+            f"{1e3 * f['itl_p95']:.1f} ms",
+            f"{1e3 * f['itl_p99']:.1f} ms",
+            f"{f['cached_share']:.1%}",
+            f"{f['busy_share']:.0%}",
+            f"{outcome.preemptions}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def picture(title: str, below: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
+    """An SVG chart of named lines."""
+    return chart(title, below, [Line(name, list(points)) for name, points in lines])

@@ -1,0 +1,208 @@
+"""Says what a plan chose, why, what it expects, and what the runners-up lack; as text or as plain data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tokenmill.plan.gpus import EFFICIENCIES
+from tokenmill.plan.planner import RESERVE, Choice, Plan
+
+SHOWN = 5  # runners-up
+MILLION = 1e6
+
+
+def explain(plan: Plan) -> list[str]:
+    ask, best, demand = plan.ask, plan.best, plan.demand
+    lines = [
+        f"model        {ask.shape.name}: {ask.shape.parameters / 1e9:.2f} billion parameters, "
+        f"{ask.shape.kv_elements:,} cached elements per token",
+        f"machines     {ask.fleet.name}",
+        f"workload     {ask.work.summary()}",
+        f"promise      {ask.slo.text}",
+        "",
+        f"plan         {best.name}",
+        *(f"  {name:<22} {value}  ({why})" for name, value, why in reasons(plan)),
+        "",
+        "expected     " + expectation(plan, best),
+        *(f"             {line}" for line in best.fit.memory.lines(best.fit.room.kv_tokens)),
+    ]
+    if not plan.enough:
+        lines += ["", "not enough   " + _shortage(plan)]
+    if not EFFICIENCIES[best.layout.weights.efficiency].measured:
+        lines.append(f"note         how fast {best.layout.weights.name} is has been assumed here, not measured")
+    if plan.others:
+        lines += ["", "runners-up"]
+        lines += [f"  {one.name}: {lacks(plan, one)}" for one in plan.others[:SHOWN]]
+    if plan.refused:
+        names = sorted({layout.name for layout, _ in plan.refused})
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        lines += ["", f"do not fit   {'; '.join(names[:SHOWN])}{more}"]
+    if demand.burstiness > 2:
+        lines.append(f"note         arrivals are bursty ({demand.burstiness:.1f}; Poisson has 1): first tokens wait")
+    return lines
+
+
+def reasons(plan: Plan) -> list[tuple[str, str, str]]:
+    """Every setting with its value and why."""
+    ask, best = plan.ask, plan.best
+    layout, room, split = best.layout, best.fit.room, best.layout.split
+    kept = "the promise is kept without rounding anything" if plan.enough else "the most that can be had"
+    found = [
+        ("dtype", layout.dtype, "as the checkpoint was saved"),
+        ("quantization", layout.weights.quantization or "none", kept if not layout.weights.loss else _gain(plan)),
+        ("kv_cache_dtype", layout.kv.dtype, "more rows fit, and less is read per token" if layout.kv.loss else kept),
+        ("GPUs per copy", str(split.gpus), _split_reason(plan)),
+        ("copies", str(best.copies), _copies_reason(plan)),
+        ("max_num_seqs", str(room.max_rows), f"{best.estimate.rows_high:.0f} rows decode at once at p{_share(plan)}"),
+        ("max_num_batched_tokens", str(room.step_tokens), _budget_reason(plan)),
+        ("max_model_len", str(ask.longest), "the longest request of the workload, as far as the model goes"),
+    ]
+    if ask.work.hash_ids is not None:
+        found.append(("prefix cache", "on", f"{best.cached_share:.0%} of prompt tokens are found in it"))
+    return found
+
+
+def expectation(plan: Plan, choice: Choice) -> str:
+    seen = choice.estimate
+    words = [
+        f"up to {choice.rate:.2f} requests/s within the promise"
+        + (f", {plan.needed:.2f} come in a busy minute" if plan.needed else ""),
+        f"TTFT {_ms(seen.ttft)} (p{_share(plan)} {_ms(seen.ttft_high)})",
+        f"ITL {_ms(seen.itl)} (p{_share(plan)} {_ms(seen.itl_high)})",
+    ]
+    cost = price_per_million(plan, choice)
+    return "; ".join(words) + (f"; {cost:.3f} per million tokens" if cost is not None else "")
+
+
+def price_per_million(plan: Plan, choice: Choice) -> float | None:
+    """What a million tokens cost, read or written, at the rate that is needed (or the most, where that is less)."""
+    rate = min(choice.rate, plan.needed) if plan.needed else choice.rate
+    if plan.ask.price is None or rate <= 0:
+        return None
+    work = plan.ask.work
+    tokens = (sum(work.prompts) + sum(work.outputs)) / len(work)
+    return plan.ask.price * choice.gpus / 3600 / (rate * tokens) * MILLION
+
+
+def lacks(plan: Plan, other: Choice) -> str:
+    """Why a runner-up lost, in a few words."""
+    best = plan.best
+    carries = f"carries {other.rate:.2f}/s"
+    if other.rate <= 0:
+        return f"breaks the promise for a lone request (TTFT {_ms(other.estimate.ttft_high)}, ITL " + (
+            f"{_ms(other.estimate.itl_high)})"
+        )
+    if other.rate < plan.ask.wanted and plan.enough:
+        return f"{carries} on {other.gpus} GPUs, {plan.ask.wanted:.2f} are wanted with {RESERVE - 1:.0%} in reserve"
+    if not plan.enough:
+        return f"{carries} on {other.gpus} GPUs, the plan {best.rate:.2f} on {best.gpus}"
+    if other.gpus > best.gpus:
+        return f"takes {other.gpus} GPUs where {best.gpus} do ({carries})"
+    if other.layout.loss > best.layout.loss:
+        return f"rounds more than is needed ({carries})"
+    if other.prefill_copies and not best.prefill_copies:
+        return f"moves keys and values between machines, and nothing is gained by it ({carries})"
+    if other.layout.split.gpus > best.layout.split.gpus:
+        return f"divides the model more than is needed ({carries})"
+    if other.layout.split != best.layout.split:
+        return f"passes every token through stages or shuffles experts ({carries})"
+    return f"less room to grow: {carries}"
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The plan for programs."""
+
+    def one(choice: Choice) -> dict[str, Any]:
+        layout, room, seen = choice.layout, choice.fit.room, choice.estimate
+        return {
+            "name": choice.name,
+            "gpus": choice.gpus,
+            "copies": choice.copies,
+            "prefill_copies": choice.prefill_copies,
+            "tensor_parallel": layout.split.tensor,
+            "pipeline_parallel": layout.split.pipeline,
+            "expert_parallel": layout.split.expert,
+            "dtype": layout.dtype,
+            "quantization": layout.weights.quantization,
+            "kv_cache_dtype": layout.kv.dtype,
+            "max_num_seqs": room.max_rows,
+            "max_num_batched_tokens": room.step_tokens,
+            "kv_tokens": room.kv_tokens,
+            "requests_per_s": choice.rate,
+            "ttft_s": _finite(seen.ttft),
+            "ttft_high_s": _finite(seen.ttft_high),
+            "itl_s": _finite(seen.itl),
+            "itl_high_s": _finite(seen.itl_high),
+            "memory_bytes": choice.fit.memory.total,
+            "price_per_million_tokens": price_per_million(plan, choice),
+        }
+
+    return {
+        "model": plan.ask.shape.name,
+        "machines": plan.ask.fleet.name,
+        "workload": plan.ask.work.summary(),
+        "needed_requests_per_s": plan.needed,
+        "enough": plan.enough,
+        "plan": one(plan.best),
+        "reasons": {name: {"value": value, "why": why} for name, value, why in reasons(plan)},
+        "runners_up": [{**one(other), "why_not": lacks(plan, other)} for other in plan.others[:SHOWN]],
+        "do_not_fit": sorted({layout.name for layout, _ in plan.refused}),
+    }
+
+
+def _gain(plan: Plan) -> str:
+    plain = next((one for one in plan.others if one.layout.weights.loss == 0), None)
+    if plain is None:
+        return "unrounded weights fit in no way"
+    return f"unrounded ({plain.name}) carries {plain.rate:.2f}/s on {plain.gpus} GPUs"
+
+
+def _split_reason(plan: Plan) -> str:
+    split = plan.best.layout.split
+    if split.gpus == 1:
+        return "the model fits into one, and dividing it costs exchanges"
+    alone = [layout for layout, _ in plan.refused if layout.split.gpus < split.gpus]
+    if alone and all(one.layout.split.gpus >= split.gpus for one in plan.others):
+        return f"{split.name}: it fits into no fewer"
+    return f"{split.name}: fewer GPUs per copy are too slow for the promise, or take more in all"
+
+
+def _copies_reason(plan: Plan) -> str:
+    best = plan.best
+    if best.prefill_copies:
+        return f"{best.prefill_copies} read prompts so that nobody who decodes waits for one"
+    if not plan.needed:
+        return "as many as there are GPUs for"
+    return f"each carries {best.rate / best.copies:.2f} of {plan.needed:.2f} requests/s"
+
+
+def _budget_reason(plan: Plan) -> str:
+    seen, slo = plan.best.estimate, plan.ask.slo
+    if math.isfinite(slo.itl):
+        return f"the most that leaves ITL at {_ms(seen.itl_high)}, with room to grow"
+    return "prompts are read at full speed from here on"
+
+
+def _shortage(plan: Plan) -> str:
+    best = plan.best
+    if best.rate <= 0:
+        return "not even a lone request keeps the promise; a smaller model, more GPUs per copy or more patience would"
+    return (
+        f"it carries {best.rate:.2f} of {plan.ask.wanted:.2f} requests/s ({RESERVE - 1:.0%} in reserve); about "
+        f"{math.ceil(plan.ask.wanted / (best.rate / best.gpus))} GPUs of this kind would do"
+    )
+
+
+def _share(plan: Plan) -> str:
+    return f"{plan.ask.slo.share * 100:g}"
+
+
+def _ms(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "without end"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,79 @@
+"""Precisions that a plan may choose: bytes of a weight and of a cached element, and how far from the model as saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.plan.cost import Form
+from tokenmill.plan.memory import ModelBytes
+from tokenmill.plan.shape import ModelShape, Split
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+QUALITIES = ("exact", "near", "any")
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form of linear layers. Experts, the head and the embedding stay as the model was saved."""
+
+    quantization: str | None  # the engine's setting
+    efficiency: str  # the key in `gpus.EFFICIENCIES`
+    weight_bytes: float | None  # per parameter; None: as the model computes
+    loss: int  # rank of what it costs in quality: 0 nothing, 1 hard to measure, 2 measurable
+
+    @property
+    def name(self) -> str:
+        return self.quantization or "as saved"
+
+
+@dataclass(frozen=True)
+class KVForm:
+    dtype: str  # the engine's `kv_cache_dtype`
+    element_bytes: float | None  # None: as the model computes
+    scale_bytes: int  # per token and head, for keys and for values
+    loss: int
+
+
+WEIGHT_FORMS = (
+    WeightForm(None, "dense", None, 0),
+    WeightForm("fp8", "fp8", 1.0, 1),
+    WeightForm("int8", "int8", 1.0, 1),
+    WeightForm("w8a8", "w8a8", 1.0, 2),
+    WeightForm("int4", "int4", 0.5 + 2 / 128, 2),
+)
+KV_FORMS = (KVForm("auto", None, 0, 0), KVForm("fp8", 1.0, 2, 1))
+
+
+def allowed_loss(quality: str) -> int:
+    return QUALITIES.index(quality)
+
+
+def form_of(weights: WeightForm, kv: KVForm, itemsize: int, head_dim: int) -> Form:
+    return Form(
+        weight=weights.weight_bytes or itemsize,
+        other=itemsize,
+        kv=itemsize if kv.element_bytes is None else kv.element_bytes + kv.scale_bytes / head_dim,
+        activation=itemsize,
+    )
+
+
+def rank_bytes(shape: ModelShape, form: Form, split: Split, itemsize: int) -> ModelBytes:
+    """The model as the memory plan of the fullest rank sees it."""
+    layers = -(-shape.layers // split.pipeline) / shape.layers
+    linear = shape.linear / split.tensor * form.weight
+    stacked = (shape.stacked + shape.expert_weights / split.expert) / split.tensor * form.other
+    ends = (shape.head + shape.embedding) if split.pipeline == 1 else max(shape.head, shape.embedding)
+    weights = layers * (linear + stacked + shape.small * max(itemsize, 4)) + ends / split.tensor * form.other
+    stream = 4 * shape.hidden  # every tensor rank has the whole of it
+    inner = (shape.activation - stream) / split.tensor
+    # A rank's inputs of quantized products are copied, a byte each.
+    copies = shape.activation - stream if form.weight < itemsize else 0
+    return ModelBytes(
+        weights=int(weights) + 1,
+        kv_per_token=int(shape.kv_elements * form.kv * shape.kv_share(split.tensor) * layers) + 1,
+        activation_per_token=int((stream + inner) * itemsize + copies / split.tensor) + 1,
+        logits_per_row=shape.vocab * (itemsize + max(4, itemsize)),
+        vocab=shape.vocab,
+        rope_per_position=4 * shape.rope_dims,
+        flops_per_token=2.0 * shape.active,
+    )

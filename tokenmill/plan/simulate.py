@@ -1,0 +1,101 @@
+"""Simulations: workloads become jobs, clusters serve them, and comparisons vary one thing at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tokenmill.plan.cluster import Cluster, ClusterSpec, Report
+from tokenmill.plan.outcome import Outcome
+from tokenmill.plan.replica import OUTPUT, Job
+from tokenmill.plan.workload import Workload
+
+
+def jobs_of(workload: Workload) -> list[Job]:
+    """Jobs without their prompts, which `with_prompts` makes when they arrive."""
+    columns = zip(workload.arrivals, workload.prompts, workload.outputs)
+    return [Job(number, at, [], prompt, output) for number, (at, prompt, output) in enumerate(columns)]
+
+
+def prompt_tokens(workload: Workload, number: int) -> list[int]:
+    """Made-up tokens that are equal exactly where the trace says that prompts are: a prefix cache sees real sharing."""
+    length = workload.prompts[number]
+    if workload.hash_ids is None:
+        return [OUTPUT + number] * length
+    tokens: list[int] = []
+    for id in workload.hash_ids[number]:
+        tokens += [1 + id] * workload.hash_block
+    del tokens[length:]
+    return tokens + [OUTPUT + number] * (length - len(tokens))
+
+
+def simulate(spec: ClusterSpec, workload: Workload, report: Report = lambda done, total, what: None) -> Outcome:
+    """Serve the workload on the cluster."""
+    return _PromptingCluster(spec, workload, report).run(jobs_of(workload))
+
+
+class _PromptingCluster(Cluster):
+    """Prompts are made when they arrive: a trace of prompts would not fit into memory."""
+
+    def __init__(self, spec: ClusterSpec, workload: Workload, report: Report) -> None:
+        super().__init__(spec, report)
+        self._workload = workload
+
+    def _arrive(self, job: Job, now: float) -> None:
+        job.tokens = prompt_tokens(self._workload, job.number)
+        super()._arrive(job, now)
+
+
+def crowd(workload: Workload, rate: float, seconds: float, seed: int = 0) -> Workload:
+    """The traffic of many services like this one: copies that each begin at a random moment of the trace, until the
+    rate is reached, for so many seconds. Copies share nothing with each other."""
+    copies = max(1, round(rate / workload.rate))
+    source = random.Random(seed)
+    rows: list[tuple[float, int, int]] = []  # moment, copy, request
+    for copy in range(copies):
+        shift = source.random() * workload.seconds
+        for number, at in enumerate(workload.arrivals):
+            moment = (at - shift) % workload.seconds
+            if moment < seconds:
+                rows.append((moment, copy, number))
+    rows.sort()
+    ids = workload.hash_ids
+    most = 1 + max((max(one, default=0) for one in ids), default=0) if ids is not None else 0
+    return Workload(
+        f"{workload.name} x {copies}",
+        tuple(at - rows[0][0] for at, _, _ in rows),
+        tuple(workload.prompts[number] for _, _, number in rows),
+        tuple(workload.outputs[number] for _, _, number in rows),
+        None if ids is None else tuple(tuple(id + most * copy for id in ids[number]) for _, copy, number in rows),
+        workload.hash_block,
+    )
+
+
+def shifting(chat: Workload, code: Workload, seconds: float, rates: tuple[float, float]) -> Workload:
+    """A load that changes its kind: chat for a third of the time, long prompts, then both at once."""
+    third = seconds / 3
+    parts: list[tuple[float, int, int]] = []
+    for workload, rate, start, length in (
+        (chat, rates[0], 0.0, third),
+        (code, rates[1], third, third),
+        (chat, rates[0] / 2, 2 * third, third),
+        (code, rates[1] / 2, 2 * third, third),
+    ):
+        fast = workload.at_rate(rate)
+        columns = zip(fast.arrivals, fast.prompts, fast.outputs)
+        parts += [(start + at, prompt, output) for at, prompt, output in columns if at < length]
+    parts.sort()
+    return Workload(
+        f"{chat.name}, then {code.name}, then both",
+        tuple(at - parts[0][0] for at, _, _ in parts),
+        tuple(prompt for _, prompt, _ in parts),
+        tuple(output for _, _, output in parts),
+    )
+
+
+def splits(spec: ClusterSpec, shares: tuple[float, ...]) -> Iterator[tuple[str, ClusterSpec]]:
+    """The same machines with more or fewer of them for prompts only."""
+    for share in shares:
+        prefill = round(share * spec.replicas)
+        yield f"{prefill}:{spec.replicas - prefill}" if prefill else "together", replace(spec, prefill=prefill)

@@ -1,0 +1,41 @@
+"""AWQ: channels with large inputs are made larger before rounding, as far as it lowers the error of the product."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.quant.calibrate import Moments
+from tokenmill.quant.forms import Form
+from tokenmill.quant.joints import Joint, Params
+from tokenmill.quant.rounding import round_to_nearest
+
+STEPS = 20  # exponents of the inputs' magnitude that are tried, from 0 to 1
+ROWS = 512  # rows that are tried, spread over the matrix: the scales are common to all
+
+
+def scale_for_inputs(params: Params, joint: Joint, moments: Moments, form: Form) -> Moments:
+    """Folds the best scales found into the layer; gives the moments of the inputs as they are then."""
+    scale = best_scale(params[joint.reader], moments, form, joint)
+    joint.fold(params, scale)
+    return moments.divided(scale)
+
+
+def best_scale(weight: torch.Tensor, moments: Moments, form: Form, joint: Joint) -> torch.Tensor:  # [columns]
+    magnitude = joint.shared(moments.mean).clamp(min=1e-8)
+    weight = weight[:: max(1, weight.shape[0] // ROWS)]
+    best = torch.ones_like(magnitude)
+    least = product_error(weight, best, moments.gram, form)
+    for step in range(1, STEPS + 1):
+        scale = magnitude ** (step / STEPS)
+        scale = scale / (scale.max() * scale.min()).sqrt()  # centred: neither side gets out of its dtype's range
+        error = product_error(weight, scale, moments.gram, form)
+        if error < least:
+            best, least = scale, error
+    return best
+
+
+def product_error(weight: torch.Tensor, scale: torch.Tensor, gram: torch.Tensor, form: Form) -> float:
+    """Sum of squares of what the products with all inputs change when the scaled matrix is rounded."""
+    rounded = round_to_nearest(weight * scale, form).widen(torch.float32) / scale
+    missing = rounded - weight
+    return float(((missing @ gram) * missing).sum())

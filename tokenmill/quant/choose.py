@@ -1,0 +1,132 @@
+"""Chooses the scheme of each linear layer: from what was asked for, what the checkpoint holds, what the machine can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenmill.errors import ConfigError
+from tokenmill.quant.device import has_small_gemm
+from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout
+from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.packed import Packed, can_hold
+from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
+
+CPU_GROUP = 32  # int4: on CPUs every block of 32 holds a scale in any case
+FEW_ROWS = 16  # up to here a GPU's step costs what reading the weights costs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the products are computed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    native: bool = False  # the native CPU library is there, and products go through it
+
+
+def choose_schemes(
+    layout: Layout,
+    shapes: Mapping[str, tuple[int, int]],  # of the linear layers
+    stored: Mapping[str, Form],  # those that a quantized checkpoint holds, as it does
+    blocks: bool,  # the checkpoint is a GGUF file
+    place: Place,
+) -> Schemes:
+    """What is not asked for stays as the checkpoint stores it, or as the model computes."""
+    _check_names(layout, shapes)
+    _check_device(layout, place)
+    packing = place.native and (blocks or layout != Layout() or bool(stored))
+    plain: QuantScheme = Packed() if packing else Dense()
+    named: dict[str, QuantScheme] = {}
+    as_stored = set()
+    made: dict[Form, QuantScheme] = {}  # equal forms share a scheme
+    for name, (rows, columns) in shapes.items():
+        form = layout.of(name)
+        if form is None and name in stored:
+            form = stored[name]
+            if packing and not can_hold(form, columns):
+                continue  # floats, and no rounding again
+            as_stored.add(name)
+        elif form is not None:
+            form = _complete(form, columns, place)
+        if form is None:
+            continue
+        if form not in made:
+            made[form] = _scheme(form, place, plain)
+        if form.group and columns % form.group:
+            raise ConfigError(
+                f"quantization: {name} has {columns} columns, which are no multiple of the group of {form.name}; "
+                f"leave the group out, or give this layer another form ({name}=int8)"
+            )
+        named[name] = made[form]
+    return Schemes(plain, named, frozenset(as_stored))
+
+
+def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits: bool) -> tuple[Layout, str]:
+    """What `quantization="auto"` means here, and why. fits: at 8 bits the weights would leave room for the cache."""
+    if is_quantized:
+        return Layout(), "the checkpoint is quantized, and stays as it is"
+    if place.device.type == "cpu":
+        if not fits:
+            return Layout(Form("int4")), "memory is short"
+        return Layout(Form("int8")), "half to a quarter of the bytes for every token, and next to no change"
+    if not has_small_gemm(place.device):
+        return Layout(), "this GPU has no kernels for it"
+    if not fits:
+        return Layout(Form("int4")), "memory is short"
+    if max_rows is not None and max_rows <= FEW_ROWS:
+        return Layout(Form("int4")), f"with at most {max_rows} requests at once a step costs what reading weights costs"
+    return Layout(Form("fp8")), "8-bit products have twice the speed, and read half the bytes"
+
+
+def describe(schemes: Schemes, names: Iterable[str]) -> str:
+    """How many layers have which scheme."""
+    counts: dict[str, int] = {}
+    for name in names:
+        kind = schemes.of(name).name
+        counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(kind if len(counts) == 1 else f"{kind} ({count})" for kind, count in counts.items())
+
+
+def _complete(form: Form, columns: int, place: Place) -> Form | None:
+    """With the group that suits the device, and the matrix; None: no group does, so it stays as it is."""
+    if form.kind != "int4" or form.group is not None:
+        return form
+    most = CPU_GROUP if place.native else max(GROUPS)
+    fitting = [size for size in GROUPS if size <= most and columns % size == 0]
+    return replace(form, group=max(fitting)) if fitting else None
+
+
+def _scheme(form: Form, place: Place, plain: QuantScheme) -> QuantScheme:
+    if isinstance(plain, Packed) and form.kind != "fp8":
+        return Packed(form, beside=plain)
+    if form.kind in FLOATS:
+        return Dense(getattr(torch, FLOATS[form.kind]))
+    if form.kind == "w8a8":
+        from tokenmill.quant.w8a8 import W8A8
+
+        return W8A8()
+    if form.kind == "fp8" and form.group is None:
+        return Fp8()
+    from tokenmill.quant.weight_only import WeightOnly
+
+    return WeightOnly(form)  # float8 too, where columns have scales in groups: float8 products do not know them
+
+
+def _check_names(layout: Layout, shapes: Mapping[str, tuple[int, int]]) -> None:
+    for pattern, form in layout.overrides:
+        if any(Layout(None, ((pattern, form),)).of(name) for name in shapes):
+            continue
+        why = "this model's head is its embedding" if pattern == "lm_head" else "this model has no such layer"
+        raise ConfigError(f"quantization names {pattern!r}, but {why}; leave it out")
+
+
+def _check_device(layout: Layout, place: Place) -> None:
+    if layout == Layout() or place.device.type != "cuda" or has_small_gemm(place.device):
+        return
+    name = torch.cuda.get_device_name(place.device)
+    raise ConfigError(
+        f"quantization is {layout.name!r}, which needs Triton and a Hopper GPU or later, but this is {name}; unset it"
+    )

@@ -1,0 +1,71 @@
+"""LayerSource: reads a checkpoint layer by layer, as the decoder's float32 parameters, and finds the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.errors import ModelError
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.weights.checkpoint import Checkpoint
+from tokenmill.model.weights.names import Piece, Recipe, canonical, recipes
+from tokenmill.quant.joints import Params
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a parameter that one tensor of the checkpoint holds."""
+
+    parameter: str  # canonical: "layers.3.qkv"
+    first: int
+    rows: int
+    piece: Piece
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of the parameter (or of its codes, or of scales), in the checkpoint's own order."""
+        part = tensor[self.first : self.first + self.rows]
+        if self.piece.change is None:
+            return part
+        if part.dim() == 1:  # a norm, stored less one: the change is the same for every value
+            return part - self.piece.change(torch.zeros(1))
+        order = self.piece.change(torch.arange(float(self.rows))[:, None])[:, 0].long()
+        return part[order.argsort()]
+
+
+class LayerSource:
+    def __init__(self, spec: DecoderSpec, checkpoint: Checkpoint) -> None:
+        if checkpoint.config.get("quantization_config"):
+            raise ModelError("the checkpoint is quantized already; quantize the original one")
+        self.spec = spec
+        self.checkpoint = checkpoint
+        self._spelled = canonical(checkpoint.names())
+        self._recipes = {name: self._fitting(name, ways) for name, ways in recipes(spec).items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One parameter by its canonical name, float32."""
+        param = self.spec.parameters()[name]
+        whole = torch.empty(param.shape)
+        for piece in self._recipes[name]:
+            value = self.checkpoint.tensor(self._spelled[piece.source]).float()
+            if tuple(value.shape) != piece.shape:
+                raise ModelError(f"tensor {piece.source!r} has shape {list(value.shape)}, not {list(piece.shape)}")
+            value = piece.change(value) if piece.change else value
+            target = whole if piece.expert is None else whole[piece.expert]
+            target[piece.first : piece.first + value.shape[0]] = value
+        return whole
+
+    def layer(self, index: int) -> Params:
+        return {name: self.read(f"layers.{index}.{name}") for name in self.spec.layer_parameters(index)}
+
+    def parts(self, name: str) -> Iterator[tuple[str, Part]]:
+        """The checkpoint's tensors that make up a vector or a matrix."""
+        for piece in self._recipes[name]:
+            yield self._spelled[piece.source], Part(name, piece.first, piece.shape[0], piece)
+
+    def _fitting(self, name: str, ways: list[Recipe]) -> Recipe:
+        for way in ways:
+            if all(piece.source in self._spelled for piece in way):
+                return way
+        raise ModelError(f"the checkpoint lacks {ways[0][0].source!r}; it is incomplete or belongs to another config")

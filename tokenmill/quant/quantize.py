@@ -1,0 +1,154 @@
+"""Quantizes a model layer by layer: chooses each matrix's form, prepares the layer, and rounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tokenmill.errors import ConfigError
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.quant.awq import scale_for_inputs
+from tokenmill.quant.calibrate import Calibration, Moments
+from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout
+from tokenmill.quant.gptq import gptq
+from tokenmill.quant.groups import Groups
+from tokenmill.quant.joints import Params, joints
+from tokenmill.quant.layer_source import LayerSource
+from tokenmill.quant.rounding import GRIDS, INPUTS, group_blocks, group_of, round_to_nearest
+from tokenmill.quant.smooth import ALPHA, smooth
+
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How matrices are rounded."""
+
+    name: str = "rtn"  # one of METHODS
+    clip: bool = True  # scales are searched for the least error; False: the largest weight sets them
+    act_order: bool = True  # gptq
+    alpha: float = ALPHA  # smoothquant
+    static_inputs: bool = False  # 8-bit inputs: one scale for all, from the text; False: one for each token
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def needs_text(self) -> bool:
+        return self.name != "rtn" or self.static_inputs
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A layer (or the head, under its own name) after quantization."""
+
+    prefix: str  # of canonical names: "layers.3.", or "" for the head
+    params: Params  # with scales folded in
+    groups: dict[str, Groups] = field(default_factory=dict)  # those that were rounded
+
+
+def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, Form], list[str]]:
+    """The form of every linear layer that gets one, by canonical name; and what had to differ from the wish."""
+    found: dict[str, Form] = {}
+    changed: dict[tuple[str, str, int], int] = {}
+    parameters = spec.parameters()
+    for name, param in parameters.items():
+        form = layout.of(name) if param.kind == "linear" else None
+        if form is None:
+            continue
+        if form.kind == "int4":
+            columns = param.shape[1]
+            fits = [size for size in reversed(GROUPS) if columns % size == 0 and size <= (form.group or max(GROUPS))]
+            if not fits:
+                raise ConfigError(f"{name} has {columns} columns, no multiple of {min(GROUPS)}: give it {name}=int8")
+            if form.group and form.group != fits[0]:
+                key = (form.name, replace(form, group=fits[0]).name, columns)
+                changed[key] = changed.get(key, 0) + 1
+            form = replace(form, group=fits[0])
+        found[name] = form
+    if not found:
+        raise ConfigError(f"{layout.name} names no layer of this model, so there is nothing to do")
+    for pattern, form in layout.overrides:
+        if not any(Layout(None, ((pattern, form),)).of(name) for name in parameters):
+            why = "this model's head is its embedding" if pattern == "lm_head" else "this model has no such layer"
+            raise ConfigError(f"{pattern!r} is to become {form.name}, but {why}; leave it out")
+    notes = [
+        f"{count} matrices of {columns} columns become {now}: that is no multiple of the group of {wanted}"
+        for (wanted, now, columns), count in changed.items()
+    ]
+    if spec.moe is not None:
+        notes.append("experts stay floats: only layers that every token uses are quantized")
+    return found, notes
+
+
+def quantize_model(
+    source: LayerSource,
+    forms: dict[str, Form],
+    method: Method,
+    ids: torch.Tensor | None,  # [samples, length]: the calibration text
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,  # layers done, in all
+) -> Iterator[Quantized]:
+    """Every layer in order, each calibrated with what the quantized layers before it compute."""
+    if method.needs_text and ids is None:
+        raise ConfigError(f"{method.name} measures what layers are given: name a text with --calibrate")
+    spec = source.spec
+    calibration = Calibration(source, ids, device) if method.needs_text and ids is not None else None
+    for index in range(spec.num_layers):
+        prefix = f"layers.{index}."
+        wanted = {name.removeprefix(prefix): form for name, form in forms.items() if name.startswith(prefix)}
+        params = source.layer(index)
+        groups: dict[str, Groups] = {}
+        if wanted and calibration is None:
+            groups = {name: round_one(params[name], form, method, None) for name, form in _rounded(wanted)}
+        elif wanted and calibration is not None:
+            known = calibration.moments(index, params)
+            _prepare(spec, params, wanted, method, known)
+            groups = {name: round_one(params[name], form, method, known[name]) for name, form in _rounded(wanted)}
+        if calibration is not None and index + 1 < spec.num_layers + ("lm_head" in forms):
+            calibration.advance(index, params, groups)
+        yield Quantized(prefix, params, groups)
+        if progress is not None:
+            progress(index + 1, spec.num_layers)
+    if "lm_head" in forms:
+        head = source.read("lm_head")
+        moments = None if calibration is None else calibration.head_moments(source.read("final_norm"))
+        own = _rounded({"lm_head": forms["lm_head"]})
+        yield Quantized("", {"lm_head": head}, {name: round_one(head, form, method, moments) for name, form in own})
+
+
+def round_one(weight: torch.Tensor, form: Form, method: Method, moments: Moments | None) -> Groups:
+    if method.name == "gptq" and moments is not None:
+        found = gptq(weight, moments.gram, form, act_order=method.act_order, scale_dtype=method.scale_dtype)
+    else:
+        importance = None
+        if moments is not None and method.clip:
+            group = group_of(form, weight.shape[1])
+            whole = group == weight.shape[1]
+            importance = moments.gram.diagonal() if whole else group_blocks(moments.gram, group)
+        found = round_to_nearest(weight, form, method.clip, importance=importance, scale_dtype=method.scale_dtype)
+    if method.static_inputs and moments is not None and form.kind in INPUTS:
+        top = moments.largest.max().clamp(min=1e-8)
+        return replace(found, input_scale=top / GRIDS[form.kind].high)
+    return found
+
+
+def _prepare(
+    spec: DecoderSpec, params: Params, wanted: dict[str, Form], method: Method, moments: dict[str, Moments]
+) -> None:
+    """Folds scales into the layer before it is rounded."""
+    if method.name not in ("awq", "smoothquant"):
+        return
+    for joint in joints(spec, params, norms_only=method.name == "smoothquant"):
+        form = wanted.get(joint.reader)
+        if form is None or form.kind in FLOATS:
+            continue
+        known = moments[joint.reader]
+        if method.name == "awq":
+            moments[joint.reader] = scale_for_inputs(params, joint, known, form)
+        else:
+            moments[joint.reader] = smooth(params, joint, known, method.alpha)
+
+
+def _rounded(wanted: dict[str, Form]) -> list[tuple[str, Form]]:
+    return [(name, form) for name, form in wanted.items() if form.kind not in FLOATS]

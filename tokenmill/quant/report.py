@@ -1,0 +1,167 @@
+"""What each way to quantize a model costs in quality, and what it saves: the table of `tokenmill quantize --report`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from tokenmill.errors import TokenmillError
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.ops.kv_forms import KV_FORMS
+from tokenmill.quant.evaluate import CPU, Judge, Quality, StoreBuilder
+from tokenmill.quant.forms import Form, parse_layout
+from tokenmill.quant.layer_source import LayerSource
+from tokenmill.quant.quantize import Method, plan_forms, quantize_model
+
+SPEED_TOKENS = 64  # tokens of the answer whose speed is measured
+SCALE_DTYPE = torch.bfloat16  # of scales in the files that are written, and so of those that are judged
+AS_LOADED = Method(clip=False)  # what the engine does itself when it loads floats
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One line of the report."""
+
+    name: str
+    scheme: str | None = None  # as in `quantization=`; None: float32
+    method: Method = AS_LOADED
+    kv: str | None = None  # form of the KV cache
+
+
+@dataclass(frozen=True)
+class Line:
+    candidate: Candidate
+    quality: Quality
+    bytes: int  # of the weights; for a quantized KV cache: of one token in it
+    seconds: float  # that quantizing took
+    speed: float | None = None  # tokens per second of one request here
+    solved: int | None = None  # GSM8K questions
+
+
+def candidates() -> list[Candidate]:
+    found = [Candidate("fp32"), Candidate("int8", "int8"), Candidate("fp8", "fp8"), Candidate("w8a8", "w8a8")]
+    found.append(Candidate("w8a8 smoothquant", "w8a8", Method("smoothquant", clip=False)))
+    for group in (128, 32):
+        scheme = f"int4-g{group}"
+        found += [
+            Candidate(f"{scheme} rtn", scheme),
+            Candidate(f"{scheme} rtn, clipped", scheme, Method()),
+            Candidate(f"{scheme} awq", scheme, Method("awq")),
+            Candidate(f"{scheme} gptq", scheme, Method("gptq")),
+        ]
+    return found + [Candidate(f"kv {name}", kv=name) for name in KV_FORMS]
+
+
+def measure(
+    source: LayerSource,
+    chosen: Iterable[Candidate],
+    ids: torch.Tensor,  # [rows, length]: what is predicted
+    calibration: torch.Tensor,  # [samples, length]: other text
+    tell: Callable[[int, int, str], None],
+) -> Iterator[Line]:
+    """Quality and bytes, candidate by candidate; the baseline is always computed, for the others to be held against."""
+    spec = source.spec
+    baseline = StoreBuilder(source).build()
+    judge = Judge(spec, baseline, ids)
+    for candidate in chosen:
+        began, store = time.monotonic(), baseline
+        forms: dict[str, Form] = {}
+        if candidate.scheme is not None:
+            forms, _ = plan_forms(spec, parse_layout(candidate.scheme))
+            builder = StoreBuilder(source)
+            method = replace(candidate.method, scale_dtype=SCALE_DTYPE)
+            layers = quantize_model(source, forms, method, calibration, CPU)
+            for number, layer in enumerate(layers, 1):
+                builder.add(layer)
+                tell(number, spec.num_layers, f"{candidate.name}: quantizing")
+            store = builder.build()
+        took, rows = time.monotonic() - began, 0
+
+        def judged(name: str = candidate.name) -> None:
+            nonlocal rows
+            rows += 1
+            tell(rows, len(ids), f"{name}: reading the text")
+
+        quality = judge.judge(store, candidate.kv, judged)
+        size = kv_bytes(spec, candidate.kv) if candidate.kv else weight_bytes(spec, forms)
+        yield Line(candidate, quality, size, took)
+
+
+def weight_bytes(spec: DecoderSpec, forms: dict[str, Form]) -> int:
+    """Of all weights; with any form, the floats beside are 16 bits wide."""
+    wide, total = (2 if forms else 4), 0
+    for name, param in spec.parameters().items():
+        form = forms.get(name)
+        if form is None:
+            total += param.numel * wide
+            continue
+        rows, columns = param.shape
+        groups = rows * columns // (form.group or columns)
+        bits = 4 if form.kind == "int4" else 8
+        total += rows * columns * bits // 8 + groups * SCALE_DTYPE.itemsize + (groups * bits // 8 if form.zeros else 0)
+    return total
+
+
+def kv_bytes(spec: DecoderSpec, form: str) -> int:
+    return spec.kv_bytes_per_token(4, KV_FORMS[form])
+
+
+def table(lines: list[Line], questions: int) -> list[str]:
+    """Markdown."""
+    head = ["form", "perplexity", "change", "KL", "top-1", "bytes", "tokens/s", *(["GSM8K"] if questions else [])]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for line in lines:
+        quality = line.quality
+        plain = line.candidate.scheme is None and line.candidate.kv is None
+        rows.append(
+            [
+                line.candidate.name,
+                f"{quality.perplexity:.3f}",
+                "" if plain else f"{quality.change:+.2%} ± {quality.error:.2%}",
+                "" if plain else f"{quality.divergence:.4f}",
+                "" if plain else f"{quality.agreement:.1%}",
+                f"{line.bytes:,} per token" if line.candidate.kv else f"{line.bytes / 1e6:.1f} MB",
+                "-" if line.speed is None else f"{line.speed:.1f}",
+                *([] if not questions else ["-" if line.solved is None else f"{line.solved}/{questions}"]),
+            ]
+        )
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def as_json(lines: list[Line]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": line.candidate.name,
+            "scheme": line.candidate.scheme,
+            "method": line.candidate.method.name if line.candidate.scheme else None,
+            "kv": line.candidate.kv,
+            **asdict(line.quality),
+            "bytes": line.bytes,
+            "seconds": line.seconds,
+            "tokens_per_second": line.speed,
+            "solved": line.solved,
+        }
+        for line in lines
+    ]
+
+
+def speed(model: str, quantization: str | None, kv: str | None) -> tuple[float | None, str]:
+    """Tokens per second of one request in the engine, its weights rounded while loading; or why there are none."""
+    from tokenmill import LLM, SamplingParams
+
+    options: dict[str, Any] = {"quantization": quantization or "fp32"} | ({"kv_cache_dtype": kv} if kv else {})
+    try:
+        with LLM(model, max_num_seqs=1, max_model_len=512, **options) as llm:
+            params = SamplingParams(max_tokens=SPEED_TOKENS, temperature=0, ignore_eos=True)
+            best = 0.0
+            for _ in range(3):
+                began = time.perf_counter()
+                llm.generate("The mill stood where the river bends, and", params, use_tqdm=False)
+                best = max(best, SPEED_TOKENS / (time.perf_counter() - began))
+            return best, ""
+    except TokenmillError as error:
+        return None, str(error)
