@@ -65,7 +65,7 @@ class Case:
         width, groups = inner // parts_of(form.kind), inner // (form.group or inner)
         words = torch.randint(-(1 << 15), 1 << 15, (copies, columns, width), device=CUDA, dtype=torch.int16)
         if form.kind == "fp8":
-            words &= 0x3F3F  # no NaN, and nothing that outweighs all others
+            words &= ~0x4040  # no NaN, and nothing that outweighs all others
         scale = torch.rand(copies, columns, groups, device=CUDA) / inner + 0.1 / inner
         zeros = [None] * copies if not form.zeros else torch.randint(-8, 8, scale.shape, device=CUDA, dtype=torch.int8)
         run = run_of(inner, form.group or inner, parts_of(form.kind))
@@ -122,6 +122,7 @@ def prepare(sweep: bool, jobs: int) -> bool:
         for dtype in (BF16, torch.float16)
         for rows in ((1, 2, 16, 33, 64, 100) if dtype == BF16 else (1, 8, 40))
         for columns, inner in ((4096, 4096), (1000, 640))
+        if dtype == BF16 or inner == 640
     ]
     if sweep:
         tasks += [

@@ -3,7 +3,11 @@
     python scripts/perplexity.py wikitext2_raw_test.txt --tokens 20000
 
 compares the engine as it chooses itself (--candidate) with its plain torch ops (--reference). Both take settings of
-EngineConfig as NAME=VALUE. The text is cut into windows that are read one by one, each from its own beginning.
+EngineConfig as NAME=VALUE: what a quantized KV cache costs is seen with
+
+    python scripts/perplexity.py TEXT --reference kv_cache_dtype=float32 --candidate kv_cache_dtype=int8
+
+The text is cut into windows that are read one by one, each from its own beginning.
 The change comes with its standard error, of the differences token by token: rounding alone moves single tokens a little
 up and down, so a change within two errors of zero is none that was seen.
 """

@@ -1,8 +1,12 @@
 """Products with small codes: our kernels compute what the widened weight gives, alike in every run."""
 
 import itertools
+import json
 import operator
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -97,9 +101,8 @@ def test_shortest_runs_are_left_to_the_widened_weight(triton_device):
     assert torch.equal(widened(codes, torch.float32).cpu(), groups.widen(torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-@pytest.mark.parametrize("splits", [2, 3, 8])
-def test_parts_meet_in_every_launch_and_give_the_same_bits(splits, kind, triton_device):
+@pytest.mark.parametrize(("kind", "splits"), [("int4", 3), ("int4", 8), ("int8", 2)])
+def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, triton_device):
     """Also where splits do not have the same number of turns: 11 of them for two, three or six programs."""
     from tokenmill.ops.triton.gemm_small import GemmShape
     from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
@@ -220,3 +223,61 @@ def test_the_instructions_turn_every_word_into_its_codes(dtype, kind):
                 expected = byte.view(torch.int8 if kind == "int8" else FLOAT8).float()
             known = ~expected.isnan()  # float8's NaN is no weight
             assert torch.equal(got[known], expected[known])
+
+
+# What only the compiler can say.
+
+KINDS = [("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("fp8", 128, False)]  # group, zeros
+
+
+def test_kernels_compile_wait_once_and_keep_codes_in_registers():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == len(KINDS) + 3
+    for name, what in found.items():
+        assert what["waits"] == 1, name
+        if name.startswith("_gemm"):
+            assert what["operand"], f"the words of {name} do not go straight to where the tensor cores take them"
+
+
+def compile_all() -> dict[str, dict[str, object]]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tokenmill.ops.triton import gemm_weight_only, gemv_weight_only
+
+    found = {}
+    for at, (kind, group, zeros) in enumerate(KINDS):
+        half = "*bf16" if at != 2 else "*fp16"
+        pointers = {"x": half, "words": "*i16", "scale": "*fp32", "bias": half, "out": half, "partial": "*fp32"}
+        pointers |= {"arrivals": "*i32", "zeros": "*i8" if zeros else None}
+        constants = {"KIND": kind, "PARTS": 4 if kind == "int4" else 2, "RUN": 32, "GROUP": group, "PDL": True}
+        tile = {"BLOCK_N": 64, "BLOCK_M": 16, "BLOCK_K": 32, "SPLITS": 2, "CHUNKS": 32, "EVEN_N": False}
+        vector, widen = gemv_weight_only._gemv_kernel, gemm_weight_only._widen_kernel
+        for kernel in [gemm_weight_only._gemm_kernel, *([], [vector], [vector], [widen])[at]]:
+            parameters = kernel.kernel.params
+            known = constants | tile | ({"BLOCK_N": 4} if kernel is vector else {})
+            signature, fixed, attributes = {}, {}, {}
+            for i, parameter in enumerate(parameters):
+                name = parameter.name
+                kind_of = pointers.get(name, "i32")
+                if name in known or kind_of is None:
+                    signature[name], fixed[(i,)] = "constexpr", known.get(name)
+                    continue
+                signature[name] = kind_of
+                if not parameter.do_not_specialize:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+            source = ASTSource(kernel.kernel, signature, fixed, attributes)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            found[f"{kernel.kernel.fn.__name__} {at}"] = {
+                "waits": made.asm["ptx"].count("griddepcontrol.wait"),
+                "operand": bool(re.search(r"local_load .*xi16, #ttg.dot_op", made.asm["ttgir"])),
+            }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))

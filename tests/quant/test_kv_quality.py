@@ -10,14 +10,14 @@ from test_quality import TEXT
 
 from tokenmill import LLM, SamplingParams
 
-# Nats per token of difference, either way, and of change of the mean. Over 6,000 tokens of wikitext the mean changes by
-# -0.001 (int8), +0.002 (fp8) and +0.05 (int4), each within about its standard error but the last.
-LIMITS = {"int8": (0.04, 0.02), "fp8": (0.08, 0.04), "int4": (0.4, 0.25)}
+# Nats per token of difference, either way, and of change of the mean. The text is short: over many tokens the mean
+# changes far less (scripts/perplexity.py measures it).
+LIMITS = {"int8": (0.05, 0.02), "fp8": (0.12, 0.04), "int4": (0.4, 0.25)}
 
 
 def losses(model: str, kv_cache_dtype: str) -> list[float]:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    with LLM(model, device="cpu", max_num_seqs=1, max_model_len=512, kv_cache_dtype=kv_cache_dtype) as llm:
+    with LLM(model, device="cpu", max_num_seqs=1, max_model_len=512, ops="cpu", kv_cache_dtype=kv_cache_dtype) as llm:
         output = llm.generate([TEXT], params, use_tqdm=False)[0]
     assert output.prompt_logprobs is not None
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)

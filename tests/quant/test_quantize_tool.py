@@ -125,7 +125,7 @@ def test_the_command_writes_a_model_that_can_be_read(folder, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     by_group = {group["weights"]["group_size"]: group["targets"] for group in settings["config_groups"].values()}
-    assert by_group[64] == ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$", "re:.*o_proj$", "re:.*gate_proj$", "re:.*up_proj$"]
+    assert by_group[64] == [f"re:.*{name}_proj$" for name in ("q", "k", "v", "o", "gate", "up")]
     assert by_group[32] == ["re:.*down_proj$"]  # 96 columns
     assert by_group[None] == ["re:.*lm_head$"] and settings["ignore"] == []
     assert (out / "model.safetensors").stat().st_mode & 0o044
@@ -140,9 +140,9 @@ def test_a_report_has_every_figure(folder, tmp_path):
         "fp32", "int4-g32 rtn", "int4-g32 rtn, clipped", "int4-g32 awq", "int4-g32 gptq", "kv int8",
     ]  # fmt: skip
     assert lines[0]["divergence"] == 0 and lines[0]["agreement"] == 1 and lines[0]["change"] == 0
-    assert all(0 < line["divergence"] < 1 and 0 < line["error"] for line in lines[1:])
+    assert all(0 < line["divergence"] < 1 and line["error"] > 0 for line in lines[1:])
     assert lines[1]["divergence"] > lines[4]["divergence"] > lines[5]["divergence"]
-    assert lines[0]["bytes"] == 4 * opened(checkpoint()).spec.weight_bytes(4) // 4 > 2 * lines[1]["bytes"]
+    assert lines[0]["bytes"] == opened(checkpoint()).spec.weight_bytes(4) > 2 * lines[1]["bytes"]
 
 
 def test_bytes_are_those_of_the_files(tmp_path):

@@ -93,3 +93,24 @@ def test_packing_is_that_of_the_format():
     for bits, columns in ((4, 64), (4, 20), (8, 64), (8, 6)):
         codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (5, columns), generator=generator).to(torch.int8)
         assert torch.equal(pack_int32(codes, bits), pack_to_int32(codes, bits))
+
+
+@pytest.mark.parametrize("layout", ["int4-g32", "int4-g32-zeros", "int8", "w8a8", "fp8", "int4-g32,layers.1=int8"])
+def test_the_engine_reads_the_very_numbers_that_were_written(tmp_path, layout):
+    from tokenmill.model.weights.quantized import open_quantized
+    from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
+
+    model = checkpoint()
+    source = LayerSource(spec_from_config(model.config), model)
+    forms, _ = plan_forms(source.spec, parse_layout(layout))
+    layers = list(quantize_model(source, forms, Method(), None, torch.device("cpu")))
+    write_model(source, forms, layers, tmp_path, torch.float32)
+    read = open_quantized(SafetensorsCheckpoint(tmp_path))
+    assert sorted(read.names()) == sorted(model.names())
+    for layer in layers:
+        for short, groups in layer.groups.items():
+            for name, part in source.parts(layer.prefix + short):
+                assert torch.equal(read.tensor(name), part.of(groups.widen(torch.float32)))
+                found = read.groups(name)
+                assert torch.equal(found.codes.float(), part.of(groups.codes).float())
+                assert torch.equal(found.scale, part.of(groups.scale)) and found.inputs == groups.inputs

@@ -129,6 +129,15 @@ def test_awq_in_older_spelling(tmp_path):
     assert torch.equal(found.tensor(WEIGHT), floats(codes, zeros, scale, torch.arange(COLUMNS) // 32))
 
 
+def test_names_of_layers_that_stay_floats_are_whole_words(tmp_path):
+    codes, zeros, scale = numbers(4, 32)
+    tensors = awq_tensors(codes, zeros, scale)
+    assert opened(saved(tmp_path, tensors, AWQ | {"modules_to_not_convert": ["mlp.down"]})).stored(WEIGHT) is not None
+    for name in ("down_proj", "mlp", "model.layers.0", LAYER):
+        with pytest.raises(ModelError, match="is stored quantized, but the awq config leaves it out"):
+            opened(saved(tmp_path, tensors, AWQ | {"modules_to_not_convert": [name]}))
+
+
 def test_compressed_tensors_columns_in_the_order_of_activations(tmp_path):
     codes, _, scale = numbers(4, 32)
     group_of = torch.arange(COLUMNS).flip(0) // 32

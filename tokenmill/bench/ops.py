@@ -9,14 +9,19 @@ import torch
 
 from tokenmill.bench.timing import Ceilings, Work, ceilings, seconds
 from tokenmill.model.spec import DecoderSpec, MoESpec
+from tokenmill.ops.native.library import Library
+from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import CAUSAL, AttentionBatch, SampleBatch
+from tokenmill.quant.forms import Form
 from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Dense, QuantScheme
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # inputs are used in turn until this much lies between two uses, more than any cache holds
 MAX_COPIES = 64
+PACKED = (Form("int4", 32, zeros=True), Form("int8", 32))  # as GGUF's Q4_1 and Q8_0
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Line:
 
 def bench_ops(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Line]:
     ops = select(Need(device.type, dtype, spec.attention_head_dim, BLOCK_SIZE))
-    best = ceilings(device, dtype)
+    best = ceilings(device, dtype, packed(device, dtype))
     tell(
         f"{device}: memory {best.bytes_per_s / 1e9:,.0f} GB/s, {str(dtype).removeprefix('torch.')} matrix products "
         f"{best.flops_per_s / 1e12:,.1f} TFLOP/s (measured now)"
@@ -75,6 +80,8 @@ def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype)
     make = _Maker(spec, ops, device, dtype)
     for rows in (1, 64, 1024) if big else (1, 64):
         yield from make.linears(rows, Dense())
+        for scheme in packed(device, dtype):  # what a step calls where weights are packed
+            yield from make.linears(rows, scheme)
     for rows in (1, 64) if big else ():
         yield from make.linears(rows, Fp8())
     tokens = 8192 if big else 256
@@ -90,6 +97,15 @@ def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype)
             yield make.mixture(rows, spec.moe)
     for filtered in (False, True):
         yield make.sample(64 if big else 8, filtered)
+
+
+def packed(device: torch.device, dtype: torch.dtype) -> list[QuantScheme]:
+    """The native library's ways to multiply, where a model in this dtype would use it."""
+    native = load_native() if device.type == "cpu" and dtype == torch.float32 else None
+    if not isinstance(native, Library):
+        return []
+    native.threads = torch.get_num_threads()
+    return [Packed(form) for form in PACKED]
 
 
 def copies(moved: int) -> range:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 190, 44, 48  # the right margin holds the names of the lines
+MARKED = 16  # points, as many as can be marked and named one by one
 # Told apart by everybody, on white and on black (Okabe and Ito's, without their black and yellow).
 COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c6bb1", "#66a61e", "#b15928")
 # A chart that a page embeds as an image does not inherit the page's colours: it asks for the reader's preference.
@@ -46,13 +47,14 @@ def chart(title: str, below: str, lines: list[Line], *, logarithmic: bool = Fals
         y = up(tick * step)
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         out.append(_text(LEFT - 8, y + 4, f"{tick * step:g}", "end"))
-    out += [_text(across(x), HEIGHT - BOTTOM + 18, f"{x:g}", "middle") for x in xs]
+    out += [_text(across(x), HEIGHT - BOTTOM + 18, f"{x:g}", "middle") for x in _below(xs, logarithmic)]
     places = _apart([up(line.points[-1][1]) if line.points else up(0) for line in lines])
     for index, (line, place) in enumerate(zip(lines, places)):
         color = COLORS[index % len(COLORS)]
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line.points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        out += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>' for x, y in line.points]
+        marked = line.points if len(line.points) <= MARKED else []
+        out += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>' for x, y in marked]
         out.append(f'<circle cx="{WIDTH - RIGHT + 14}" cy="{place:.1f}" r="4" fill="{color}"/>')
         out.append(_text(WIDTH - RIGHT + 24, place + 4, line.name, "start"))
     return "\n".join([*out, "</svg>", ""])
@@ -60,6 +62,18 @@ def chart(title: str, below: str, lines: list[Line], *, logarithmic: bool = Fals
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _below(xs: list[float], logarithmic: bool) -> list[float]:
+    """Where the x axis has numbers: at every x, or at round places where there are many."""
+    if len(xs) <= MARKED:
+        return xs
+    if not logarithmic:
+        step = _step(xs[-1])
+        return [tick * step for tick in range(math.ceil(xs[0] / step), math.floor(xs[-1] / step) + 1)]
+    powers = range(math.floor(math.log10(xs[0])), math.ceil(math.log10(xs[-1])) + 1)
+    steps = (1, 2, 5) if len(powers) <= 4 else (1,)
+    return [step * 10.0**power for power in powers for step in steps if xs[0] <= step * 10.0**power <= xs[-1]]
 
 
 def _step(top: float) -> float:

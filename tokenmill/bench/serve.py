@@ -3,49 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
-import random
-import re
 import resource
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenmill.bench.serve_client import Answer, Connection, Exchange, Place, read
+from tokenmill.bench.figures import Answer, Run
+from tokenmill.bench.serve_client import Connection, Exchange, Heard, Place, read
+from tokenmill.bench.workloads import Ask
 from tokenmill.errors import TokenmillError
 
-# Words that nearly every vocabulary has as one token, so that a prompt's length is known without a tokenizer.
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
-    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city community name president team minute idea body"
-)
 _FILES = 64  # that are no connections
 
+_TICK = 0.5  # seconds between two looks at how far it is
+
 Report = Callable[[int, int, str], None]  # done, in all, what
+Watch = Callable[[int, int, float], None]  # answers that have ended, in all, output tokens per second lately
 
 
 @dataclass(frozen=True)
 class Load:
     """What is asked, and how much of it at once."""
 
-    requests: int
-    streams: int  # at once; with a rate: at most
-    rate: float | None = None  # requests per second, at random times (open loop); None: a new one when one ends
-    prompt_tokens: int = 128
-    max_tokens: int = 128
+    asks: list[Ask]
+    streams: int  # at once; requests that have a time of their own do not wait for a stream
     model: str | None = None
     ignore_eos: bool = True
     timeout: float = 600.0  # seconds per request
-    seed: int = 0
 
 
 @dataclass
@@ -57,71 +43,67 @@ class Check:
     mixed_up: int = 0  # another request's answer
     different: int = 0
 
-
-@dataclass
-class Result:
-    """A load, and what came of it."""
-
-    seconds: float
-    answers: list[Answer]
-    check: Check | None = None
-    errors: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(answer.output_tokens for answer in self.answers)
+    def add(self, other: Check) -> None:
+        for name in ("equal", "lost", "mixed_up", "different"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-def prompts_of(load: Load) -> list[str]:
-    """Random words, no two prompts alike, the same for the same seed."""
-    dice, words = random.Random(load.seed), WORDS.split()
-    return [" ".join(dice.choices(words, k=load.prompt_tokens)) for _ in range(load.requests)]
-
-
-async def drive(place: Place, load: Load, tell: Report, what: str = "answers") -> Result:
+async def drive(place: Place, load: Load, watch: Watch | None = None) -> Run:
     """Put the load on the server. Nothing is parsed before the last answer has ended."""
-    _allow_files(min(load.streams, load.requests) + _FILES)
-    asked = [place.post("/v1/completions", _body(load, prompt)) for prompt in prompts_of(load)]
+    _allow_files((len(load.asks) if _is_open(load) else min(load.streams, len(load.asks))) + _FILES)
+    asked = [place.post("/v1/completions", _body(load, ask)) for ask in load.asks]
     found: list[Exchange | None] = [None] * len(asked)
     idle: list[Connection] = []
-    gate = asyncio.Semaphore(load.streams)
+    gate, heard = asyncio.Semaphore(load.streams), Heard()
     done = 0
 
-    async def ask(number: int) -> None:
+    async def ask(number: int, meant: float | None) -> None:
         nonlocal done
-        connection = idle.pop() if idle else Connection(place)
+        connection = idle.pop() if idle else Connection(place, heard)
         try:
-            found[number] = await connection.ask(asked[number], load.timeout)
+            found[number] = await connection.ask(asked[number], load.timeout, meant)
         finally:
             idle.append(connection)
-            gate.release()
+            if meant is None:
+                gate.release()
         done += 1
-        tell(done, len(asked), what)
+
+    async def tell(watch: Watch) -> None:
+        before = 0
+        while True:
+            await asyncio.sleep(_TICK)
+            tokens = heard.events - 2 * done  # every answer ends with its usage and [DONE]
+            watch(done, len(asked), (tokens - before) / _TICK)
+            before = tokens
 
     began = time.perf_counter()
+    teller = None if watch is None else asyncio.create_task(tell(watch))
     try:
         async with asyncio.TaskGroup() as tasks:
-            for number, start in enumerate(_starts(load)):
-                if start is not None:
-                    await asyncio.sleep(max(0.0, began + start - time.perf_counter()))
-                await gate.acquire()
-                tasks.create_task(ask(number))
+            for number, one in enumerate(load.asks):
+                if one.at is None:
+                    await gate.acquire()
+                    tasks.create_task(ask(number, None))
+                else:
+                    await asyncio.sleep(max(0.0, began + one.at - time.perf_counter()))
+                    tasks.create_task(ask(number, began + one.at))
     finally:
+        if teller is not None:
+            teller.cancel()
         for connection in idle:
             connection.close()
     seconds = time.perf_counter() - began
-    answers = [read(exchange) for exchange in found if exchange is not None]
-    errors = Counter(answer.error for answer in answers if answer.error is not None)
-    return Result(seconds, answers, errors=errors)
+    return Run(seconds, [_placed(exchange, began) for exchange in found if exchange is not None])
 
 
-async def alone(place: Place, load: Load, tell: Report) -> list[str]:
+async def alone(place: Place, load: Load, watch: Watch | None = None) -> list[str]:
     """The answer to each prompt when nothing else runs. Raises what the server said if one fails."""
-    result = await drive(place, Load(**{**load.__dict__, "streams": 1, "rate": None}), tell, "answers alone")
-    for answer in result.answers:
+    asks = [replace(ask, at=None) for ask in load.asks]
+    run = await drive(place, replace(load, asks=asks, streams=1), watch)
+    for answer in run.answers:
         if answer.error is not None:
             raise TokenmillError(f"an answer failed when it was asked for alone ({answer.error}): {answer.message}")
-    return [answer.text for answer in result.answers]
+    return [answer.text for answer in run.answers]
 
 
 def compare(answers: list[Answer], expected: list[str]) -> Check:
@@ -139,55 +121,20 @@ def compare(answers: list[Answer], expected: list[str]) -> Check:
     return check
 
 
-@contextlib.contextmanager
-def started_server(model: str, options: dict[str, Any], seconds: float = 600.0) -> Iterator[str]:
-    """`tokenmill serve` in processes of its own, until the end of the block; yields its address."""
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    before: Any = None
-    if threading.current_thread() is threading.main_thread():  # who is told to leave does not leave the server behind
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield _address(process, seconds)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+def _placed(exchange: Exchange, began: float) -> Answer:
+    answer = read(exchange)
+    answer.start = exchange.meant - began
+    return answer
 
 
-def _address(process: subprocess.Popen[str], seconds: float) -> str:
-    """Where a server that has just been started listens; its stderr is read on in the background."""
-    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    said: list[str] = []
-
-    def follow() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            said.append(line)
-            if match := re.match(r"tokenmill serves .* at (\S+)$", line):
-                found.put(match[1])
-        found.put(None)
-
-    threading.Thread(target=follow, daemon=True).start()
-    try:
-        url = found.get(timeout=seconds)
-    except queue.Empty:
-        url = None
-    if url is None:
-        raise TokenmillError(f"the server did not start: {''.join(said[-3:]).strip() or 'it said nothing'}")
-    return url
+def _is_open(load: Load) -> bool:
+    return any(ask.at is not None for ask in load.asks)
 
 
-def _body(load: Load, prompt: str) -> dict[str, Any]:
+def _body(load: Load, ask: Ask) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": load.max_tokens,
+        "prompt": ask.prompt,
+        "max_tokens": ask.max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -197,14 +144,6 @@ def _body(load: Load, prompt: str) -> dict[str, Any]:
     if load.ignore_eos:
         body["ignore_eos"] = True
     return body
-
-
-def _starts(load: Load) -> Iterator[float | None]:
-    """When each request is sent, in seconds; None: as soon as there is a stream for it."""
-    dice, at = random.Random(load.seed + 1), 0.0
-    for _ in range(load.requests):
-        yield None if load.rate is None else at
-        at += dice.expovariate(load.rate) if load.rate is not None else 0.0
 
 
 def _allow_files(wanted: int) -> None:

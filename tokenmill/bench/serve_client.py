@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from tokenmill.bench.figures import Answer
 from tokenmill.errors import ConfigError
 
 DOZE = 0.001  # seconds: how much later than it came a piece may be noticed
@@ -30,24 +31,11 @@ T = TypeVar("T")
 class Exchange:
     """A request and the raw answer to it. Times are seconds of time.perf_counter."""
 
-    began: float = 0.0
+    meant: float = 0.0  # when it was to be sent: a server that is slow to take requests is not spared the wait
+    began: float = 0.0  # when it was
     ended: float = 0.0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # when they came, and what
     failure: str | None = None  # of the connection: connect, disconnected, timeout
-
-
-@dataclass
-class Answer:
-    """What a stream said."""
-
-    seconds: float
-    text: str = ""
-    times: list[float] = field(default_factory=list)  # of every event with text, since the request was sent
-    finish: str | None = None
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str | None = None  # its kind: how the connection failed, the status, the error's code, or "no end"
-    message: str = ""  # what the server said about it
 
 
 class Place:
@@ -61,12 +49,20 @@ class Place:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.path = parts.path.rstrip("/").removesuffix("/v1")
-        self._key = "" if key is None else f"authorization: Bearer {key}\r\n"
+        self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def post(self, path: str, content: dict[str, Any]) -> bytes:
         body = json.dumps(content).encode()
-        head = f"POST {self.path}{path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\n{self._key}"
+        more = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        head = f"POST {self.path}{path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\n{more}"
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+@dataclass
+class Heard:
+    """What all connections heard so far, roughly: for who watches."""
+
+    events: int = 0
 
 
 class _Dozing(selectors.DefaultSelector):
@@ -88,8 +84,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 class Connection(asyncio.BufferedProtocol):
     """One connection, kept open; one request at a time."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, heard: Heard) -> None:
         self._place = place
+        self._heard = heard
         self._buffer = memoryview(bytearray(_PIECE))
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
@@ -97,8 +94,10 @@ class Connection(asyncio.BufferedProtocol):
         self._left: int | None = None  # bytes until the answer's end; None: it ends with the last chunk
         self._tail = b""
 
-    async def ask(self, request: bytes, timeout: float) -> Exchange:
-        exchange = Exchange(time.perf_counter())
+    async def ask(self, request: bytes, timeout: float, meant: float | None = None) -> Exchange:
+        """`meant` is when the request was to be sent; None: now."""
+        began = time.perf_counter()
+        exchange = Exchange(began if meant is None else meant, began)
         try:
             async with asyncio.timeout(timeout):
                 await self._send(request, exchange)
@@ -142,6 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         if not exchange.pieces or self._left is not None:
             self._count(exchange, data)
         exchange.pieces.append((time.perf_counter(), data))
+        self._heard.events += data.count(b"data: ")
         self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]
         if (self._left is None and self._tail == _LAST_CHUNK) or (self._left is not None and self._left <= 0):
             self._end()
@@ -168,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
 
 def read(exchange: Exchange) -> Answer:
     """What an exchange's bytes say."""
-    answer = Answer(exchange.ended - exchange.began)
+    answer = Answer(exchange.ended - exchange.meant, late=exchange.began - exchange.meant)
     status, body = _events_of(exchange)
     if exchange.failure is not None:
         answer.error = exchange.failure
@@ -201,6 +201,8 @@ def _read_events(answer: Answer, events: list[tuple[float, bytes]]) -> None:
             answer.finish = choice["finish_reason"] or answer.finish
         if usage := content.get("usage"):
             answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    answer.output_tokens = answer.output_tokens or len(answer.times)  # a server that counts nothing: a token an event
     if not ended or answer.finish is None:
         answer.error = "no end"
 
@@ -210,7 +212,7 @@ def _events_of(exchange: Exchange) -> tuple[int, list[tuple[float, bytes]]]:
     data, marks = b"", []  # marks: up to which byte the data was there at which time
     for at, piece in exchange.pieces:
         data += piece
-        marks.append((len(data), at - exchange.began))
+        marks.append((len(data), at - exchange.meant))
     head, _, _ = data.partition(b"\r\n\r\n")
     start, status = len(head) + 4, int(head[9:12]) if head[9:12].isdigit() else 0
     chunked = "chunked" in _fields(head).get("transfer-encoding", "")

@@ -16,8 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.serve import Load, Report, Result, drive, prompts_of, started_server
+from tokenmill.bench.figures import Run
+from tokenmill.bench.serve import Load, Report, drive
 from tokenmill.bench.serve_client import Place, run
+from tokenmill.bench.serve_started import started_server
+from tokenmill.bench.workloads import Mix
 from tokenmill.errors import TokenmillError
 
 PATIENCE = 1800.0  # seconds that one question to the worker may take
@@ -30,7 +33,7 @@ class Overhead:
 
     served: list[float]
     offline: list[float]
-    results: list[Result]  # of the served rounds
+    results: list[Run]  # of the served rounds
 
     @property
     def percent(self) -> list[float]:
@@ -47,7 +50,9 @@ class Overhead:
         return 100 * (1 - max(self.served) / max(self.offline))
 
 
-def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell: Report) -> Overhead:
+def overhead(
+    model: str, options: dict[str, Any], mix: Mix, load: Load, rounds: int, seed: int, tell: Report
+) -> Overhead:
     """The same prompts through a server and through `LLM`, in turns. All of a round's prompts are new to both."""
     from tokenmill.bench.peers import OURS
     from tokenmill.bench.peers.host import PeerFailed, Worker
@@ -57,23 +62,24 @@ def overhead(model: str, options: dict[str, Any], load: Load, rounds: int, tell:
     threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
     worker = Worker(sys.executable, "offline", threads, name=OURS, serve=Path(__file__))
     try:
-        with started_server(model, options) as url:
+        with started_server(model, options) as server:
             worker.ask("load", PATIENCE, model=model, options=options)
 
             def offline(load: Load) -> float:
                 worker.thaw()
-                asked = worker.ask("batch", PATIENCE, prompts=prompts_of(load), max_tokens=load.max_tokens)
+                prompts, lengths = [ask.prompt for ask in load.asks], [ask.max_tokens for ask in load.asks]
+                asked = worker.ask("batch", PATIENCE, prompts=prompts, max_tokens=lengths)
                 worker.freeze()
                 return float(asked["tokens"] / asked["seconds"])
 
-            def served(load: Load) -> Result:
-                result = run(drive(Place(url), load, lambda *_: None))
+            def served(load: Load) -> Run:
+                result = run(drive(Place(server.url), load))
                 if result.errors:
                     raise TokenmillError(f"answers failed under load: {dict(result.errors)}")
                 return result
 
             for number in range(-1, rounds):  # the first is for warming up and does not count
-                this = replace(load, seed=load.seed + 1000 + number)
+                this = replace(load, asks=mix.asks(seed + 1000 + number))
                 for turn in (0, 1) if number % 2 else (1, 0):
                     if turn == 0 and (result := served(this)) and number >= 0:
                         found.results.append(result)
@@ -97,10 +103,10 @@ class Offline:
         self._llm = LLM(model, **options)
         return {"lines": self._llm.plan_lines()}
 
-    def batch(self, prompts: list[str], max_tokens: int) -> dict[str, Any]:
+    def batch(self, prompts: list[str], max_tokens: list[int]) -> dict[str, Any]:
         from tokenmill import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in max_tokens]
         began = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began

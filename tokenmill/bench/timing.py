@@ -4,53 +4,66 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+
+from tokenmill.quant.scheme import QuantScheme
 
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reaches at best, measured: the faster of a large copy and a large sum, and a large product."""
+    """What this device reaches at best, measured: the faster of a large copy and a large sum, and a large product.
+
+    Operations count as multiplications and additions of weights, in whatever numbers they are done.
+    """
 
     bytes_per_s: float
     flops_per_s: float
 
 
-def seconds(variants: list[Work], device: torch.device, budget: float = 0.3) -> float:
-    """Median seconds of one call. `variants` do the same on different memory, so that no cache makes them fast."""
+def seconds(variants: list[Work], device: torch.device, budget: float = 0.3, *, best: bool = False) -> float:
+    """Seconds of one call, median or best. `variants` do the same on different memory, so that no cache is of use."""
     for work in variants:
         work()
-    return _on_gpu(variants, budget) if device.type == "cuda" else _on_cpu(variants, budget)
+    times = _on_gpu(variants, budget) if device.type == "cuda" else _on_cpu(variants, budget)
+    return min(times) if best else statistics.median(times)
 
 
-def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+def ceilings(device: torch.device, dtype: torch.dtype, schemes: Iterable[QuantScheme] = ()) -> Ceilings:
+    """`schemes` are other ways to multiply, the fastest of which is the ceiling of products."""
     big = device.type == "cuda"
     source = torch.ones((1 << 28) if big else (1 << 24), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
+    # A CPU is often not alone: the best of many is what it can. A GPU at its best is one that has not warmed up yet.
     # A copy by a kernel: in a recording, `copy_` becomes a transfer by the copy engine, which is slower.
-    copy = seconds([lambda: torch.neg(source, out=target)], device)
-    read = seconds([lambda: source.sum()], device)
+    copy = seconds([lambda: torch.neg(source, out=target)], device, best=not big)
+    read = seconds([lambda: source.sum()], device, best=not big)
     size = 8192 if big else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = seconds([lambda: a @ b], device)
+    product = seconds([lambda: a @ b], device, best=not big)
+    for scheme in schemes:
+        storage = scheme.allocate(size, size, dtype, device)
+        scheme.write(storage, 0, b)
+        took = seconds([lambda: scheme.matmul(a, storage, None)], device, best=not big)  # noqa: B023 (called at once)
+        product = min(product, took)
     return Ceilings(max(2 * source.nbytes / copy, source.nbytes / read), 2 * size**3 / product)
 
 
-def _on_cpu(variants: list[Work], budget: float) -> float:
+def _on_cpu(variants: list[Work], budget: float) -> list[float]:
     times: list[float] = []
     end = time.perf_counter() + budget
     while time.perf_counter() < end or len(times) < 3:
         start = time.perf_counter()
         variants[len(times) % len(variants)]()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
 
 
-def _on_gpu(variants: list[Work], budget: float) -> float:
+def _on_gpu(variants: list[Work], budget: float) -> list[float]:
     """Replays of one recording of all variants, so that launches from Python do not count."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -65,4 +78,4 @@ def _on_gpu(variants: list[Work], budget: float) -> float:
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e-3 / len(variants))
-    return statistics.median(times)
+    return times

@@ -1,4 +1,4 @@
-"""`tokenmill bench`: what ops and steps cost on this machine."""
+"""`tokenmill bench`: throughput and latencies, offline and served, and what ops and steps cost on this machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli.bench_cpu import cpu
+from tokenmill.cli.bench_offline import latency, offline
 from tokenmill.cli.bench_serve import serve
 from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, Model
 from tokenmill.cli.terminal import progress
 
-bench = typer.Typer(no_args_is_help=True, help="Measure ops and steps on this machine.")
-bench.command()(cpu)
+bench = typer.Typer(no_args_is_help=True, help="Measure a model, a server, ops and steps on this machine.")
+bench.command()(offline)
+bench.command()(latency)
 bench.command()(serve)
+bench.command()(cpu)
 
 
 @bench.command()

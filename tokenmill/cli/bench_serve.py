@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenmill.cli import bench_options as given
+from tokenmill.cli.bench_live import live
 from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, MaxModelLen, Model
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill.bench.achieved import Roof
+    from tokenmill.bench.serve_run import Point
+    from tokenmill.bench.workloads import Mix
+    from tokenmill.plan.queueing import Slo
+
+_WHEN = "When requests are sent"
+_OURS = "The server that is started here, without --url"
 
 
 def serve(
@@ -19,14 +29,37 @@ def serve(
     url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server; unset: MODEL is served here.")] = None,
     name: Annotated[str | None, typer.Option(help="With --url: what that server calls the model.")] = None,
     key: Annotated[str | None, typer.Option(help="With --url: an API key.")] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Requests at once; ignored with --rate.")] = 64,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests in all; unset: one per stream.")] = None,
+    streams: Annotated[
+        int, typer.Option(min=1, help="A new one when one ends: so many at once.", rich_help_panel=_WHEN)
+    ] = 64,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests per second at random times, whether others end or not.")
+        str | None,
+        typer.Option(
+            help="Requests per second at random times, whether others end or not; several: 1,2,4.",
+            rich_help_panel=_WHEN,
+        ),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Words, nearly all one token, per prompt.")] = 128,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
+    burstiness: Annotated[
+        float,
+        typer.Option(help="With --rate: 1 is Poisson, more comes in bursts, 0 is a clock.", rich_help_panel=_WHEN),
+    ] = 1.0,
+    speed: Annotated[
+        float | None,
+        typer.Option(help="With --trace: at the trace's times, so many times as fast.", rich_help_panel=_WHEN),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="In all; unset: one per stream, or the whole trace.")
+    ] = None,
+    input: given.Input = 128,
+    output: given.Output = 128,
+    trace: given.Trace = None,
+    longest_input: given.LongestInput = None,
+    longest_output: given.LongestOutput = None,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
+    seed: given.Seed = 0,
+    repeats: given.Repeats = 1,
+    warmup: given.WarmUp = None,
+    ceilings: given.Ceilings = True,
     check: Annotated[
         bool, typer.Option("--check", help="Ask for every answer alone first, and compare word for word.")
     ] = False,
@@ -35,67 +68,129 @@ def serve(
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="With --against-offline: how often both have their turn.")] = 5,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Other prompts.")] = 0,
+    slo: Annotated[str | None, typer.Option(help="Promises, for goodput: ttft=500ms,itl=50ms,p=90.")] = None,
+    price: given.Price = None,
+    json: given.Json = None,
+    plot: given.Plot = None,
     device: Device = None,
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="As of `tokenmill serve`.")] = None,
-    load_format: Annotated[str, typer.Option(help="As of `tokenmill serve`.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON instead.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="As of `tokenmill serve`.", rich_help_panel=_OURS)
+    ] = None,
+    quantization: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
+    load_format: Annotated[str, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = "auto",
 ) -> None:
     """Put load on a server and print throughput, latencies and errors.
 
-    The client is independent of the server: any OpenAI-compatible one can be asked with --url.
+    The client is independent of the server: any OpenAI-compatible one can be asked with --url. Where requests have
+    times of their own (--rate, --speed), latencies count from the moment a request was due.
     """
-    from tokenmill.bench.serve import Load, alone, compare, drive, started_server
-    from tokenmill.bench.serve_client import Place, run
-    from tokenmill.bench.serve_offline import overhead
-    from tokenmill.bench.serve_table import figures, lines, overhead_figures, overhead_lines
+    from tokenmill.bench.cost import cost, parse_price
+    from tokenmill.bench.serve import Load
+    from tokenmill.bench.serve_client import Place
+    from tokenmill.bench.serve_run import Plan, measure
+    from tokenmill.bench.serve_started import started_server
+    from tokenmill.plan.queueing import parse_slo
 
     if url is not None and against_offline:
         raise ConfigError("--against-offline serves MODEL itself, so that both do the same work; leave --url out")
     if url is None and (name is not None or key is not None):
         raise ConfigError("--name and --key are for a server that runs already; name it with --url")
-    count = requests or streams
-    load = Load(
-        requests=count,
-        streams=count if rate is not None else min(streams, count),
-        rate=rate,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        model=name,
-        ignore_eos=ignore_eos,
-        timeout=timeout,
-        seed=seed,
-    )
-    chosen = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    promise, per_hour = parse_slo(slo) if slo is not None else None, parse_price(price)
+    wanted = requests or (None if trace is not None else streams)
+    work = given.workload(trace, wanted, input, output, longest_input, longest_output)
+    mixes = _mixes(work, rate, burstiness, speed, trace)
+    chosen = {
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "quantization": quantization,
+    }
     options: dict[str, Any] = {option: value for option, value in chosen.items() if value is not None}
     options["load_format"] = load_format
-    found: dict[str, Any] = {}
-    told: list[str] = []
-    with progress() as report:
-        if against_offline:
-            measured = overhead(model, options, load, rounds, report)
-            found["overhead"] = overhead_figures(measured)
-            told = list(overhead_lines(measured))
+    load = Load([], min(streams, len(work)), name, ignore_eos, timeout)
+    if against_offline:
+        _compare(model, options, mixes[0], load, rounds, seed, json)
+        return
+    place = None if url is None else Place(url, key)  # what is wrong with it is told first
+    plan = Plan(repeats, min(8, streams) if warmup is None else warmup, check, promise, seed)
+    roof = None if url is not None or not ceilings else _roof(model, options)
+    with ExitStack() as stack:
+        if place is None:
+            with progress() as report:
+                report(0, 0, "starting the server")
+                own = stack.enter_context(started_server(model, options))
+            place = Place(own.url, key)
         else:
-            with ExitStack() as stack:
-                place = Place(url or stack.enter_context(started_server(model, options)), key)
-
-                async def measure() -> Any:
-                    expected = await alone(place, load, report) if check else None
-                    result = await drive(place, load, report)
-                    if expected is not None:
-                        result.check = compare(result.answers, expected)
-                    return result
-
-                found = figures(load, run(measure()))
-                told = list(lines(found))
-    text = json.dumps(found, indent=1)
-    typer.echo(text if as_json else "\n".join(told))
-    if out is not None:
-        out.write_text(text + "\n")
-        note(f"wrote {out}")
-    if not against_offline and (found["errors"] or (check and found["check"]["equal"] != count)):
+            own = None
+        watch = stack.enter_context(live())
+        points = [measure(place, load, mix, plan, watch, roof, own) for mix in mixes]
+    for point in points:
+        point.figures["rate"] = point.mix.rate
+        if per_hour is not None:
+            point.figures["cost"] = cost(per_hour, point.figures)
+    about = {"streams": load.streams, "burstiness": burstiness, "speed": speed, "seed": seed, "slo": slo}
+    data: dict[str, Any] = {"url": url, "model": name or model, "workload": work.summary(), "load": about}
+    data["points"] = [point.figures for point in points]
+    given.give_out(data, _told(points, load.streams, promise), json)
+    if plot is not None:
+        _draw(plot, points, promise)
+    if any(point.figures["errors"] or _differs(point.figures) for point in points):
         raise typer.Exit(1)
+
+
+def _mixes(work: Any, rate: str | None, burstiness: float, speed: float | None, trace: Path | None) -> list[Mix]:
+    """One mix of requests and times per point."""
+    from tokenmill.bench.workloads import Mix
+
+    if speed is not None and trace is None:
+        raise ConfigError("--speed is for the times of a trace; name one with --trace, or use --rate")
+    if rate is None:
+        return [Mix(work, speed=speed, burstiness=burstiness)]
+    return [Mix(work, one, burstiness, speed) for one in given.numbers(rate, "rate", 1e-3)]
+
+
+def _roof(model: str, options: dict[str, Any]) -> Roof:
+    from tokenmill.bench.achieved import measure_roof
+    from tokenmill.config import EngineConfig
+
+    with progress() as report:
+        report(0, 0, "measuring what the machine can")
+        return measure_roof(EngineConfig.from_options(model=model, **options))
+
+
+def _compare(
+    model: str, options: dict[str, Any], mix: Mix, load: Any, rounds: int, seed: int, json: Path | None
+) -> None:
+    from tokenmill.bench.serve_offline import overhead
+    from tokenmill.bench.serve_table import overhead_figures, overhead_lines
+
+    with progress() as report:
+        measured = overhead(model, options, mix, load, rounds, seed, report)
+    given.give_out({"overhead": overhead_figures(measured)}, list(overhead_lines(measured)), json)
+
+
+def _told(points: list[Point], streams: int, promise: Slo | None) -> list[str]:
+    from tokenmill.bench.table import against_rate, lines
+
+    told: list[str] = []
+    for point in points:
+        how = f"{point.mix.told() or f'{streams} streams'}, {given.lengths(point.mix.work)}"
+        told += [*([""] if told else []), *lines(point.figures, how, promise)]
+    if len(points) > 1:
+        told += ["", *against_rate([point.figures for point in points])]
+    return told
+
+
+def _draw(folder: Path, points: list[Point], promise: Slo | None) -> None:
+    from tokenmill.bench.charts import draw
+
+    named = [(point.mix.told() or "closed loop", point.mix.rate, point.runs) for point in points]
+    note(f"wrote {', '.join(map(str, draw(folder, named, promise)))}")
+
+
+def _differs(found: dict[str, Any]) -> bool:
+    check = found["check"]
+    return check is not None and check["equal"] != found["requests"]

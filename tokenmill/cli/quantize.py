@@ -110,7 +110,11 @@ def _write(
         raise ConfigError("smoothquant is for forms with 8-bit inputs: --scheme w8a8 or fp8")
     ids = None
     if method.needs_text and calibrate is not None:
-        ids = spread_pieces(token_ids(opened.tokenizer, calibrate), *shape, calibrate)
+        samples, length = shape
+        words = token_ids(opened.tokenizer, calibrate)
+        ids = spread_pieces(words, samples, min(length, source.spec.max_positions), calibrate)
+    elif calibrate is not None:
+        note(f"({method.name} needs no text, and did not look at {calibrate})")
     prepare_folder(out)
     for line in notes:
         note(f"({line})")

@@ -42,7 +42,7 @@ class Wanted:
 def print_report(wanted: Wanted) -> None:
     import torch
 
-    from tokenmill.quant.report import as_json, candidates, measure, table
+    from tokenmill.quant.report import as_json, candidates, cells, measure, table
 
     words = [word.strip() for word in wanted.only.split(",") if word.strip()]
     chosen = [one for one in candidates() if not words or one.name == "fp32" or any(word in one.name for word in words)]
@@ -53,10 +53,9 @@ def print_report(wanted: Wanted) -> None:
     with progress() as tell, torch.inference_mode():
         for line in measure(opened.source, chosen, ids, calibration, tell):
             lines.append(line)
-            quality = line.quality
-            note(f"{line.candidate.name}: perplexity {quality.perplexity:.3f}, KL {quality.divergence:.4f}")
+            note(", ".join(cell for cell in cells(line) if cell))
     if wanted.speed:
-        lines = _with_speed(wanted.model, lines)
+        lines = _with_speed(wanted.model, opened, lines)
     asked = 0
     if wanted.gsm8k is not None:
         lines, asked = _with_questions(wanted, opened, lines, calibration)
@@ -73,10 +72,10 @@ def _texts(wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor, Opened]:
     ids = first_pieces(judged, wanted.tokens // window, window, wanted.text)
     path = wanted.calibrate or wanted.text
     other = token_ids(opened.tokenizer, path) if wanted.calibrate else judged[ids.numel() :]
-    return ids, spread_pieces(other, wanted.samples, wanted.length, path), opened
+    return ids, spread_pieces(other, wanted.samples, min(wanted.length, opened.source.spec.max_positions), path), opened
 
 
-def _with_speed(model: str, lines: list[Line]) -> list[Line]:
+def _with_speed(model: str, opened: Opened, lines: list[Line]) -> list[Line]:
     """Methods differ in codes, not in form: each form is measured once."""
     from tokenmill.quant.report import speed
 
@@ -84,7 +83,7 @@ def _with_speed(model: str, lines: list[Line]) -> list[Line]:
     for line in lines:
         key = line.candidate.scheme, line.candidate.kv
         if key not in known:
-            known[key], why = speed(model, *key)
+            known[key], why = speed(model, opened.source.spec, line.candidate)
             if why:
                 note(f"({line.candidate.name} has no speed here: {why})")
     return [replace(line, speed=known[line.candidate.scheme, line.candidate.kv]) for line in lines]

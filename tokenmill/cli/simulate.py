@@ -106,6 +106,9 @@ def simulate(
         outcomes = run_cases(rows_of, workers, report)
     names = [case.name for case in rows_of]
     typer.echo("\n".join(table(list(zip(names, outcomes)), promise)))
+    for name, outcome in zip(names, outcomes):
+        for level, share in outcome.coverage.items():
+            note(f"{name}: {share:.1%} of answers stayed within their predicted p{100 * level:g}")
     steps = sum(outcome.steps for outcome in outcomes)
     note(f"{steps:,} steps of {replicas:,} replicas in {time.monotonic() - began:.1f} s")
     if out is not None:

@@ -225,13 +225,11 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint
 
         checkpoint = GGUFCheckpoint(files.path)
     else:
+        from tokenmill.model.weights.quantized import open_quantized
         from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
 
         checkpoint = SafetensorsCheckpoint(files.path)
-        if checkpoint.config.get("quantization_config"):
-            from tokenmill.model.weights.quantized import open_quantized
-
-            checkpoint = open_quantized(checkpoint)
+        checkpoint = open_quantized(checkpoint)
     return (None if wanted == "dummy" else checkpoint), checkpoint.config
 
 

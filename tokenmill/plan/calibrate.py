@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenmill.engine.build import Built
 
 VERSION = 1  # of the files kept
+BUDGET = 0.6  # seconds per point
 CPU_START = Rates(
     weight_bytes=1.5e10,
     kv_bytes=1e10,
@@ -101,7 +102,7 @@ def calibrate_built(built: Built, config: EngineConfig, hardware: Hardware, tell
     points = [point for point in (GPU_POINTS if hardware.device == "cuda" else CPU_POINTS) if probe.fits(point)]
     timed: list[Timed] = []
     for number, point in enumerate(points):
-        timed += measure(probe, [point])
+        timed += measure(probe, [point], BUDGET)
         if tell is not None:
             tell(number + 1, len(points), "timing steps")
     form, sizes = form_of_built(built, probe.shape)

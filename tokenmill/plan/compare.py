@@ -19,7 +19,7 @@ from tokenmill.plan.simulate import simulate
 from tokenmill.plan.workload import Workload
 
 BUDGETS = (256, 384, 512, 640, 768, 896, 1024, 2048, 8192)  # tokens per step
-SPLITS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)  # shares of the replicas that only read prompts
+SPLITS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of the replicas that only read prompts
 FAILURES = (None, 3600.0, 600.0, 120.0)  # mean seconds between the failures of one replica
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25)  # of the rate that was given
 

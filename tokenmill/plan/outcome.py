@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tokenmill.engine.scheduler.policy import ShortestFirst
+from tokenmill.engine.scheduler.predict import HIGH, MEDIAN
 from tokenmill.plan.queueing import Slo
 from tokenmill.plan.workload import percentile
 
@@ -72,6 +74,11 @@ class Outcome:
         self.seconds = now
         self.busy_seconds = sum(one.busy for one in replicas)
         self.steps = sum(one.scheduler.stats.steps for one in replicas)
+        policies = [one.scheduler.policy for one in replicas]
+        predictors = [one.predictor for one in policies if isinstance(one, ShortestFirst)]
+        learned = sum(one.learned for one in predictors)
+        for level in (MEDIAN, HIGH) if learned else ():
+            self.coverage[level] = sum(one.coverage(level) * one.learned for one in predictors if one.learned) / learned
 
     def gap(self, share: float) -> float:
         """A percentile over all gaps between tokens of all requests, within 2 %."""
@@ -124,4 +131,5 @@ class Outcome:
             "moved": float(self.moved),
             "transferred_bytes": float(self.transferred),
             "steps": float(self.steps),
+            **{f"coverage_{level}": share for level, share in self.coverage.items()},
         }

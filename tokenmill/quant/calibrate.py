@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
 
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
-from tokenmill.model.layers import LayerWeights, Weight, layer_weights
+from tokenmill.model.layers import LayerWeights, Weight, WeightStore, layer_weights
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import AttentionBatch
@@ -102,8 +104,7 @@ class Calibration:
             sums[name] = now
 
         linears = {
-            name: Linear(Tap(lambda x, name=name: show(name, x)), {"weight": params[name]})  # type: ignore[misc]
-            for name in self._linear_names(index)
+            name: Linear(Tap(partial(show, name)), {"weight": params[name]}) for name in self._linear_names(index)
         }
         self._pass(index, params, linears, keep=False)
         tokens = self.hidden.shape[0] * self.hidden.shape[1]
@@ -156,7 +157,7 @@ class _OneLayer(Decoder):
     """The decoder, but one layer at a time, from hidden states to hidden states."""
 
     def __init__(self, spec: DecoderSpec, ops: Ops, length: int, device: torch.device) -> None:
-        super().__init__(spec, _Device(device), ops, max_len=length)  # type: ignore[arg-type]
+        super().__init__(spec, cast(WeightStore, _Device(device)), ops, max_len=length)
 
     def through(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, tokens: TokenBatch, kv: LayerKV

@@ -42,7 +42,7 @@ def choose_schemes(
     named: dict[str, QuantScheme] = {}
     as_stored = set()
     made: dict[Form, QuantScheme] = {}  # equal forms share a scheme
-    for name, (rows, columns) in shapes.items():
+    for name, (_, columns) in shapes.items():
         form = layout.of(name)
         if form is None and name in stored:
             form = stored[name]

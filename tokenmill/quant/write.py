@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,8 @@ def write_model(
             name, groups = layer.prefix + short, layer.groups.get(short)
             if kinds[name] not in ("linear", "bias", "norm"):
                 continue  # experts, routers and what is absorbed into attention: copied below
-            own = torch.float32 if source.spec.stored_wide(kinds[name]) and dtype == torch.float32 else dtype
             form = forms.get(name)
-            if form is not None and form.kind in FLOATS:
-                own = getattr(torch, FLOATS[form.kind])
+            own = getattr(torch, FLOATS[form.kind]) if form is not None and form.kind in FLOATS else dtype
             for tensor, part in source.parts(name):
                 done.add(tensor)
                 if groups is None or form is None:
@@ -80,7 +78,7 @@ def write_model(
     _write_json(folder / "config.json", config)
 
 
-def compressed(groups: Groups, rows: Any) -> dict[str, torch.Tensor]:
+def compressed(groups: Groups, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of one module, by suffix. `rows` takes the module's own rows from what has all."""
     codes, scale = rows(groups.codes), rows(groups.scale)
     found = {"weight_scale": scale}

@@ -34,7 +34,8 @@ class PrecisionGuard:
     def _wide(self) -> Decoder:
         # On a GPU the fast ops want a cache of their own dtype; the reference takes any.
         ops = select(replace(self._need, dtype=torch.float32), "reference" if self._need.device == "cuda" else None)
-        return Decoder(self._plain.spec, WidenedWeights(self._plain.weights), ops, self._max_len)
+        weights = WidenedWeights(self._plain.weights)
+        return Decoder(self._plain.spec, weights, ops, self._max_len)  # type: ignore[arg-type]  # its head is read-only
 
     def forward(
         self, step: Step, tokens: TokenBatch, kv: list[LayerKV]

@@ -89,9 +89,9 @@ class ShortestFirst(PriorityClasses):
             return True
         room, size = kv.pool.num_blocks, kv.block_size
         held = room - kv.pool.num_free + need
-        if 2 * held < room:
-            return True
         alive = [(self._left(one), len(one.blocks)) for one in running] + [(self._left(request), need)]
+        if held + sum(left for left, _ in alive) / size <= room:  # even if nobody gave anything back
+            return True
         alive.sort(reverse=True)
         for ends, (left, blocks) in zip(range(len(alive), 0, -1), reversed(alive)):  # the next to end comes first
             if held + ends * left / size > room:

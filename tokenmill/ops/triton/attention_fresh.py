@@ -240,19 +240,19 @@ def _gather_kernel(
     if FORM > 0:
         offsets = block * stride_k_block + slot * stride_k_token + head  # of keys and values alike
         if tl.program_id(2) == 0:
-            value, channel = load_decoded(k_cache, k_scales, offsets, seen, DIM, WORDS, FORM)
+            value, column = load_decoded(k_cache, k_scales, offsets, seen, DIM, WORDS, FORM)
         else:
-            value, channel = load_decoded(v_cache, v_scales, offsets, seen, DIM, WORDS, FORM)
-        inside = tl.broadcast_to((channel < DIM_BLOCK)[None, :], value.shape)
-        tl.store(scratch + target[:, None] + channel[None, :], value.to(scratch.dtype.element_ty), mask=inside)
-        return
-    if tl.program_id(2) == 0:
-        offsets = block * stride_k_block + slot * stride_k_token
-        value = load_rows(k_cache + head * stride_k_head, offsets, seen, DIM, DIM_BLOCK).to(scratch.dtype.element_ty)
+            value, column = load_decoded(v_cache, v_scales, offsets, seen, DIM, WORDS, FORM)
+        inside = tl.broadcast_to((column < DIM_BLOCK)[None, :], value.shape)
+        tl.store(scratch + target[:, None] + column[None, :], value.to(scratch.dtype.element_ty), mask=inside)
     else:
-        offsets = block * stride_v_block + slot * stride_v_token
-        value = load_rows(v_cache + head * stride_v_head, offsets, seen, DIM, DIM_BLOCK).to(scratch.dtype.element_ty)
-    tl.store(scratch + target[:, None] + tl.arange(0, DIM_BLOCK)[None, :], value)
+        if tl.program_id(2) == 0:
+            offsets = block * stride_k_block + slot * stride_k_token
+            value = load_rows(k_cache + head * stride_k_head, offsets, seen, DIM, DIM_BLOCK)
+        else:
+            offsets = block * stride_v_block + slot * stride_v_token
+            value = load_rows(v_cache + head * stride_v_head, offsets, seen, DIM, DIM_BLOCK)
+        tl.store(scratch + target[:, None] + tl.arange(0, DIM_BLOCK)[None, :], value.to(scratch.dtype.element_ty))
 
 
 @quick_launch

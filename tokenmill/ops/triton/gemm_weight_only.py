@@ -19,7 +19,15 @@ from tokenmill.ops.triton.config import multiprocessors, power_of_two
 from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape, GemvShape
 from tokenmill.ops.triton.gemv_weight_only import launch_gemv
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, code_values, of_group, parts_of, unpack_bytes, unpack_int4
+from tokenmill.ops.triton.weight_codes import (
+    Codes,
+    code_values,
+    of_group,
+    of_groups,
+    parts_of,
+    unpack_bytes,
+    unpack_int4,
+)
 
 MOST_ROWS = 128  # of a product here; with more, the widened weight is faster
 LEAST_RUN = 16  # columns: what the tensor cores take at once
@@ -169,10 +177,10 @@ def _gemm_kernel(
     lines = begin * BLOCK_K + tl.arange(0, PREFETCHED_WORDS // LINE) * LINE
     prefetch_constants(words + tl.minimum(lines, width - 1)[None, :], PDL)
     # Scales and zeros are loaded a turn ahead: only operands of products does the compiler load early by itself.
-    s0, s1, s2, s3 = _turn_values(scales, begin, PARTS, RUN, GROUP, BLOCK_K)
+    s = of_groups(scales, begin * BLOCK_K // RUN, PARTS, RUN, GROUP)
     if zeros is not None:
         offsets = zeros + mine * groups
-        z0, z1, z2, z3 = _turn_values(offsets, begin, PARTS, RUN, GROUP, BLOCK_K)
+        z = of_groups(offsets, begin * BLOCK_K // RUN, PARTS, RUN, GROUP)
     wait_for_previous(PDL)
     inside = (row < rows)[None, :]
     inputs = x + row.to(tl.int64)[None, :] * stride_x + k[:, None]
@@ -181,25 +189,25 @@ def _gemm_kernel(
         w = tl.load(words + turn * BLOCK_K + k[None, :])
         first = turn * BLOCK_K
         at = inputs + tl.multiple_of(first // RUN * (PARTS * RUN) + first % RUN, 16)
-        after = tl.minimum(turn + 1, all_turns - 1)
-        n0, n1, n2, n3 = s0, s1, s2, s3
+        after = tl.minimum(turn + 1, all_turns - 1) * BLOCK_K // RUN
+        next_s = s
         if GROUP != 0:
-            n0, n1, n2, n3 = _turn_values(scales, after, PARTS, RUN, GROUP, BLOCK_K)
+            next_s = of_groups(scales, after, PARTS, RUN, GROUP)
         if KIND == "int4":
             a, b, c, d = unpack_int4(w, x.dtype.element_ty)
-            acc = _multiply(acc, a, at, inside, s0, None if zeros is None else z0, GROUP)
-            acc = _multiply(acc, b, at + RUN, inside, s1, None if zeros is None else z1, GROUP)
-            acc = _multiply(acc, c, at + 2 * RUN, inside, s2, None if zeros is None else z2, GROUP)
-            acc = _multiply(acc, d, at + 3 * RUN, inside, s3, None if zeros is None else z3, GROUP)
+            acc = _multiply(acc, a, at, inside, s[0], None if zeros is None else z[0], GROUP)
+            acc = _multiply(acc, b, at + RUN, inside, s[1], None if zeros is None else z[1], GROUP)
+            acc = _multiply(acc, c, at + 2 * RUN, inside, s[2], None if zeros is None else z[2], GROUP)
+            acc = _multiply(acc, d, at + 3 * RUN, inside, s[3], None if zeros is None else z[3], GROUP)
         else:
             a, b = unpack_bytes(w, KIND, x.dtype.element_ty)
-            acc = _multiply(acc, a, at, inside, s0, None, GROUP)
-            acc = _multiply(acc, b, at + RUN, inside, s1, None, GROUP)
+            acc = _multiply(acc, a, at, inside, s[0], None, GROUP)
+            acc = _multiply(acc, b, at + RUN, inside, s[1], None, GROUP)
         if zeros is not None:
-            z0, z1, z2, z3 = _turn_values(offsets, after, PARTS, RUN, GROUP, BLOCK_K)
-        s0, s1, s2, s3 = n0, n1, n2, n3
+            z = of_groups(offsets, after, PARTS, RUN, GROUP)
+        s = next_s
     if GROUP == 0:
-        acc *= s0[:, None]
+        acc *= s[0][:, None]
 
     if SPLITS > 1:
         tiles = tl.num_programs(1)
@@ -216,20 +224,6 @@ def _gemm_kernel(
             _finish(acc, bias, out, row, column, rows, columns)
     else:
         _finish(acc, bias, out, row, column, rows, columns)
-
-
-@triton.jit
-def _turn_values(
-    values, turn, PARTS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
-):  # four times [BLOCK_N]
-    """The scales or zeros of a turn's parts; of two parts only the first two count."""
-    block = turn * BLOCK_K // RUN
-    first = of_group(values, block, 0, PARTS, RUN, GROUP)
-    second = of_group(values, block, 1, PARTS, RUN, GROUP)
-    if PARTS == 2:
-        return first, second, first, second
-    third = of_group(values, block, 2, PARTS, RUN, GROUP)
-    return first, second, third, of_group(values, block, 3, PARTS, RUN, GROUP)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.gemm_small import GemvShape
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, of_group, pair_offset, wide_pair
+from tokenmill.ops.triton.weight_codes import Codes, of_groups, pair_offset, wide_pair
 
 
 def launch_gemv(
@@ -52,32 +52,44 @@ def _gemv_kernel(
     four = tl.arange(0, 4)[None, None, :]
     mine = words.to(tl.pointer_type(tl.uint32), bitcast=True) + (row * pairs)[None, :, None] + four
     inputs = x.to(tl.pointer_type(tl.uint32), bitcast=True)
+    scales = (scale + row * groups)[None, :]
     # Constants: the first are on their way while the previous kernel still makes x, others while one turn is computed.
     w = _pairs(mine, chunk, pairs)  # [CHUNKS, BLOCK_N, 4]
+    block = tl.minimum(chunk, pairs - 4) // (RUN // 2)  # [CHUNKS]: of PARTS * RUN columns
+    s = of_groups(scales, block[:, None], PARTS, RUN, GROUP)  # of [CHUNKS, BLOCK_N] each
+    if zeros is not None:
+        z = of_groups((zeros + row * groups)[None, :], block[:, None], PARTS, RUN, GROUP)
     if bias is not None:
         row_bias = tl.load(bias + row).to(tl.float32)
     wait_for_previous(PDL)
     acc = tl.zeros([CHUNKS, BLOCK_N], tl.float32)
     for start in range(0, pairs, CHUNKS * 4):
-        current = w
         at = start + chunk
-        w = _pairs(mine, at + CHUNKS * 4, pairs)
-        inside = at < pairs
-        block = tl.where(inside, at, 0) // (RUN // 2)  # [CHUNKS]: of PARTS * RUN columns
+        inside = (at < pairs)[:, None, None]
         x_place = (block * (PARTS * RUN // 2) + at % (RUN // 2))[:, None, None] + four
+        after = at + CHUNKS * 4
+        next_w = _pairs(mine, after, pairs)
+        block = tl.minimum(after, pairs - 4) // (RUN // 2)
+        next_s = s
+        if GROUP != 0:
+            next_s = of_groups(scales, block[:, None], PARTS, RUN, GROUP)
         for j in tl.static_range(PARTS):
-            both = tl.load(inputs + x_place + j * (RUN // 2), mask=inside[:, None, None], other=0)  # [CHUNKS, 1, 4]
+            both = tl.load(inputs + x_place + j * (RUN // 2), mask=inside, other=0)  # [CHUNKS, 1, 4]
             x_low, x_high = _halves(both, x.dtype.element_ty)
-            low, high = wide_pair(current, j, KIND)
+            low, high = wide_pair(w, j, KIND)
             part = tl.sum(low * x_low + high * x_high, 2)  # [CHUNKS, BLOCK_N]
             if KIND == "int4":
                 offset = pair_offset(j, KIND)
                 if zeros is not None:
-                    offset += of_group((zeros + row * groups)[None, :], block[:, None], j, PARTS, RUN, GROUP)
+                    offset += z[j]
                 part -= offset * tl.sum(x_low + x_high, 2)
             if GROUP != 0:
-                part *= of_group((scale + row * groups)[None, :], block[:, None], j, PARTS, RUN, GROUP)
+                part *= s[j]
             acc += part
+        w = next_w
+        s = next_s
+        if zeros is not None:
+            z = of_groups((zeros + row * groups)[None, :], block[:, None], PARTS, RUN, GROUP)
     total = tl.sum(acc, 0)
     if GROUP == 0:
         total *= tl.load(scale + row)

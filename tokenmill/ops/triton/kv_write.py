@@ -64,19 +64,19 @@ def store_codes(
             in_high = (dim < HALF) & ((HALF + dim) // SIZE == group)
             least = tl.minimum(_least(low, in_low), _least(high, in_high))
             least = -_rounded_up(-least)
-            extent = tl.maximum(_largest(low, in_low), _largest(high, in_high)) - least.to(tl.float32)
+            extent = tl.maximum(_largest(low, in_low), _largest(high, in_high)) - least
             scale = _scale(extent, _INT4_MAX)
             place = scales + row * (2 * GROUPS) + group
-            tl.store(place, scale, mask=live)
-            tl.store(place + GROUPS, least, mask=live)
+            tl.store(place, scale.to(tl.bfloat16), mask=live)
+            tl.store(place + GROUPS, least.to(tl.bfloat16), mask=live)
             twins += tl.where(in_low, _int4(low, least, scale), 0) + tl.where(in_high, _int4(high, least, scale) * 16, 0)
         tl.store(codes + dim, twins.to(tl.uint8), mask=inside)
     else:
         everywhere = dim < HALF
         extent = tl.maximum(_largest(tl.abs(low), everywhere), _largest(tl.abs(high), everywhere))
         scale = _scale(extent, _INT8_MAX if FORM == INT8 else _FP8_MAX)
-        tl.store(scales + row, scale, mask=live)
-        wide = tl.broadcast_to(scale.to(tl.float32)[:, None], low.shape)
+        tl.store(scales + row, scale.to(tl.bfloat16), mask=live)
+        wide = tl.broadcast_to(scale[:, None], low.shape)
         if FORM == FP8:
             low = tl.clamp(tl.div_rn(low, wide), -_FP8_MAX, _FP8_MAX)
             high = tl.clamp(tl.div_rn(high, wide), -_FP8_MAX, _FP8_MAX)
@@ -100,9 +100,8 @@ def _least(x, where):  # [HEADS]
 
 @triton.jit
 def _int4(x, least, scale):
-    low = tl.broadcast_to(least.to(tl.float32)[:, None], x.shape)
-    wide = tl.broadcast_to(scale.to(tl.float32)[:, None], x.shape)
-    return tl.clamp(_rounded(tl.div_rn(x - low, wide)), 0.0, _INT4_MAX).to(tl.int32)
+    wide = tl.broadcast_to(scale[:, None], x.shape)
+    return tl.clamp(_rounded(tl.div_rn(x - least[:, None], wide)), 0.0, _INT4_MAX).to(tl.int32)
 
 
 @triton.jit
@@ -112,16 +111,15 @@ def _rounded(x):
 
 
 @triton.jit
-def _scale(extent, largest):  # [HEADS] bfloat16
+def _scale(extent, largest):  # [HEADS] float32
     """The least bfloat16 that is not below extent / largest; one where there is nothing to scale."""
     scale = tl.div_rn(extent, tl.full(extent.shape, largest, tl.float32))
-    return tl.where(scale < _LEAST_SCALE, tl.full(scale.shape, 1.0, tl.bfloat16), _rounded_up(scale))
+    return tl.where(scale < _LEAST_SCALE, 1.0, _rounded_up(scale))
 
 
 @triton.jit
 def _rounded_up(x):
-    """The least bfloat16 that is not below x, of any sign. What is not finite stays so."""
-    near = x.to(tl.bfloat16)
-    bits = near.to(tl.int16, bitcast=True)
-    step = tl.where(near.to(tl.float32) >= 0.0, 1, -1).to(tl.int16)  # towards larger numbers, in the order of the bits
-    return tl.where(near.to(tl.float32) < x, (bits + step).to(tl.bfloat16, bitcast=True), near)
+    """The least bfloat16 that is not below x, of any sign, as float32. What is not finite stays so."""
+    near = x.to(tl.bfloat16).to(tl.float32)
+    step = tl.where(near >= 0.0, 1 << 16, -(1 << 16))  # towards larger numbers, in the order of the bits
+    return tl.where(near < x, (near.to(tl.int32, bitcast=True) + step).to(tl.float32, bitcast=True), near)

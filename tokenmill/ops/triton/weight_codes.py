@@ -119,11 +119,12 @@ LOWER_BITS = tl.constexpr(f"lop3.b32 $0, $1, 0x0000F000, 0x45000000, {_AND_OR};"
 def code_values(words, j: tl.constexpr, KIND: tl.constexpr):
     """Part j of the words as float32, zeros not subtracted: in plain operations, for where memory is the limit."""
     if KIND == "int4":
-        return ((words >> (4 * j)) & 15).to(tl.float32) - 8.0
-    byte = ((words >> (8 * j)) & 255).to(tl.uint8)
-    if KIND == "int8":
-        return byte.to(tl.int8, bitcast=True).to(tl.float32)
-    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        value = ((words >> (4 * j)) & 15).to(tl.float32) - 8.0
+    elif KIND == "int8":
+        value = ((words >> (8 * j)) & 255).to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        value = ((words >> (8 * j)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return value
 
 
 COMPILED = tl.constexpr(isinstance(code_values, JITFunction))  # else the interpreter runs, which knows no instructions
@@ -183,19 +184,21 @@ def wide_pair(words, j: tl.constexpr, KIND: tl.constexpr):
             low, high = words, turned
         else:
             low, high = words << 8, words >> 8
-        return _plus_power(low, j % 2 == 0), _plus_power(high, j % 2 == 0)
-    if KIND == "int8":
-        low = (((words >> (8 * j)) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True)  # 2^23 + 128 + code
-        high = (((words >> (8 * j + 16)) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True)
-        return low - 8388736.0, high - 8388736.0
-    if j == 0:
-        low = ((words << 24) & 0x80000000) | ((words << 20) & 0x07F00000)
-        high = ((words << 8) & 0x80000000) | ((words << 4) & 0x07F00000)
+        low, high = _plus_power(low, j % 2 == 0), _plus_power(high, j % 2 == 0)
+    elif KIND == "int8":
+        low = (((words >> (8 * j)) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+        high = (((words >> (8 * j + 16)) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
     else:
-        low = ((words << 16) & 0x80000000) | ((words << 12) & 0x07F00000)
-        high = (words & 0x80000000) | ((words >> 4) & 0x07F00000)
-    BIAS: tl.constexpr = 1.329227995784916e36  # 2^120: between the biases of the exponents
-    return low.to(tl.float32, bitcast=True) * BIAS, high.to(tl.float32, bitcast=True) * BIAS
+        # Sign, exponent and mantissa in their places, times 2^120: what lies between the biases of the exponents.
+        if j == 0:
+            low = ((words << 24) & 0x80000000) | ((words << 20) & 0x07F00000)
+            high = ((words << 8) & 0x80000000) | ((words << 4) & 0x07F00000)
+        else:
+            low = ((words << 16) & 0x80000000) | ((words << 12) & 0x07F00000)
+            high = (words & 0x80000000) | ((words >> 4) & 0x07F00000)
+        low = low.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        high = high.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return low, high
 
 
 @triton.jit
@@ -205,9 +208,8 @@ def _plus_power(words, UPPER: tl.constexpr):
         return tl.inline_asm_elementwise(
             UPPER_BITS if UPPER else LOWER_BITS, "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
         )
-    if UPPER:
-        return ((words & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
-    return ((words & 0xF000) | 0x45000000).to(tl.float32, bitcast=True)
+    bits = (words & 0xF0000) | 0x43000000 if UPPER else (words & 0xF000) | 0x45000000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -221,5 +223,18 @@ def pair_offset(j: tl.constexpr, KIND: tl.constexpr):
 def of_group(values, block, j: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr):
     """What the group of part j has in these blocks of PARTS * RUN columns, in float32; values: its row's pointers."""
     if GROUP == 0:
-        return tl.load(values).to(tl.float32)
-    return tl.load(values + (block * PARTS + j) // (GROUP // RUN)).to(tl.float32)
+        found = tl.load(values)
+    else:
+        found = tl.load(values + (block * PARTS + j) // (GROUP // RUN))
+    return found.to(tl.float32)
+
+
+@triton.jit
+def of_groups(values, block, PARTS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr):
+    """What the groups of all parts have, as a tuple of PARTS."""
+    a, b = of_group(values, block, 0, PARTS, RUN, GROUP), of_group(values, block, 1, PARTS, RUN, GROUP)
+    if PARTS == 2:
+        return a, b
+    else:  # or the compiler would follow both ways
+        c, d = of_group(values, block, 2, PARTS, RUN, GROUP), of_group(values, block, 3, PARTS, RUN, GROUP)
+        return a, b, c, d

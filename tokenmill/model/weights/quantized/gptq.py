@@ -64,7 +64,7 @@ class GPTQ:
         (rows, columns), bits = kind.shape, kind.bits
         groups, per_word = math.ceil(columns / kind.group), 32 // bits
         words = parts.take("qweight", (torch.int32,), (columns // per_word, rows))
-        codes = fields(words, bits).transpose(0, 1).reshape(rows, columns)
+        codes = fields(words.T, bits).flatten(1)  # [rows, columns]
         scale = parts.take("scales", FLOATS, (groups, rows)).T.contiguous()
         packed = parts.take("qzeros", (torch.int32,), (groups, math.ceil(rows / per_word)))
         if self._less_one:

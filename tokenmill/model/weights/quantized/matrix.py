@@ -75,13 +75,17 @@ class Matrix:
         return Groups(self.codes, scale, kind.bits, zeros, inputs, self.input_scale if inputs else None)
 
     def widen(self) -> torch.Tensor:  # [rows, columns] float32
-        where = self.group_of
-        if where is None:
-            where = torch.arange(self.kind.shape[1]) // self.kind.group
-        wide = self.codes.float()
-        if self.zeros is not None:
-            wide -= self.zeros[:, where]
-        return wide.mul_(self.scale.float()[:, where])
+        wide, scale, zeros, where = self.codes.float(), self.scale.float(), self.zeros, self.group_of
+        if where is None and self.kind.shape[1] % self.kind.group == 0:
+            parts = wide.view(*scale.shape, -1)  # [rows, groups, group]: scales need not be repeated
+            scale, zeros = scale[..., None], None if zeros is None else zeros[..., None]
+        else:
+            where = torch.arange(self.kind.shape[1]) // self.kind.group if where is None else where
+            parts, scale, zeros = wide, scale[:, where], None if zeros is None else zeros[:, where]
+        if zeros is not None:
+            parts -= zeros
+        parts *= scale
+        return wide
 
 
 def fields(words: torch.Tensor, bits: int) -> torch.Tensor:  # [..., n] int32 -> [..., n, 32 / bits] uint8

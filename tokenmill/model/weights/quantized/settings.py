@@ -82,12 +82,7 @@ class Settings:
 
 def fits_any(patterns: Iterable[str], module: str, method: str) -> bool:
     """Whether the name is one of the patterns, or fits one of those that begin with "re:"."""
-    return any(_regular(p[3:], module, method) if p.startswith("re:") else p == module for p in patterns)
-
-
-def fits_regular(pattern: str, module: str, method: str) -> bool:
-    """Whether the name begins as the regular expression says."""
-    return _regular(pattern, module, method)
+    return any(fits_regular(p[3:], module, method) if p.startswith("re:") else p == module for p in patterns)
 
 
 def within_any(parts: Iterable[str], module: str) -> bool:
@@ -95,7 +90,8 @@ def within_any(parts: Iterable[str], module: str) -> bool:
     return any(f".{part}." in f".{module}." for part in parts)
 
 
-def _regular(pattern: str, module: str, method: str) -> bool:
+def fits_regular(pattern: str, module: str, method: str) -> bool:
+    """Whether the name begins as the regular expression says."""
     try:
         if len(pattern) > _LONGEST_PATTERN:
             raise re.error("it is too long")

@@ -71,14 +71,23 @@ struct Keys {
 
     // The scales of the same keys and values; zeros up to a whole vector.
     void find_scales(int64_t from, int64_t to, float* keys, float* values) const {
-        for (int64_t position = from; position < to; position++) {
-            const int64_t block = table[position / a.block_size], offset = position % a.block_size;
-            const Brain* key = static_cast<const Brain*>(a.k_scales) + block * a.k_scale_block + head * a.k_scale_head;
-            const Brain* value = static_cast<const Brain*>(a.v_scales) + block * a.v_scale_block + head * a.v_scale_head;
-            keys[position - from] = widen(key[offset * a.k_scale_slot]);
-            values[position - from] = widen(value[offset * a.v_scale_slot]);
+        int64_t block = from / a.block_size, offset = from % a.block_size, j = 0;
+        const int64_t n = to - from;
+        while (j < n) {
+            const Brain* key = static_cast<const Brain*>(a.k_scales) + table[block] * a.k_scale_block +
+                               head * a.k_scale_head + offset * a.k_scale_slot;
+            const Brain* value = static_cast<const Brain*>(a.v_scales) + table[block] * a.v_scale_block +
+                                 head * a.v_scale_head + offset * a.v_scale_slot;
+            const int64_t end = at_most(n, j + a.block_size - offset);
+            for (int64_t i = 0; i < end - j; i++) {
+                keys[j + i] = widen(key[i * a.k_scale_slot]);
+                values[j + i] = widen(value[i * a.v_scale_slot]);
+            }
+            j = end;
+            offset = 0;
+            block++;
         }
-        for (int64_t j = to - from; j % W; j++) keys[j] = values[j] = 0;
+        for (; j % W; j++) keys[j] = values[j] = 0;
     }
 };
 

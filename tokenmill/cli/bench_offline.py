@@ -1,0 +1,168 @@
+"""`tokenmill bench offline` and `tokenmill bench latency`: the command lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli import bench_options as given
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, Device, Dtype, MaxModelLen
+from tokenmill.cli.terminal import note, progress
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill import LLM
+    from tokenmill.bench.achieved import Roof
+
+_WHERE = "Where it runs"
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+LoadFormat = Annotated[
+    str, typer.Option(help="dummy: random weights, only the config is read.", rich_help_panel=_WHERE)
+]
+Quantization = Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_WHERE)]
+KVCacheDtype = Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_WHERE)]
+MaxNumSeqs = Annotated[int | None, typer.Option(min=1, help="Requests in a step at most.", rich_help_panel=_WHERE)]
+
+
+def offline(
+    model: Model = DEFAULT_MODEL,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests in all; unset: 64, or the whole trace.")] = None,
+    input: given.Input = 128,
+    output: given.Output = 128,
+    trace: given.Trace = None,
+    longest_input: given.LongestInput = None,
+    longest_output: given.LongestOutput = None,
+    seed: given.Seed = 0,
+    repeats: given.Repeats = 1,
+    warmup: given.WarmUp = None,
+    ceilings: given.Ceilings = True,
+    price: given.Price = None,
+    json: given.Json = None,
+    plot: given.Plot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    quantization: Quantization = None,
+    kv_cache_dtype: KVCacheDtype = None,
+    load_format: LoadFormat = "auto",
+) -> None:
+    """Measure the throughput of LLM.generate: all requests are there from the start."""
+    from tokenmill.bench.achieved import work_of
+    from tokenmill.bench.charts import draw
+    from tokenmill.bench.cost import cost, parse_price
+    from tokenmill.bench.figures import of_point
+    from tokenmill.bench.offline import generate, memory_of
+    from tokenmill.bench.table import lines
+    from tokenmill.bench.workloads import Mix
+
+    per_hour = parse_price(price)
+    wanted = requests or (None if trace else 64)
+    work = given.workload(trace, wanted, input, output, longest_input, longest_output)
+    options = _options(device, dtype, max_model_len, max_num_seqs, quantization, kv_cache_dtype, load_format)
+    roof, llm = _opened(model, options, ceilings)
+    with llm:
+        mix = Mix(work, vocab=llm._front.vocab_size)
+        if warm := mix.warm_up(8 if warmup is None else warmup, seed):
+            generate(llm, warm, show=False)
+        found_runs = [generate(llm, mix.asks(seed + number), show=True) for number in range(repeats)]
+        memory = memory_of(llm)
+    runs = [run for run, _ in found_runs]
+    found: dict[str, Any] = of_point(runs)
+    found["memory"] = memory
+    if roof is not None:
+        answers = [answer for run in runs for answer in run.good]
+        whole = work_of(answers, sum(steps for _, steps in found_runs), roof.shape)
+        found["achieved"] = roof.achieved(whole, found["seconds"])
+    if per_hour is not None:
+        found["cost"] = cost(per_hour, found)
+    data = {"model": model, "workload": work.summary(), "options": options, "points": [found]}
+    given.give_out(data, list(lines(found, f"all at once, {given.lengths(work)}")), json)
+    if plot is not None:
+        note(f"wrote {', '.join(map(str, draw(plot, [('offline', None, runs)], None)))}")
+    if found["errors"]:
+        raise typer.Exit(1)
+
+
+def latency(
+    model: Model = DEFAULT_MODEL,
+    batch: Annotated[str, typer.Option(help="Requests in a batch; several: 1,8,32.")] = "1",
+    input: given.Input = 128,
+    output: given.Output = 128,
+    seed: given.Seed = 0,
+    repeats: given.Repeats = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Batches before, which do not count.")] = 1,
+    ceilings: given.Ceilings = True,
+    price: given.Price = None,
+    json: given.Json = None,
+    plot: given.Plot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    quantization: Quantization = None,
+    kv_cache_dtype: KVCacheDtype = None,
+    load_format: LoadFormat = "auto",
+) -> None:
+    """Measure one batch at a time: first token, time per token, every step."""
+    from tokenmill.bench.charts import draw
+    from tokenmill.bench.cost import cost, parse_price
+    from tokenmill.bench.latency import MIN_TOKENS, figures, lines, repeated
+    from tokenmill.bench.workloads import Mix
+
+    per_hour = parse_price(price)
+    sizes = [int(size) for size in given.numbers(batch, "batch", 1)]
+    if output < MIN_TOKENS:
+        raise ConfigError(f"--output is {output}; steps are timed between tokens, of which {MIN_TOKENS} are needed")
+    options = _options(device, dtype, max_model_len, max(sizes), quantization, kv_cache_dtype, load_format)
+    roof, llm = _opened(model, options, ceilings)
+    points, drawn = [], []
+    with llm, progress() as report:
+        for number, size in enumerate(sizes):
+            report(number, len(sizes), f"batch of {size}")
+            mix = Mix(given.workload(None, size, input, output), vocab=llm._front.vocab_size)
+            batches = repeated(llm, mix, seed, repeats, warmup)
+            points.append(figures(batches, roof))
+            drawn.append((f"batch {size}", None, [one.run for one in batches]))
+            if per_hour is not None:
+                points[-1]["cost"] = cost(per_hour, points[-1])
+    told = [f"prompts of {input} and answers of {output} tokens, {repeats} repeats", *lines(points)]
+    given.give_out({"model": model, "options": options, "points": points}, told, json)
+    if plot is not None:
+        note(f"wrote {', '.join(map(str, draw(plot, drawn, None)))}")
+
+
+def _opened(model: str, options: dict[str, Any], ceilings: bool) -> tuple[Roof | None, LLM]:
+    """The machine's best, measured before anything else uses it, and the model."""
+    from tokenmill.bench.achieved import measure_roof
+    from tokenmill.config import EngineConfig
+
+    with progress() as report:
+        config = EngineConfig.from_options(model=model, **options)
+        report(0, 0, "measuring what the machine can")
+        roof = measure_roof(config) if ceilings else None
+        from tokenmill import LLM
+
+        return roof, LLM(model, progress=report, **options)
+
+
+def _options(
+    device: str | None,
+    dtype: str | None,
+    max_model_len: int | None,
+    max_num_seqs: int | None,
+    quantization: str | None,
+    kv_cache_dtype: str | None,
+    load_format: str,
+) -> dict[str, Any]:
+    """Settings of the engine; what is None is left to it."""
+    chosen = {
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "load_format": load_format,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}

@@ -1,0 +1,105 @@
+"""The options that the benchmarks share, what they turn into, and where their figures go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli.terminal import note
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill.plan.workload import Workload
+
+_WHAT = "What is asked"
+_HOW = "How it is measured"
+_OUT = "What comes out"
+
+Input = Annotated[
+    int,
+    typer.Option(
+        "--input", "--prompt-tokens", min=1, help="Tokens per prompt, without --trace.", rich_help_panel=_WHAT
+    ),
+]
+Output = Annotated[
+    int,
+    typer.Option("--output", "--max-tokens", min=1, help="Tokens per answer, without --trace.", rich_help_panel=_WHAT),
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Azure CSV, Mooncake JSONL or ShareGPT JSON: lengths.", rich_help_panel=_WHAT)
+]
+LongestInput = Annotated[
+    int | None, typer.Option(min=1, help="With --trace: cut longer prompts to this.", rich_help_panel=_WHAT)
+]
+LongestOutput = Annotated[
+    int | None, typer.Option(min=1, help="With --trace: cut longer answers to this.", rich_help_panel=_WHAT)
+]
+Seed = Annotated[int, typer.Option(min=0, help="Other prompts, other random times.", rich_help_panel=_WHAT)]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="How often, each time with new prompts; for intervals.", rich_help_panel=_HOW)
+]
+WarmUp = Annotated[
+    int | None, typer.Option(min=0, help="Requests before, which do not count; unset: a few.", rich_help_panel=_HOW)
+]
+Ceilings = Annotated[
+    bool,
+    typer.Option(help="Measure first what this machine can at best, and say how near it was.", rich_help_panel=_HOW),
+]
+Price = Annotated[str | None, typer.Option(help="Of the machine: 2.5/h. For cost per token.", rich_help_panel=_OUT)]
+Json = Annotated[Path | None, typer.Option("--json", help="Every figure; - is stdout.", rich_help_panel=_OUT)]
+Plot = Annotated[Path | None, typer.Option(help="Folder for pictures (SVG).", rich_help_panel=_OUT)]
+
+STDOUT = Path("-")
+
+
+def workload(
+    trace: Path | None,
+    requests: int | None,
+    prompt: int,
+    output: int,
+    longest_prompt: int | None = None,
+    longest_answer: int | None = None,
+) -> Workload:
+    """From a trace, of which `requests` are the first; or so many equal ones."""
+    from tokenmill.bench.workloads import clipped
+    from tokenmill.plan.traces import read_trace
+    from tokenmill.plan.workload import fixed
+
+    if trace is not None:
+        return clipped(read_trace(trace, limit=requests), longest_prompt, longest_answer)
+    if longest_prompt is not None or longest_answer is not None:
+        raise ConfigError("--longest-input and --longest-output cut a trace's requests; name one with --trace")
+    return fixed(f"{prompt} + {output} tokens", requests or 1, prompt, output)
+
+
+def lengths(work: Workload) -> str:
+    """For people: what the requests are like."""
+    if len(set(work.prompts)) == len(set(work.outputs)) == 1:
+        return f"prompts of {work.prompts[0]} and answers of {work.outputs[0]} tokens"
+    return f"as in {work.name}"
+
+
+def numbers(text: str, name: str, least: float) -> list[float]:
+    """From "1,2,4"."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or any(not least <= one < float("inf") for one in found):
+        raise ConfigError(f"--{name} is {text!r}; it is written as 1 or 1,2,4, each {least:g} or more")
+    return found
+
+
+def give_out(found: dict[str, Any], told: list[str], target: Path | None) -> None:
+    """The lines to stdout and the data to a file; or the data alone to stdout."""
+    text = json.dumps(found, indent=1)
+    if target == STDOUT:
+        typer.echo(text)
+        return
+    typer.echo("\n".join(told))
+    if target is not None:
+        target.write_text(text + "\n")
+        note(f"wrote {target}")
