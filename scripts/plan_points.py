@@ -4,8 +4,8 @@
     python scripts/plan_points.py --shape llama3-8b                 # a public model's shape, random weights
     python scripts/plan_points.py --threads 1 --cpu-time            # where others use the same cores
 
-The cost model is fitted to the calibration's own steps (`tokenmill plan` does the same) and then asked about other steps,
-and about whole batches, which it has not seen. On a known GPU the shipped figures are asked as well: they have seen nothing.
+The cost model is fitted to the calibration's own steps (`tokenmill plan` does the same) and then asked about other
+steps, and about whole batches, which it has not seen. On a known GPU the shipped figures are asked as well.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from tokenmill.plan.workload import Workload, percentile
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 # Rows at once and prompt lengths of the requests that the cost is fitted to.
-PROBES = ((1, 16), (1, 300), (2, 900), (4, 64), (8, 200), (16, 100), (32, 40), (32, 300))
+PROBES = ((1, 16), (1, 300), (1, 900), (4, 64), (4, 200), (8, 100), (16, 40), (16, 120))
 
 
 class Watch:

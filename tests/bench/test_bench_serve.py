@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tokenmill.bench.serve import Check, Load, Result, _starts, alone, compare, drive, prompts_of
-from tokenmill.bench.serve_client import Answer, Place, run
+from tokenmill.bench.figures import Run, of_point
+from tokenmill.bench.serve import Check, Load, alone, compare, drive
+from tokenmill.bench.serve_client import Place, run
 from tokenmill.bench.serve_offline import Overhead
-from tokenmill.bench.serve_table import figures, lines, overhead_lines, percentile
+from tokenmill.bench.serve_table import overhead_lines
+from tokenmill.bench.table import lines
+from tokenmill.bench.workloads import Ask
 from tokenmill.cli.app import app
 from tokenmill.errors import ConfigError, TokenmillError
 
 Reply = Callable[[int, str, asyncio.StreamWriter], Awaitable[None]]  # number of the request, its prompt
 
 
-def quiet(done: int, total: int, what: str) -> None:
-    pass
+def load(count: int, streams: int, **more: Any) -> Load:
+    return Load([Ask(f"prompt {number}", 8) for number in range(count)], streams, **more)
 
 
 def event(content: Any) -> bytes:
@@ -78,9 +81,9 @@ def test_answers_are_put_together_and_timed() -> None:
     async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
         await say(writer, "mill", 0.05)
 
-    async def main() -> Result:
+    async def main() -> Run:
         async with serving(reply) as place:
-            return await drive(place, Load(3, 1), quiet)
+            return await drive(place, load(3, 1))
 
     result = run(main())
     assert [answer.text for answer in result.answers] == ["mill"] * 3 and not result.errors
@@ -109,22 +112,66 @@ def test_every_way_to_fail_has_its_name() -> None:
         else:
             await asyncio.sleep(5)
 
-    async def main() -> Result:
+    async def main() -> Run:
         async with serving(reply) as place:
-            return await drive(place, Load(6, 1, timeout=0.5), quiet)
+            return await drive(place, load(6, 1, timeout=0.5))
 
     result = run(main())
     kinds = [None, "status 429", "disconnected", "engine_error", "no end", "timeout"]
     assert [one.error for one in result.answers] == kinds
     assert result.answers[1].message == "come back later" and result.answers[3].message == "it broke"
-    told = figures(Load(6, 1), result)
+    told = of_point([result])
     assert told["completed"] == 1 and sum(told["errors"].values()) == 5
-    assert any("1 x status 429" in line for line in lines(told))
+    assert any("1 x status 429" in line for line in lines(told, "1 stream"))
 
 
 def test_a_server_that_is_not_there_is_an_error_of_its_own() -> None:
-    result = run(drive(Place("http://127.0.0.1:9"), Load(2, 2), quiet))
+    result = run(drive(Place("http://127.0.0.1:9"), load(2, 2)))
     assert result.errors == {"connect": 2}
+
+
+def test_an_open_loop_waits_for_nobody_and_counts_from_when_a_request_was_due() -> None:
+    now_open, most = 0, 0
+
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        nonlocal now_open, most
+        now_open += 1
+        most = max(most, now_open)
+        await asyncio.sleep(0.3)
+        now_open -= 1
+        await say(writer, "mill")
+
+    async def main() -> Run:
+        async with serving(reply) as place:
+            asks = [Ask("prompt", 8, at=0.02 * number) for number in range(6)]
+            driven = asyncio.create_task(drive(place, Load(asks, 1)))
+            await asyncio.sleep(0.01)
+            time.sleep(0.15)  # the client is held up: requests that are due meanwhile are sent late  # noqa: ASYNC251
+            return await driven
+
+    result = run(main())
+    assert most == 6 and not result.errors
+    assert [answer.start for answer in result.answers] == pytest.approx([0.02 * number for number in range(6)], abs=1e-6)
+    late = [answer.late for answer in result.answers]
+    assert late[0] < 0.05 and late[1] > 0.1, "the hold-up is told"
+    for answer in result.answers:
+        assert answer.times[0] >= 0.3 + answer.late, "and counted"
+
+
+def test_who_watches_is_told_how_far_it_is() -> None:
+    async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
+        await say(writer, "mill", 0.1)
+
+    told: list[tuple[int, int, float]] = []
+
+    async def main() -> None:
+        async with serving(reply) as place:
+            await drive(place, load(4, 1), lambda *what: told.append(what))
+
+    run(main())
+    assert told and all(total == 4 for _, total, _ in told)
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told) and told[-1][0] >= 2
+    assert any(speed > 0 for _, _, speed in told)
 
 
 def test_streams_are_open_at_once_and_not_more() -> None:
@@ -138,16 +185,16 @@ def test_streams_are_open_at_once_and_not_more() -> None:
         now_open -= 1
         await say(writer, "mill")
 
-    async def main() -> Result:
+    async def main() -> Run:
         async with serving(reply) as place:
-            return await drive(place, Load(20, 5), quiet)
+            return await drive(place, load(20, 5))
 
     assert not run(main()).errors and most == 5
 
 
 def test_the_check_finds_what_is_wrong() -> None:
-    load = Load(5, 5, prompt_tokens=6)
-    right = {prompt: f"answer {number}" for number, prompt in enumerate(prompts_of(load))}
+    asked = load(5, 5)
+    right = {ask.prompt: f"answer {number}" for number, ask in enumerate(asked.asks)}
     loaded = False
 
     async def reply(number: int, prompt: str, writer: asyncio.StreamWriter) -> None:
@@ -162,10 +209,10 @@ def test_the_check_finds_what_is_wrong() -> None:
     async def main() -> Check:
         nonlocal loaded
         async with serving(reply) as place:
-            expected = await alone(place, load, quiet)
+            expected = await alone(place, asked)
             assert expected == list(right.values())
             loaded = True
-            return compare((await drive(place, load, quiet)).answers, expected)
+            return compare((await drive(place, asked)).answers, expected)
 
     assert run(main()) == Check(equal=2, lost=1, mixed_up=1, different=1)
 
@@ -176,30 +223,17 @@ def test_a_failure_alone_is_told() -> None:
 
     async def main() -> None:
         async with serving(reply) as place:
-            await alone(place, Load(1, 1), quiet)
+            await alone(place, load(1, 1))
 
     with pytest.raises(TokenmillError, match="status 401"):
         run(main())
 
 
-def test_random_times_have_the_rate_asked_for() -> None:
-    starts = list(_starts(Load(4000, 1, rate=50.0)))
-    gaps = [after - before for before, after in pairwise(starts)]
-    mean = sum(gaps) / len(gaps)
-    assert starts[0] == 0 and mean == pytest.approx(1 / 50, rel=0.1)
-    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert spread == pytest.approx(mean, rel=0.1)  # as of a Poisson process
-    assert set(_starts(Load(3, 1))) == {None}
-
-
-def test_percentiles_and_overhead() -> None:
-    assert percentile([], 50) is None and percentile([3.0], 99) == 3.0
-    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5 and percentile(list(map(float, range(101))), 99) == 99.0
+def test_what_http_costs_is_told_by_rounds() -> None:
     found = Overhead([95.0, 50.0, 99.0], [100.0, 100.0, 100.0], [])
     assert found.percent == pytest.approx([5.0, 50.0, 1.0]) and found.median == pytest.approx(5.0)
     told = [line.split() for line in overhead_lines(found)]
     assert told[-2:] == [["median", "95.0", "100.0", "5.0", "%"], ["best", "99.0", "100.0", "1.0", "%"]]
-    assert not figures(Load(1, 1), Result(1.0, [Answer(1.0, error="timeout")]))["completed"]
 
 
 def test_wrong_use_is_told() -> None:
@@ -207,6 +241,12 @@ def test_wrong_use_is_told() -> None:
         (["--url", "ftp://x"], "--url is 'ftp://x'"),
         (["--url", "http://x", "--against-offline"], "--against-offline"),
         (["--key", "x"], "--url"),
+        (["--url", "http://x", "--rate", "2,x"], "--rate is '2,x'"),
+        (["--url", "http://x", "--rate", "0"], "--rate is '0'"),
+        (["--url", "http://x", "--speed", "2"], "--trace"),
+        (["--url", "http://x", "--slo", "ttft=fast"], "ttft=fast"),
+        (["--url", "http://x", "--price", "cheap"], "--price is 'cheap'"),
+        (["--url", "http://x", "--longest-input", "9"], "--trace"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", *words])
         assert result.exit_code == 2 and said in result.output

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-from conftest import write_tiny
 from hypothesis import HealthCheck, given, settings
 from test_exactness import answers, request_mixes
 
@@ -36,6 +36,14 @@ def open_llm(model: str, **options: Any) -> LLM:
         head_bytes = KV_FORMS[chosen["kv_cache_dtype"]].head_bytes(8)
         chosen["kv_cache_memory"] = blocks * chosen["block_size"] * 2 * 2 * 2 * head_bytes
     return LLM(model, load_format="dummy", skip_tokenizer_init=True, dtype="float64", device="cpu", **chosen)
+
+
+def changed(model: str, folder: Path, **changes: Any) -> str:
+    """Another folder with the config of a model, changed."""
+    folder.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -101,8 +109,8 @@ def test_the_answer_is_near_that_of_a_cache_of_floats_and_not_equal(engines: dic
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_memory_plan_counts_codes_and_scales(form: str, tmp_path: Path) -> None:
-    model = write_tiny(tmp_path / "tiny", head_dim=64)
+def test_the_memory_plan_counts_codes_and_scales(form: str, tiny_model: str, tmp_path: Path) -> None:
+    model = changed(tiny_model, tmp_path / "wide", head_dim=64)
     with open_llm(model, kv_cache_dtype=form) as llm, open_llm(model) as plain:
         state = llm._front.engine.runner.state
         assert state.scales is not None and state.arena.element_size() == state.scales.element_size() - 1 == 1
@@ -128,13 +136,13 @@ def test_batch_invariance_holds_with_quantized_kv(form: str, tiny_model: str) ->
             assert alone.logprobs == output.outputs[0].logprobs
 
 
-def test_models_that_cannot_have_it_are_refused_with_the_reason(tmp_path: Path) -> None:
-    odd = write_tiny(tmp_path / "odd", head_dim=48)
+def test_models_that_cannot_have_it_are_refused_with_the_reason(tiny_model: str, tmp_path: Path) -> None:
+    odd = changed(tiny_model, tmp_path / "odd", head_dim=48)
     with pytest.raises(ConfigError, match="'int4' stores heads of a multiple of 32 channels; this model's have 48"):
         open_llm(odd, kv_cache_dtype="int4")
     open_llm(odd, kv_cache_dtype="int8")
-    latent = write_tiny(
-        tmp_path / "latent", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=16,
+    latent = changed(
+        tiny_model, tmp_path / "latent", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=16,
         q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
         moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1,
     )  # fmt: skip

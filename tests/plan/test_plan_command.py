@@ -33,7 +33,7 @@ def test_a_plan_is_printed_with_reasons_and_applied(model, tmp_path):
     target = tmp_path / "served.toml"
     done = run(model, "--gpu", "h200x2", "--rate", "3", "--slo", "ttft=1s,itl=50ms", "--apply", str(target))
     assert done.exit_code == 0, done.output
-    assert "plan         1 x (bfloat16, one GPU)" in done.output and "runners-up" in done.output
+    assert "plan         1 x (bfloat16, undivided)" in done.output and "runners-up" in done.output
     settings = read_config_file(target, []).engine
     assert settings["model"] == model and settings["dtype"] == "bfloat16"
     EngineConfig.from_options(**settings)

@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.plan.candidates import GpuFleet
 from tokenmill.plan.explain import as_data, explain, lacks
 from tokenmill.plan.gpus import GPUS
+from tokenmill.plan.hardware import Hardware
+from tokenmill.plan.memory import ModelBytes
 from tokenmill.plan.planner import RESERVE, Ask, Choice, Plan, plan
 from tokenmill.plan.queueing import Slo, demand_of, estimate, parse_slo
+from tokenmill.plan.solve import solve
 from tokenmill.plan.workload import fixed
 
 WORK = fixed("chat", 500, 1000, 200, rate=4.0)
@@ -120,3 +124,20 @@ def test_promises_are_read_from_text():
     for wrong in ("ttft", "ttft=-1s", "p=120", "speed=3", "itl=fast"):
         with pytest.raises(ConfigError, match="written as"):
             parse_slo(wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens"),
+    [
+        ("qwen3-0.6b", "NVIDIA H200", 16384),
+        ("llama3-8b", "NVIDIA H200", 8192),
+        ("qwen3-30b-a3b", "NVIDIA H200", 16384),
+        ("llama3-8b", "NVIDIA L4", 2048),  # 8192 tokens would hold up whoever decodes for more than a second
+        ("llama3-8b", "a GPU of next year", 8192),
+    ],
+)
+def test_an_engine_left_to_itself_takes_steps_that_suit_its_gpu(model, gpu, tokens):
+    spec = plan_models.spec(model)
+    sizes = ModelBytes(1, 1, 1, 1, 1, flops_per_token=2.0 * spec.active_parameters)
+    solved = solve(EngineConfig(), sizes, 1000, Hardware("cuda", gpu, 1 << 40, 1 << 40))
+    assert solved.max_step_tokens == tokens

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine.core import Engine
@@ -55,6 +55,7 @@ ROWS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
+@example([(0.0, 141, 44, 0), (0.15625, 56, 12, 0)], True, False, 256)  # preempted, and its last chunk has no token
 @given(rows=ROWS, overlap=st.booleans(), caching=st.booleans(), tokens=st.sampled_from([256, 2000]))
 def test_leaps_change_no_moment(rows, overlap, caching, tokens):
     spec = ReplicaSpec(machine(overlap, tokens=tokens), block_size=8, policy=Fcfs, prefix_caching=caching)

@@ -18,8 +18,8 @@ def bench(*words: str) -> tuple[int, str]:
 
 
 def test_every_answer_under_load_is_the_one_alone(server: Server) -> None:
-    code, text = bench("--url", server.url, *SMALL, "--check", "--json")
-    found = json.loads(text)
+    code, text = bench("--url", server.url, *SMALL, "--check", "--json", "-")
+    found = json.loads(text)["points"][0]
     assert code == 0 and found["check"] == {"equal": 20, "lost": 0, "mixed_up": 0, "different": 0}
     assert found["completed"] == 20 and found["output_tokens"] == 200 and not found["errors"]
     assert 0 < found["ttft"]["p50"] <= found["ttft"]["p99"] <= found["e2e"]["p99"]
@@ -37,7 +37,7 @@ def test_errors_are_counted_and_told(server: Server) -> None:
 
 def test_the_offline_api_is_measured_in_turns(chat_model: str) -> None:
     tiny = ["-m", chat_model, "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
-    code, text = bench(*tiny, *SMALL[:2], *SMALL[4:], "--against-offline", "--rounds", "2", "--json")
+    code, text = bench(*tiny, *SMALL[:2], *SMALL[4:], "--against-offline", "--rounds", "2", "--json", "-")
     found = json.loads(text)["overhead"]
     assert code == 0 and len(found["served_tokens_per_second"]) == len(found["offline_tokens_per_second"]) == 2
     assert all(speed > 0 for speed in found["served_tokens_per_second"] + found["offline_tokens_per_second"])

@@ -10,8 +10,9 @@ from tokenmill.bench.plot import Line, chart
 from tokenmill.bench.stats import percentile
 from tokenmill.plan.queueing import Slo
 
+SHORTEST = 1e-4  # seconds: what came together is drawn here, as nothing has no place on a logarithmic axis
 SLICES = 60  # of a run, in the picture of its throughput
-_RANKS = (*range(0, 90, 2), *range(90, 99), 99, 99.5, 99.9, 100)  # percent
+_RANKS = (*range(2, 90, 2), *range(90, 99), 99, 99.5, 99.9, 100)  # percent
 
 
 def draw(folder: Path, named: Sequence[tuple[str, float | None, list[Run]]], promise: Slo | None) -> list[Path]:
@@ -44,7 +45,7 @@ def _distribution(which: str, named: Sequence[tuple[str, float | None, list[Run]
     lines = []
     for name, _, runs in named:
         values = sorted(samples([answer for run in runs for answer in run.good])[which])
-        points = [(1e3 * max(percentile(values, rank) or 0.0, 1e-5), float(rank)) for rank in _RANKS if values]
+        points = [(1e3 * max(percentile(values, rank) or 0.0, SHORTEST), float(rank)) for rank in _RANKS if values]
         lines.append(Line(name, points))
     return lines
 

@@ -75,10 +75,10 @@ def figures(batches: list[Batch], roof: Roof | None) -> dict[str, Any]:
 
 
 def lines(points: list[dict[str, Any]]) -> list[str]:
-    """A row per batch size."""
-    heads = ("batch", "TTFT ms", "TPOT ms", "step p50", "p90", "p99 ms", "prefill", "decode tok/s")
+    """A row per batch size: milliseconds, tokens per second, and what was reached of the machine's ceilings."""
+    heads = ("batch", "TTFT ms", "TPOT ms", "step p50", "p90", "p99 ms", "prefill/s", "decode/s")
     shares = "achieved_decode" in points[0]
-    more = f"{'prefill, share':>22}{'decode, share':>18}" if shares else ""
+    more = f"{'prefill':>23}{'decode':>20}" if shares else ""
     out = [_row(heads) + more]
     for one in points:
         cells = [
@@ -102,8 +102,8 @@ def repeated(llm: LLM, mix: Mix, seed: int, repeats: int, warm_up: int) -> list[
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"{cells[0]:>5}" + "".join(f"{cell:>{max(10, len(cell) + 2)}}" for cell in cells[1:])
+    return f"{cells[0]:>5}" + "".join(f"{cell:>11}" for cell in cells[1:])
 
 
 def _share(achieved: dict[str, Any], kind: str, unit: float, name: str) -> str:
-    return f"{achieved[f'{kind}_per_second'] / unit:>8.3f} {name}{achieved[f'{kind}_share']:>5.0%}"
+    return f"{achieved[f'{kind}_per_second'] / unit:>9.3f} {name}{achieved[f'{kind}_share']:>6.0%}"

@@ -14,7 +14,8 @@ from tokenmill.bench.serve_started import Started, counters
 from tokenmill.bench.workloads import Mix
 from tokenmill.plan.queueing import Slo
 
-SEED_STRIDE = 1_000_003  # between repeats: their prompts are other ones, so that no cache has them
+# Between repeats and between points: the prompts of each are other ones, so that no cache has them.
+REPEAT_STRIDE, POINT_STRIDE = 1_000_003, 1_000_000_007
 
 WatchOf = Callable[[str], Watch]  # what is under way -> whom to tell how far it is
 
@@ -50,7 +51,7 @@ def measure(
         run(drive(place, replace(load, asks=asks, streams=min(load.streams, len(asks))), watch("warm-up")))
     before = counters(place)
     for number in range(plan.repeats):
-        this = replace(load, asks=mix.asks(plan.seed + number * SEED_STRIDE))
+        this = replace(load, asks=mix.asks(plan.seed + number * REPEAT_STRIDE))
         expected = run(alone(place, this, watch("answers alone"))) if check is not None else None
         what = "answers" if plan.repeats == 1 else f"answers, repeat {number + 1} of {plan.repeats}"
         runs.append(run(drive(place, this, watch(what))))

@@ -37,11 +37,11 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def over_repeats(values: Sequence[float]) -> Interval | None:
-    """Where the mean lies, if repeats are independent and near normal; None for fewer than two."""
+    """Where the mean of something positive lies, if repeats are near normal; None for fewer than two."""
     if len(values) < 2:
         return None
     mean, half = statistics.fmean(values), student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    return max(0.0, mean - half), mean + half
 
 
 def resampled(requests: Sequence[T], figure: Callable[[Sequence[T]], float | None], seed: int = 0) -> Interval | None:
@@ -62,4 +62,5 @@ def student(freedom: int) -> float:
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = _NORMAL
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    second, third = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)

@@ -143,7 +143,8 @@ def _opened(model: str, options: dict[str, Any], ceilings: bool) -> tuple[Roof |
         roof = measure_roof(config) if ceilings else None
         from tokenmill import LLM
 
-        return roof, LLM(model, progress=report, **options)
+        # Who makes weights up has often no tokenizer either; prompts are token ids.
+        return roof, LLM(model, progress=report, skip_tokenizer_init=options["load_format"] == "dummy", **options)
 
 
 def _options(

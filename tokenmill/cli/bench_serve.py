@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +58,10 @@ def serve(
     longest_input: given.LongestInput = None,
     longest_output: given.LongestOutput = None,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
-    seed: given.Seed = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="For the same prompts and times again; unset: new ones, no cache has them."),
+    ] = None,
     repeats: given.Repeats = 1,
     warmup: given.WarmUp = None,
     ceilings: given.Ceilings = True,
@@ -89,7 +94,7 @@ def serve(
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.serve import Load
     from tokenmill.bench.serve_client import Place
-    from tokenmill.bench.serve_run import Plan, measure
+    from tokenmill.bench.serve_run import POINT_STRIDE, Plan, measure
     from tokenmill.bench.serve_started import started_server
     from tokenmill.plan.queueing import parse_slo
 
@@ -110,6 +115,7 @@ def serve(
     }
     options: dict[str, Any] = {option: value for option, value in chosen.items() if value is not None}
     options["load_format"] = load_format
+    seed = random.getrandbits(31) if seed is None else seed
     load = Load([], min(streams, len(work)), name, ignore_eos, timeout)
     if against_offline:
         _compare(model, options, mixes[0], load, rounds, seed, json)
@@ -126,7 +132,8 @@ def serve(
         else:
             own = None
         watch = stack.enter_context(live())
-        points = [measure(place, load, mix, plan, watch, roof, own) for mix in mixes]
+        plans = (replace(plan, seed=seed + number * POINT_STRIDE) for number in range(len(mixes)))
+        points = [measure(place, load, mix, one, watch, roof, own) for mix, one in zip(mixes, plans)]
     for point in points:
         point.figures["rate"] = point.mix.rate
         if per_hour is not None:

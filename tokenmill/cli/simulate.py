@@ -52,7 +52,7 @@ def simulate(
     then_rate: Annotated[float, typer.Option(min=0.001, help="The second trace's requests per second.")] = 1.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes for the cases of --compare.")] = 1,
     seed: Annotated[int, typer.Option(help="Other random choices.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="With --compare: a chart of good requests per second.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A chart of the cases (SVG).")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
 ) -> None:
     """Replay a trace on replicas that are a cost model under the real scheduler, memory and prefix cache."""
@@ -115,8 +115,7 @@ def simulate(
         figures = {name: outcome.figures(promise) for name, outcome in zip(names, outcomes)}
         out.write_text(json.dumps(figures, indent=1) + "\n")
     if plot is not None:
-        points = [(case.x, outcome.goodput(promise)) for case, outcome in zip(rows_of, outcomes)]
-        plot.write_text(picture(f"Good requests per second ({compare})", compare or "", [(work.name, points)]))
+        plot.write_text(picture(compare or "", rows_of, outcomes, promise))
         note(f"wrote {plot}")
 
 

@@ -17,7 +17,8 @@ from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.forms import Layout, parse_layout
 from tokenmill.quant.invariant import InvariantDense
 from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Dense, Schemes
+from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
+from tokenmill.quant.weight_only import WeightOnly
 
 _ROOM = 0.7  # of the free memory: what weights may take where the cache is to have room, too
 
@@ -98,7 +99,12 @@ def model_bytes(
         vocab=spec.vocab_size,
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
         flops_per_token=2.0 * spec.active_parameters,
+        scratch=max(_scratch_bytes(schemes.of(name), *shape, dtype) for name, shape in shapes.items()),
     )
+
+
+def _scratch_bytes(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -> int:
+    return scheme.scratch_bytes(rows, columns, dtype) if isinstance(scheme, WeightOnly) else 0
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -14,7 +14,7 @@ from tokenmill.plan.cost import CostModel, Form, Rates
 from tokenmill.plan.fit import Fitted, fit
 from tokenmill.plan.hardware import Hardware
 from tokenmill.plan.memory import ModelBytes
-from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure
+from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
 from tokenmill.plan.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def fit_steps(shape: ModelShape, form: Form, timed: Sequence[Timed], start: Rate
 
 def form_of_built(built: Built, shape: ModelShape) -> tuple[Form, ModelBytes]:
     """How a built engine stores things, read off its weights, and what its memory plan began with."""
-    decoder = _runner(built).decoder
+    decoder = runner_of(built).decoder
     weights, spec, settings = decoder.weights, built.spec, built.settings
     itemsize = weights.dtype.itemsize
     linear = sum(_stored(one) for layer in range(spec.num_layers) for one in weights.layer(layer).linears())
@@ -152,10 +152,6 @@ def form_of_built(built: Built, shape: ModelShape) -> tuple[Form, ModelBytes]:
         rope_per_position=4 * shape.rope_dims,
         flops_per_token=2.0 * shape.active,
     )
-
-
-def _runner(built: Built) -> Any:
-    return built.engine.runner
 
 
 def _stored(linear: Any) -> int:

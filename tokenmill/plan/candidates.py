@@ -18,6 +18,7 @@ from tokenmill.plan.shape import ONE_GPU, ModelShape, Split
 BLOCK = 16
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1024, 256, 64)
+MORE = 1.2
 UTILIZATION = 0.9  # the engine's default
 
 
@@ -162,11 +163,16 @@ def fits(fleet: Fleet, shape: ModelShape, layout: Layout, longest: int) -> tuple
     found: list[Fit] = []
     reason = ""
     for step_tokens in STEP_TOKENS:
+        tokens = 0
         for rows in (rows for rows in ROWS if rows <= step_tokens):
             try:
-                found.append(fleet.place(shape, layout, longest=longest, rows=rows, step_tokens=step_tokens))
+                fit = fleet.place(shape, layout, longest=longest, rows=rows, step_tokens=step_tokens)
             except ConfigError as error:
                 reason = str(error) if step_tokens == STEP_TOKENS[0] else reason
+                continue
+            if fit.room.kv_tokens > MORE * tokens:  # fewer rows are worth a look only where they leave more room
+                found.append(fit)
+                tokens = fit.room.kv_tokens
     return found, "" if found else reason
 
 

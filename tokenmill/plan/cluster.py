@@ -35,8 +35,14 @@ class ClusterSpec:
 class Cluster:
     """Events in the order of time; ties in the order they were made. One run, from a list of jobs to an outcome."""
 
-    def __init__(self, spec: ClusterSpec, report: Report = lambda done, total, what: None) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        prompt_of: Callable[[Job], list[int]],
+        report: Report = lambda done, total, what: None,
+    ) -> None:
         self.spec = spec
+        self._prompt_of = prompt_of
         self.replicas = [Replica(number, spec.replica) for number in range(spec.replicas)]
         self.outcome = Outcome(gpus_per_replica=spec.replica.machine.gpus)
         self._router: Router = router_named(spec.router, spec.seed)
@@ -88,6 +94,7 @@ class Cluster:
             self.outcome.refused += 1
             self._left -= 1
             return
+        job.tokens = self._prompt_of(job)
         self._send(job, now)
 
     def _pool(self, decode: bool) -> list[Replica]:

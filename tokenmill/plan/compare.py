@@ -16,12 +16,11 @@ from tokenmill.plan.outcome import Outcome
 from tokenmill.plan.queueing import Slo
 from tokenmill.plan.router import ROUTERS
 from tokenmill.plan.simulate import simulate
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.workload import Workload, percentile
 
 BUDGETS = (256, 384, 512, 640, 768, 896, 1024, 2048, 8192)  # tokens per step
 SPLITS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of the replicas that only read prompts
-FAILURES = (None, 3600.0, 600.0, 120.0)  # mean seconds between the failures of one replica
-LOADS = (0.25, 0.5, 0.75, 1.0, 1.25)  # of the rate that was given
+FAILURES = (None, 600.0, 120.0, 30.0)  # mean seconds between the failures of one replica
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def _policies(spec: ClusterSpec, slo: Slo) -> Rows:
 
 
 def _routers(spec: ClusterSpec, slo: Slo) -> Rows:
-    for number, name in enumerate(ROUTERS):
-        yield name, replace(spec, router=name), float(number)
+    for name in ROUTERS:
+        yield name, replace(spec, router=name), 0.0
 
 
 def _splits(spec: ClusterSpec, slo: Slo) -> Rows:
@@ -71,7 +70,11 @@ def _splits(spec: ClusterSpec, slo: Slo) -> Rows:
 def _failures(spec: ClusterSpec, slo: Slo) -> Rows:
     for mean in FAILURES:
         name = "none" if mean is None else f"each every {mean:,.0f} s"
-        yield name, replace(spec, failures=None if mean is None else Failures(mean, 60.0, spec.seed)), 0.0
+        yield (
+            name,
+            replace(spec, failures=None if mean is None else Failures(mean, 60.0, spec.seed)),
+            0.0 if mean is None else 3600 / mean,
+        )
 
 
 def _budgets(spec: ClusterSpec, slo: Slo) -> Rows:
@@ -135,6 +138,23 @@ def table(rows: Sequence[tuple[str, Outcome]], slo: Slo) -> list[str]:
     return lines
 
 
-def picture(title: str, below: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
-    """An SVG chart of named lines."""
-    return chart(title, below, [Line(name, list(points)) for name, points in lines])
+AXES = {
+    "splits": "share of the replicas that only read prompts (0: none, all do both)",
+    "failures": "failures per replica and hour",
+    "budgets": "tokens per step (0: the controller)",
+}
+PERCENTILES = (0.5, 0.75, 0.9, 0.95, 0.99)
+
+
+def picture(what: str, rows: Sequence[Case], outcomes: Sequence[Outcome], slo: Slo) -> str:
+    """An SVG chart: good requests per second where the cases have an order, else first tokens by percentile."""
+    if what in AXES:
+        good = [(case.x, outcome.goodput(slo)) for case, outcome in zip(rows, outcomes)]
+        first = [(case.x, outcome.figures(slo)["requests_per_second"]) for case, outcome in zip(rows, outcomes)]
+        lines = [Line("good", sorted(good)), Line("all", sorted(first))]
+        return chart(f"Requests per second, {slo.text}", AXES[what], lines)
+    lines = []
+    for case, outcome in zip(rows, outcomes):
+        ttfts = [one.ttft for one in outcome.served]
+        lines.append(Line(case.name, [(100 * share, percentile(ttfts, share)) for share in PERCENTILES]))
+    return chart(f"Seconds to the first token, {rows[0].workload.name}", "percentile of requests", lines)

@@ -99,7 +99,7 @@ def lacks(plan: Plan, other: Choice) -> str:
         return f"{carries} on {other.gpus} GPUs, the plan {best.rate:.2f} on {best.gpus}"
     if other.gpus > best.gpus:
         return f"takes {other.gpus} GPUs where {best.gpus} do ({carries})"
-    if other.layout.loss > best.layout.loss:
+    if _rounded(other) > _rounded(best):
         return f"rounds more than is needed ({carries})"
     if other.prefill_copies and not best.prefill_copies:
         return f"moves keys and values between machines, and nothing is gained by it ({carries})"
@@ -192,6 +192,10 @@ def _shortage(plan: Plan) -> str:
         f"it carries {best.rate:.2f} of {plan.ask.wanted:.2f} requests/s ({RESERVE - 1:.0%} in reserve); about "
         f"{math.ceil(plan.ask.wanted / (best.rate / best.gpus))} GPUs of this kind would do"
     )
+
+
+def _rounded(choice: Choice) -> int:
+    return choice.layout.weights.loss + choice.layout.kv.loss
 
 
 def _share(plan: Plan) -> str:

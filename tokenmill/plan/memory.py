@@ -26,6 +26,7 @@ class ModelBytes:
     vocab: int
     rope_per_position: int = 512
     flops_per_token: float = 0.0  # of a forward pass; 0: not known
+    scratch: int = 0  # what the largest product needs while it runs
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def plan_memory(
     sampler = SAMPLER_BYTES_PER_LOGIT[where] * model.vocab
     activations = max_step_tokens * model.activation_per_token + max_rows * (model.logits_per_row + sampler)
     tables = 4 * (max_rows + 1) * (length + -(-length // block_size)) + model.rope_per_position * length
-    workspace = tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where]
+    workspace = tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where] + model.scratch
     if where == "cuda":  # recorded decode steps keep memory of their own, of the largest batch and some rounding
         workspace += 3 * max_rows * (model.activation_per_token + model.logits_per_row) // 2
     if where == "cuda":

@@ -174,7 +174,8 @@ def _merit(ask: Ask, choice: Choice) -> tuple[float, ...]:
     """Smaller is better: keeps the promises; fewest GPUs; least loss; simplest; most headroom."""
     needed, slo, seen = ask.wanted, ask.slo, choice.estimate
     split = choice.layout.split
-    plain = (choice.layout.loss, choice.prefill_copies > 0, split.gpus, split.pipeline, split.expert)
+    rounded = choice.layout.weights.loss + choice.layout.kv.loss
+    plain = (rounded, choice.prefill_copies > 0, split.gpus, split.pipeline, split.expert)
     if choice.rate <= 0:  # even a lone request waits too long: the least too long is best
         return (2, max(seen.ttft_high / slo.ttft, seen.itl_high / slo.itl), choice.gpus, *plain)
     headroom = -round(math.log(choice.rate, BETTER))

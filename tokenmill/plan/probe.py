@@ -81,12 +81,17 @@ GPU_POINTS = (
 )
 
 
+def runner_of(built: Built) -> Any:
+    """The engine's own runner, with its decoder and its memory: more than the protocol of runners promises."""
+    return built.engine.runner
+
+
 class Probe:
     """Drives an engine's runner past its scheduler. The engine is of no other use afterwards."""
 
     def __init__(self, built: Built, clock: Callable[[], float] = time.perf_counter) -> None:
         self.shape = shape_of(built.spec, built.files.name)
-        self._runner: Any = built.engine.runner
+        self._runner = runner_of(built)
         self._settings = built.settings
         self._on_gpu = self._runner.device.type == "cuda"
         self._clock = clock  # time of the process where others use the same cores

@@ -11,6 +11,7 @@ from tokenmill.plan.cost import CostModel, StepLoad
 from tokenmill.plan.workload import Workload, percentile
 
 MAX_ROUNDS = 200
+HALVINGS = 8  # of a factor of 4: to half a percent
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def most_rate(
         return 0.0
     while good(high) and high < 1e6:
         low, high = high, high * 4
-    for _ in range(14):
+    for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if good(middle) else (low, middle)
     return low

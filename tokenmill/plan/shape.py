@@ -23,7 +23,7 @@ class Split:
     @property
     def name(self) -> str:
         parts = [f"TP{self.tensor}", f"PP{self.pipeline}", f"EP{self.expert}"]
-        return " x ".join(part for part in parts if not part.endswith("P1")) or "one GPU"
+        return " x ".join(part for part in parts if not part.endswith("P1")) or "undivided"
 
 
 ONE_GPU = Split()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
 
 from tokenmill.plan.cluster import Cluster, ClusterSpec, Report
 from tokenmill.plan.outcome import Outcome
@@ -13,7 +11,7 @@ from tokenmill.plan.workload import Workload
 
 
 def jobs_of(workload: Workload) -> list[Job]:
-    """Jobs without their prompts, which `with_prompts` makes when they arrive."""
+    """Jobs, their prompts not made yet."""
     columns = zip(workload.arrivals, workload.prompts, workload.outputs)
     return [Job(number, at, [], prompt, output) for number, (at, prompt, output) in enumerate(columns)]
 
@@ -31,20 +29,8 @@ def prompt_tokens(workload: Workload, number: int) -> list[int]:
 
 
 def simulate(spec: ClusterSpec, workload: Workload, report: Report = lambda done, total, what: None) -> Outcome:
-    """Serve the workload on the cluster."""
-    return _PromptingCluster(spec, workload, report).run(jobs_of(workload))
-
-
-class _PromptingCluster(Cluster):
-    """Prompts are made when they arrive: a trace of prompts would not fit into memory."""
-
-    def __init__(self, spec: ClusterSpec, workload: Workload, report: Report) -> None:
-        super().__init__(spec, report)
-        self._workload = workload
-
-    def _arrive(self, job: Job, now: float) -> None:
-        job.tokens = prompt_tokens(self._workload, job.number)
-        super()._arrive(job, now)
+    """Serve the workload on the cluster. Prompts are made when they arrive: all at once would not fit into memory."""
+    return Cluster(spec, lambda job: prompt_tokens(workload, job.number), report).run(jobs_of(workload))
 
 
 def crowd(workload: Workload, rate: float, seconds: float, seed: int = 0) -> Workload:
@@ -92,10 +78,3 @@ def shifting(chat: Workload, code: Workload, seconds: float, rates: tuple[float,
         tuple(prompt for _, prompt, _ in parts),
         tuple(output for _, _, output in parts),
     )
-
-
-def splits(spec: ClusterSpec, shares: tuple[float, ...]) -> Iterator[tuple[str, ClusterSpec]]:
-    """The same machines with more or fewer of them for prompts only."""
-    for share in shares:
-        prefill = round(share * spec.replicas)
-        yield f"{prefill}:{spec.replicas - prefill}" if prefill else "together", replace(spec, prefill=prefill)

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
+from tokenmill.plan.gpus import rates_of, recognize
 from tokenmill.plan.hardware import Hardware
 from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
 
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = (8192, 16384)
-SHORT_STEP_FLOPS = 1.2e14  # about a fifth of a second on a large GPU
+SHORT_STEP_S = 0.2  # so long a step of prompts may take without anybody asking for it
+LONG_STEP_S = 1.0  # and beyond this, whoever decodes beside it would notice
+SMALL_STEP_TOKENS = 2048  # still enough to compute at full speed
+USUAL_FLOPS = 6e14  # per second, of a large GPU that is not in the table
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
     where = hardware.device
     block_size = choose("block_size", config.block_size, 16, "little waste at the end of a sequence, whole cache lines")
     max_rows = choose("max_num_seqs", config.max_num_seqs, DEFAULT_ROWS[where], f"enough to fill a {where} device")
-    step_tokens, step_why = _step_tokens(where, model, max_rows)
+    step_tokens, step_why = _step_tokens(hardware, model, max_rows)
     max_step_tokens = choose("max_num_batched_tokens", config.max_num_batched_tokens, step_tokens, step_why)
     if max_step_tokens < max_rows:
         raise ConfigError(
@@ -75,11 +79,15 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
     )
 
 
-def _step_tokens(where: str, model: ModelBytes, max_rows: int) -> tuple[int, str]:
+def _step_tokens(hardware: Hardware, model: ModelBytes, max_rows: int) -> tuple[int, str]:
     """More tokens per step cost fewer launches; but who decodes waits for the whole step."""
-    if where == "cpu":
+    if hardware.device == "cpu":
         return max(CPU_STEP_TOKENS, max_rows), "keeps steps short, so that running answers keep flowing"
     usual, many = GPU_STEP_TOKENS
-    if 0 < model.flops_per_token * many <= SHORT_STEP_FLOPS:
+    gpu = recognize(hardware.name)
+    token_s = model.flops_per_token / (USUAL_FLOPS if gpu is None else rates_of(gpu, "dense").linear_flops)
+    if 0 < token_s * many <= SHORT_STEP_S:
         return max(many, max_rows), "a step of prompts stays short with a model of this size"
+    if token_s * usual > LONG_STEP_S:
+        return max(SMALL_STEP_TOKENS, max_rows), f"{usual} would take about {token_s * usual:.1f} s, and decodes wait"
     return max(usual, max_rows), "fills the device"

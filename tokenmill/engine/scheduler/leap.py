@@ -28,7 +28,9 @@ def steady_steps(scheduler: Scheduler, in_flight: int, tokens_left: Callable[[Re
         ahead = len(request.tokens) + request.pending - request.num_computed
         if request.num_computed < request.prompt_len:  # even its last token is a chunk of the prompt
             return 0
-        if ahead != 1 or request.in_flight != in_flight or request.drafts or request.held or request.grammar:
+        if ahead != 1 or request.drafts or request.held or request.grammar:
+            return 0
+        if request.in_flight != in_flight or request.pending != in_flight:  # a launched step has no token of it
             return 0
         missing = request.num_computed + steps - len(request.blocks) * size
         if missing > 0:

@@ -87,8 +87,8 @@ def decode_attention(
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
         q, *cache.tensors, out, partial, stats, plan.items, plan.joins, plan.counters, batch.block_tables,
-        q.stride(0), q.stride(1), *cache.strides, out.stride(0), out.stride(1), batch.block_tables.stride(0), heads, plan.num_slots, plan.prefix_splits,
-        mask.window or 0, mask.sinks, cap_scale, score_scale,
+        q.stride(0), q.stride(1), *cache.strides, out.stride(0), out.stride(1), batch.block_tables.stride(0),
+        heads, plan.num_slots, plan.prefix_splits, mask.window or 0, mask.sinks, cap_scale, score_scale,
         GROUP=group, HEAD_TILES=plan.head_tiles, BLOCK_SIZE=block_size, **cache.constants,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SHARED=plan.shared,

@@ -10,7 +10,7 @@ float16 in a few instructions, whatever way the product wants them: along a key'
   - int4: codes become numbers of the model's dtype, because scales and minima differ from group to group of a head.
 A cache of codes is contiguous; offsets count heads (of a token), which number both their codes and their scales.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from triton.runtime.jit import JITFunction
 
 from tokenmill.ops.kv_forms import INT4_GROUP, KVScales, channels, form_of
 from tokenmill.ops.triton.config import power_of_two, split_head
+from tokenmill.ops.triton.kv_expand import FP8, INT8, expand, expand_halves
 from tokenmill.ops.triton.numeric import tanh
 from tokenmill.ops.triton.paging import fold, load_rows, score
 
 FLOATS = tl.constexpr(0)
-INT8 = tl.constexpr(1)
-FP8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
 FORMS = {"int8": INT8.value, "fp8": FP8.value, "int4": INT4.value}
 _GROUP = tl.constexpr(INT4_GROUP)
@@ -57,7 +56,7 @@ def as_kernels_take_it(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: KVS
     if form != INT4.value:
         assert key_dim % 4 == value_dim % 4 == 0, "codes of one byte are read in words of four"
         tensors = (k_cache.view(torch.int32), v_cache.view(torch.int32), scales.k, scales.v)
-    sizes |= {"SAME_LAYOUT": True, "FIRST": 0, "REST": 0, "FORM": form, "PTX": isinstance(_expand, JITFunction)}
+    sizes |= {"SAME_LAYOUT": True, "FIRST": 0, "REST": 0, "FORM": form, "PTX": isinstance(expand, JITFunction)}
     sizes |= {"KEY_WORDS": max(16, power_of_two(key_dim // 4)), "VALUE_WORDS": max(16, power_of_two(value_dim // 4))}
     return Cache(tensors, (k_cache.shape[1] * k_cache.shape[2], k_cache.shape[2], 1) * 2, sizes)
 
@@ -103,7 +102,7 @@ def load_queries(
         queries = ()
         for half in tl.static_range(2):
             for at in tl.static_range(0, HALF, STEP):
-                queries = queries + (load_rows(q + half * HALF + at, offsets, live, WIDTH, STEP),)
+                queries += (load_rows(q + half * HALF + at, offsets, live, WIDTH, STEP),)
         return queries, unit
     else:
         word = tl.arange(0, KEY_WORDS)
@@ -111,7 +110,7 @@ def load_queries(
         inside = live[:, None] & (word < KEY_DIM // 4)[None, :]
         queries = ()
         for i in tl.static_range(4):
-            queries = queries + (tl.load(pointers + i, mask=inside, other=0.0),)
+            queries += (tl.load(pointers + i, mask=inside, other=0.0),)
         if q.dtype.element_ty != tl.float32:
             queries, unit = _small(queries, unit)
         return queries, unit
@@ -141,7 +140,7 @@ def _small(queries, unit):
     unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
     small = ()
     for i in tl.static_range(4):
-        small = small + ((queries[i].to(tl.float32) / unit[:, None]).to(tl.float16),)
+        small += ((queries[i].to(tl.float32) / unit[:, None]).to(tl.float16),)
     return small, unit
 
 
@@ -187,7 +186,7 @@ def no_values(
     else:
         acc = ()
         for _ in tl.static_range(_parts(VALUE_DIM, FORM)):
-            acc = acc + (tl.zeros([BLOCK_M, _step(VALUE_DIM) if FORM == INT4 else VALUE_WORDS], tl.float32),)
+            acc += (tl.zeros([BLOCK_M, _step(VALUE_DIM) if FORM == INT4 else VALUE_WORDS], tl.float32),)
         return acc
 
 
@@ -202,7 +201,7 @@ def fold_values(
     offsets,  # [BLOCK_N]
     seen,  # [BLOCK_N] bool
     scale,
-    kind,  # of the products' operands, where values are floats or int4
+    kind,  # of the products' operands: that of load_queries
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
@@ -228,7 +227,7 @@ def fold_values(
         narrow = weights.to(kind)
         new = ()
         for i in tl.static_range(_parts(VALUE_DIM, FORM)):
-            new = new + (tl.dot(narrow, values[i], acc[i] * shrink[:, None], input_precision="ieee"),)
+            new += (tl.dot(narrow, values[i], acc[i] * shrink[:, None], input_precision="ieee"),)
         if FORM != INT4:
             weights = weights * (1.0 / value_scale)[None, :]
         return new, new_top, total * shrink + tl.sum(weights, 1)
@@ -276,9 +275,8 @@ def _paired(parts):
     for i in tl.static_range(0, len(parts), 2):
         right = parts[i + 1] if i + 1 < len(parts) else tl.zeros_like(parts[i])
         both = tl.permute(tl.join(parts[i], right), (0, 2, 1))
-        wider = wider + (tl.reshape(both, (right.shape[0], 2 * right.shape[1])),)
+        wider += (tl.reshape(both, (right.shape[0], 2 * right.shape[1])),)
     return wider
-
 
 
 @triton.jit
@@ -324,22 +322,22 @@ def _load_codes(
         pointers = scales.to(tl.pointer_type(tl.int32)) + offsets * GROUPS
         pairs = ()
         for i in tl.static_range(GROUPS):
-            pairs = pairs + (tl.load(pointers + i, mask=seen, other=0),)
+            pairs += (tl.load(pointers + i, mask=seen, other=0),)
         lows = ()
         highs = ()
         for at in tl.static_range(0, HALF, STEP):
             twins = load_rows(codes + at, offsets * HALF, seen, WIDTH, STEP)
-            low, high = _expand_halves(
+            low, high = expand_halves(
                 twins,
                 _of_group(pairs, at // SIZE, STEP), _of_group(pairs, GROUPS + at // SIZE, STEP),
                 _of_group(pairs, (HALF + at) // SIZE, STEP), _of_group(pairs, GROUPS + (HALF + at) // SIZE, STEP),
                 kind, PTX,
             )  # fmt: skip
-            lows = lows + (low,)
-            highs = highs + (high,)
+            lows += (low,)
+            highs += (high,)
         return lows + highs
     else:
-        return _expand(load_rows(codes, offsets * (DIM // 4), seen, DIM // 4, WORDS), kind, FORM, PTX)
+        return expand(load_rows(codes, offsets * (DIM // 4), seen, DIM // 4, WORDS), kind, FORM, PTX)
 
 
 @triton.jit
@@ -348,86 +346,3 @@ def _of_group(pairs, NUMBER: tl.constexpr, WIDTH: tl.constexpr):  # [n, WIDTH] b
     pair = pairs[NUMBER // 2]
     half = (pair if NUMBER % 2 == 0 else pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.broadcast_to(half[:, None], (pair.shape[0], WIDTH))
-
-
-@triton.jit
-def _expand(words, kind, FORM: tl.constexpr, PTX: tl.constexpr):
-    """Byte i of every word, as a number."""
-    if PTX and kind == tl.float16:
-        if FORM == INT8:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 a, b, low, high, all;
-                xor.b32 a, $4, 0x80808080;
-                xor.b32 b, $5, 0x80808080;
-                prmt.b32 low, a, b, 0x5140;
-                prmt.b32 high, a, b, 0x7362;
-                mov.b32 all, 0x64646464;  // 1024 + byte, in float16
-                prmt.b32 $0, low, all, 0x4140;
-                prmt.b32 $1, low, all, 0x4342;
-                prmt.b32 $2, high, all, 0x4140;
-                prmt.b32 $3, high, all, 0x4342;
-                mov.b32 all, 0x64806480;
-                sub.f16x2 $0, $0, all;
-                sub.f16x2 $1, $1, all;
-                sub.f16x2 $2, $2, all;
-                sub.f16x2 $3, $3, all;
-                }""",
-                "=r,=r,=r,=r,r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 low, high;
-                .reg .b16 a, b, c, d;
-                prmt.b32 low, $4, $5, 0x5140;
-                prmt.b32 high, $4, $5, 0x7362;
-                mov.b32 {a, b}, low;
-                mov.b32 {c, d}, high;
-                cvt.rn.f16x2.e4m3x2 $0, a;
-                cvt.rn.f16x2.e4m3x2 $1, b;
-                cvt.rn.f16x2.e4m3x2 $2, c;
-                cvt.rn.f16x2.e4m3x2 $3, d;
-                }""",
-                "=r,=r,=r,=r,r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-    else:
-        out = ()
-        for i in tl.static_range(4):
-            byte = (words >> (8 * i)).to(tl.int8)
-            out = out + ((byte if FORM == INT8 else byte.to(tl.float8e4nv, bitcast=True)).to(kind),)
-        return out
-
-
-@triton.jit
-def _expand_halves(twins, low_scale, low_least, high_scale, high_least, kind, PTX: tl.constexpr):
-    """The lower halves of bytes and the upper ones, as numbers with their scales and minima."""
-    if PTX and kind == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, all;
-            and.b32 low, $4, 0x0F0F0F0F;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            mov.b32 all, 0x43434343;
-            prmt.b32 $0, low, all, 0x4140;  // 0x4300 + code is 128 + code in bfloat16
-            prmt.b32 $1, low, all, 0x4342;
-            prmt.b32 $2, high, all, 0x4140;
-            prmt.b32 $3, high, all, 0x4342;
-            mov.b32 all, 0x43004300;
-            sub.bf16x2 $0, $0, all;
-            sub.bf16x2 $1, $1, all;
-            sub.bf16x2 $2, $2, all;
-            sub.bf16x2 $3, $3, all;
-            fma.rn.bf16x2 $0, $0, $5, $7;
-            fma.rn.bf16x2 $1, $1, $6, $8;
-            fma.rn.bf16x2 $2, $2, $9, $11;
-            fma.rn.bf16x2 $3, $3, $10, $12;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [twins, low_scale, low_least, high_scale, high_least],
-            (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        low = (twins & 15).to(tl.float32) * low_scale.to(tl.float32) + low_least.to(tl.float32)
-        high = (twins >> 4).to(tl.float32) * high_scale.to(tl.float32) + high_least.to(tl.float32)
-        return low.to(kind), high.to(kind)

@@ -13,7 +13,8 @@ from tokenmill.ops.kv_forms import FP8 as FP8_FORM
 from tokenmill.ops.kv_forms import INT4 as INT4_FORM
 from tokenmill.ops.kv_forms import INT4_GROUP, LEAST_SCALE
 from tokenmill.ops.kv_forms import INT8 as INT8_FORM
-from tokenmill.ops.triton.kv_codes import FP8, INT4, INT8
+from tokenmill.ops.triton.kv_codes import INT4
+from tokenmill.ops.triton.kv_expand import FP8, INT8
 
 _GROUP = tl.constexpr(INT4_GROUP)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -69,7 +70,8 @@ def store_codes(
             place = scales + row * (2 * GROUPS) + group
             tl.store(place, scale.to(tl.bfloat16), mask=live)
             tl.store(place + GROUPS, least.to(tl.bfloat16), mask=live)
-            twins += tl.where(in_low, _int4(low, least, scale), 0) + tl.where(in_high, _int4(high, least, scale) * 16, 0)
+            twins += tl.where(in_low, _int4(low, least, scale), 0)
+            twins += tl.where(in_high, _int4(high, least, scale) * 16, 0)
         tl.store(codes + dim, twins.to(tl.uint8), mask=inside)
     else:
         everywhere = dim < HALF

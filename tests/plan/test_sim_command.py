@@ -1,0 +1,61 @@
+"""`tokenmill simulate`: tables, files, pictures and mistakes."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenmill.cli.app import app
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    lines = [f"2023-11-16 18:00:{at // 10:02d}.{at % 10},{100 + 13 * at},{5 + at % 40}" for at in range(120)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
+    return path
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["simulate", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    "what, rows", [("policies", 5), ("routers", 4), ("splits", 7), ("failures", 4), ("budgets", 9)]
+)
+def test_comparisons_make_a_row_each(trace, tmp_path, what, rows):
+    out, plot = tmp_path / "out.json", tmp_path / "plot.svg"
+    found = run(trace, "--replicas", 10, "--rate", 20, "--compare", what, "-o", out, "--plot", plot, "--rows", 300)
+    assert found.exit_code == 0, found.output
+    figures = json.loads(out.read_text())
+    assert len(figures) == rows and all(one["requests"] == 120 for one in figures.values())
+    assert len([line for line in found.stdout.splitlines() if line.startswith("|")]) == rows + 2
+    assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
+
+
+def test_one_run_with_everything_on(trace):
+    found = run(
+        *(trace, "--replicas", 2, "--rate", 40, "--seconds", 5, "--fail-every", 2, "--repair", 1, "--policy", "sjf"),
+        *("--autoscale", "1:6:4", "--startup", 1, "--controller", "--slo", "ttft=1s,itl=50ms", "--router", "random"),
+    )
+    assert found.exit_code == 0, found.output
+    assert "sjf" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        (("--policy", "best"), "fcfs, priority, sjf"),
+        (("--router", "magic"), "prefix-aware"),
+        (("--machine", "abacus"), "h200-8b"),
+        (("--compare", "moods"), "policies"),
+        (("--prefill", 1), "nobody is left"),
+        (("--seconds", 5), "give both"),
+        (("--autoscale", "1-4"), "LEAST:MOST:PER"),
+        (("--controller", "--slo", "ttft=1s"), "itl"),
+    ],
+)
+def test_mistakes_are_answered_with_what_would_do(trace, words, hint):
+    found = run(trace, *words)
+    assert found.exit_code == 2 and hint in found.output
