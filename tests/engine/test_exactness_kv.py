@@ -142,8 +142,8 @@ def test_models_that_cannot_have_it_are_refused_with_the_reason(tiny_model: str,
         open_llm(odd, kv_cache_dtype="int4")
     open_llm(odd, kv_cache_dtype="int8")
     latent = changed(
-        tiny_model, tmp_path / "latent", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=16,
-        q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+        tiny_model, tmp_path / "latent", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2",
+        kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
         moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1,
     )  # fmt: skip
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8', but DeepseekV2ForCausalLM caches a latent"):

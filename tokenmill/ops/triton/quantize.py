@@ -16,10 +16,8 @@ from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previ
 from tokenmill.ops.triton.numeric import tanh
 
 FLOAT8 = torch.float8_e4m3fn
-E4M3_MAX = tl.constexpr(448.0)
-INT8_MAX = tl.constexpr(127.0)
-# Added to a small float32 and taken away again: what stays is the nearest integer, ties to even.
-TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23
+LEAST_TOP = tl.constexpr(1e-30)  # far below any activation, and what divides by it is finite
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has no bits for fractions
 
 
 def quantize_rows(
@@ -181,15 +179,26 @@ def _act_mul_kernel(
 def encode(wide, fixed, dtype: tl.constexpr):
     """One row in float32 as codes of the dtype, and the factor that undoes it.
 
-    A row with something that is not finite gets an infinite factor: it must not vanish in the clamp.
+    A row with something that is not finite gets an infinite factor: it must not vanish in the clamp. With several rows
+    on a multiprocessor instructions are what takes the time, so there are as few as possible for each number.
     """
-    top = tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), 0)
+    HIGHEST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
+    LOWEST: tl.constexpr = -128.0 if dtype == tl.int8 else -448.0
+    top = tl.reduce(tl.abs(wide), 0, _larger)
     if fixed is None:
-        factor = tl.where(top == 0.0, 1.0, top / (INT8_MAX if dtype == tl.int8 else E4M3_MAX))
+        factor = tl.where(top == 0.0, 1.0, tl.maximum(top, LEAST_TOP) / HIGHEST)
     else:
-        factor = tl.where(top < float("inf"), tl.load(fixed), float("inf"))
-    quotient = wide / factor
+        factor = tl.load(fixed)
+    factor = tl.where(top < float("inf"), factor, float("inf"))
+    quotient = wide * (1.0 / factor)
+    if fixed is not None:  # a factor of the row's own leaves nothing to clamp
+        quotient = tl.clamp(quotient, LOWEST, HIGHEST)
     if dtype == tl.int8:
-        nearest = (tl.clamp(quotient, -INT8_MAX - 1.0, INT8_MAX) + TO_INTEGER) - TO_INTEGER
-        return nearest.to(tl.int8), factor
-    return tl.clamp(quotient, -E4M3_MAX, E4M3_MAX).to(dtype), factor
+        # The last bits of the sum are the nearest integer, ties to even.
+        return (quotient + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8), factor
+    return quotient.to(dtype), factor
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
