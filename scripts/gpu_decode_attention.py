@@ -28,6 +28,7 @@ from tokenmill.ops.triton import attention_decode  # noqa: E402
 from tokenmill.ops.triton.attention import attention  # noqa: E402
 from tokenmill.ops.triton.attention_shared import prefix_attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile, multiprocessors  # noqa: E402
+from tokenmill.ops.triton.kv_codes import as_kernels_take_it  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask  # noqa: E402
 
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 790e12
@@ -269,7 +270,8 @@ def time_prefix(work: Load, tile: Tile, splits: int) -> float:
 
     def run() -> None:
         for k, v in work.caches:
-            prefix_attention(work.q, k, v, partial_sums, stats, work.batch, CAUSAL, 128**-0.5, tile, splits)
+            cache = as_kernels_take_it(k, v, None)
+            prefix_attention(work.q, cache, 16, partial_sums, stats, work.batch, CAUSAL, 128**-0.5, tile, splits)
 
     try:
         return work.us(run)

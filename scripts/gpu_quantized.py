@@ -55,7 +55,6 @@ def weights(folder: str, quantization: str | None, batches: list[int]) -> dict[s
         run(llm, fixed(batch, 32, 8, 9))
         steps[str(batch)] = run(llm, fixed(batch, 32, 48, 10))[1]
     run(llm, fixed(16, 4096, 1, 5))
-    llm.reset_prefix_cache()
     return {"decode_ms": steps, "prefill_s": min(fresh(llm, fixed(16, 4096, 1, 5)) for _ in range(2))}
 
 
@@ -72,9 +71,12 @@ def fresh(llm: Any, work: Work) -> float:
 
 
 def engine(folder: str, **settings: Any) -> Any:
+    import torch
+
     from tokenmill import LLM
 
-    gc.collect()
+    gc.collect()  # the engine before this one
+    torch.cuda.empty_cache()
     return LLM(
         folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=512, **settings
     )

@@ -1,7 +1,7 @@
 """On a Hopper GPU: check products of int8 and of float8, and time them against bfloat16 over Llama-3-8B's layer.
 
-    python scripts/gpu_w8a8.py                # check, then time products with a sweep of launch shapes, then layers
-    python scripts/gpu_w8a8.py --only layers  # or check, products
+    python scripts/gpu_w8a8.py                # check, then time layers, what they consist of, and products by shape
+    python scripts/gpu_w8a8.py --only layers  # or check, pieces, products
 
 Each time is a launch inside a CUDA graph that walks over several copies of the weight. Products take inputs that are
 quantized already; a layer is all that happens but attention, with quantization where it happens.
@@ -13,22 +13,25 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from gpu_gemm import BF16, FLOAT8, LLAMA, Layers, Timer, call_all  # which finds the package
 
-from tokenmill.ops.triton import quantize
+from tokenmill.ops.triton import gemm_fp8, gemm_hopper, quantize
 from tokenmill.ops.triton.gemm_fp8 import fp8_gemm_quantized
 from tokenmill.ops.triton.gemm_hopper import BLOCK_M, SHAPES, HopperShape, choose_hopper_shape, hopper_gemm
 from tokenmill.ops.triton.gemm_int8 import int8_gemm
 from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
 from tokenmill.quant.fp8 import Fp8
+from tokenmill.quant.handover import act_mul_for
 from tokenmill.quant.row_scaled import quantize_rows
 from tokenmill.quant.scheme import Dense, Linear, QuantScheme
 from tokenmill.quant.w8a8 import W8A8
@@ -37,8 +40,14 @@ SIZES = LLAMA[:4]  # columns, inner
 ROWS = [1, 16, 64, 128, 256, 512, 1024, 4096, 16384]
 KINDS = {"int8": torch.int8, "fp8": FLOAT8}
 SWEEP = [*SHAPES, HopperShape(256, 1, 4, 8), HopperShape(256, 1, 4, 32)]
+PIECES = ("norms", "attention output", "activation")
+PIECES_ROWS = [128, 256, 512]
+QUANTIZERS = (quantize._add_norm_kernel, quantize._quantize_kernel, quantize._act_mul_kernel)
+WARPS = {4096: (4, 8, 16, 32), 16384: (8, 16, 32)}  # by the block of a row
 PATIENCE = 60  # seconds
 FLOORS = {"bf16": 790, "fp8": 1310, "int8": 1310}  # TFLOP/s
+
+SCHEMES: dict[str, QuantScheme] = {"bf16": Dense(), "fp8": Fp8(), "w8a8": W8A8()}
 
 Task = tuple[str, int, int, int, HopperShape | None]
 
@@ -104,7 +113,7 @@ class Case:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=("check", "products", "layers"))
+    parser.add_argument("--only", choices=("check", "layers", "pieces", "products"))
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile and check")
     arguments = parser.parse_args()
     begun = time.perf_counter()
@@ -113,10 +122,15 @@ def main() -> int:
     print(f"checks {'FAILED' if failed else 'passed'}, compiled ({time.perf_counter() - begun:.0f} s)", flush=True)
     gc.disable()  # a collection would wait inside a capture
     watch = Watch()
+    if arguments.only in (None, "layers", "pieces"):
+        stacks = {name: [stack(scheme) for _ in range(2)] for name, scheme in SCHEMES.items()}
+        if arguments.only != "pieces":
+            layers(watch, stacks)
+        if arguments.only != "layers":
+            pieces(watch, stacks)
+        del stacks
     if arguments.only in (None, "products"):
         products(watch)
-    if arguments.only in (None, "layers"):
-        layers(watch)
     print(f"done in {time.perf_counter() - begun:.0f} s", flush=True)
     return int(failed)
 
@@ -131,16 +145,59 @@ def prepare(jobs: int) -> bool:
     tasks += [(kind, 200, 1024, 2048, shape) for kind in KINDS for shape in SWEEP]
     tasks += [(kind, rows, columns, inner, None) for kind in KINDS for rows in (1, 16, 64) for columns, inner in SIZES]
     found = check_quantized()
+    warm = [(kind, rows, columns, inner) for kind in KINDS for rows in PIECES_ROWS for columns, inner in SIZES]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
+            done = pool.map(compile_pieces, [warm[first::jobs] for first in range(jobs)], timeout=PATIENCE)
             for failures in pool.map(run_tasks, [tasks[first::jobs] for first in range(jobs)], timeout=PATIENCE):
                 found += failures
+            list(done)
         except TimeoutError:
             found.append(f"FAILED: a kernel did not end in {PATIENCE} s")
             for process in list(pool._processes.values()):
                 process.kill()
     print("\n".join(found), end="\n" * bool(found), flush=True)
     return bool(found)
+
+
+def compile_pieces(sizes: list[tuple[str, int, int, int]]) -> None:
+    """What `pieces` launches besides the rule."""
+    for kind, rows, columns, inner in sizes:
+        case = Case(kind, rows, columns, inner)
+        for takes_part in (True, False):
+            with without_pdl(*() if takes_part else (gemm_hopper._kernel, *QUANTIZERS)):
+                case.hopper(case.weights[0])
+                block = 4096 if inner == 4096 else 16384
+                for count in WARPS[block] if rows == PIECES_ROWS[0] else ():
+                    with warps_of(block, count):
+                        quantize_all(rows, inner, KINDS[kind])
+
+
+def quantize_all(rows: int, inner: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, 2 * inner, device="cuda", dtype=BF16)
+    if inner == 4096:
+        quantize.quantize_rows(x[:, :inner], dtype)
+        quantize.add_rms_norm_quantized(x[:, :inner].clone(), x[:, :inner].clone(), x[0, :inner].clone(), 1e-5, dtype)
+    else:
+        quantize.act_mul_quantized(x, "silu", dtype)
+
+
+@contextmanager
+def without_pdl(*kernels: Any) -> Iterator[None]:
+    """These wait for the kernel before, and the kernel behind waits for them, as a whole."""
+    for kernel in kernels:
+        kernel._takes_part = False
+    yield
+    for kernel in kernels:
+        kernel._takes_part = True
+
+
+@contextmanager
+def warps_of(block: int, count: int) -> Iterator[None]:
+    ruled = quantize._warps
+    quantize._warps = lambda size: count if size == block else ruled(size)
+    yield
+    quantize._warps = ruled
 
 
 def run_tasks(tasks: list[Task]) -> list[str]:
@@ -246,12 +303,15 @@ def products(watch: Watch) -> None:
                 if rows > 16:
                     for shape in case.shapes():
                         ways[compact(shape)] = watch.microseconds(partial(case.hopper, shape=shape), weights)
+                ways["rule"] = rule = min(rule, watch.microseconds(case.rule, weights))  # as warm as the others
                 ways = {name: us for name, us in ways.items() if us == us}
                 best = min(ways, key=lambda name: ways[name])
                 ruled = compact(choose_hopper_shape(rows, columns, inner, case.arrivals.numel(), x.device))
                 speed = f"{flops / rule / 1e6:5.0f}, {columns * inner / rule / 1e6:4.2f}"
                 line += f" | {kind} {rule:7.1f} ({speed}) lib {ways.get('library', float('nan')):7.1f}"
+                shapes = sorted((us, name) for name, us in ways.items() if "/" in name)[:2]
                 line += f" best {ways[best]:7.1f} {best if best != ruled else 'as ruled'}"
+                line += "".join(f"; {us:.1f} {name}" for us, name in shapes if name != best)
                 for name, us in (("", rule), (" best", ways[best])):
                     sums[rows][kind + name] = sums[rows].get(kind + name, 0) + us
             print(line, flush=True)
@@ -262,13 +322,11 @@ def products(watch: Watch) -> None:
         print(f"{rows:>6} rows  bf16 {each['bf16']:8.1f}  {rest}", flush=True)
 
 
-def layers(watch: Watch) -> None:
+def layers(watch: Watch, stacks: dict[str, list[list[Linear]]]) -> None:
     print("\none layer without attention, us, and how many times the speed of bf16", flush=True)
-    schemes: dict[str, QuantScheme] = {"bf16": Dense(), "fp8": Fp8(), "w8a8": W8A8()}
-    stacks = {name: [stack(scheme) for _ in range(2)] for name, scheme in schemes.items()}
     numbers = torch.arange(2)[:, None]
     for rows in ROWS:
-        times = {name: watch.microseconds(Layers(rows, stacks[name], True), numbers) for name in schemes}
+        times = {name: watch.microseconds(Layers(rows, stacks[name], True), numbers) for name in stacks}
         rest = "  ".join(f"{name} {us:8.1f} {times['bf16'] / us:4.2f}x" for name, us in times.items())
         floors = "  ".join(
             f"{name} {max(2 * rows * size / speed / 1e6, size * (2 if name == 'bf16' else 1) / 4.25e6):.1f}"
@@ -276,6 +334,54 @@ def layers(watch: Watch) -> None:
             for size in [sum(columns * inner for columns, inner in SIZES)]
         )
         print(f"{rows:>6} rows  {rest}  (floors of the products: {floors})", flush=True)
+
+
+class Partly(Layers):
+    """Layers in which some kernels between the products are left out: what they would make is there already."""
+
+    def __init__(self, rows: int, stacks: list[list[Linear]], left_out: tuple[str, ...] = ()) -> None:
+        super().__init__(rows, stacks, True)
+        self.ready = []
+        for layer, (_, inner) in zip(stacks[0], SIZES):
+            x = torch.randn(rows, inner, device="cuda", dtype=BF16)
+            self.ready.append(layer.scheme.quantize(x, layer.storage))  # type: ignore[attr-defined]
+        self.norms, self.output, self.activation = (piece not in left_out for piece in PIECES)
+
+    def __call__(self, number: torch.Tensor) -> None:
+        qkv, o, gate_up, down = self.stacks[int(number)]
+        wide = qkv(self.normed(qkv) if self.norms else self.ready[0])
+        self.update = o(wide[:, :4096] if self.output else self.ready[1])
+        wide = gate_up(self.normed(gate_up) if self.norms else self.ready[2])
+        self.update = down(act_mul_for(down, self.ops, wide, "silu") if self.activation else self.ready[3])
+
+
+def pieces(watch: Watch, stacks: dict[str, list[list[Linear]]]) -> None:
+    print("\nwhat a layer consists of, us: all; its products alone, in this order; what all takes more than without a")
+    print("kernel; all with so many warps for rows of 4096 and of 14336; all with other ways to launch", flush=True)
+    numbers = torch.arange(2)[:, None]
+    for rows in PIECES_ROWS:
+        for name in ("fp8", "w8a8"):
+            given = stacks[name]
+            whole, bare = (watch.microseconds(Partly(rows, given, out), numbers) for out in ((), PIECES))
+            line = f"{rows:>5} {name:4} all {whole:6.1f} products {bare:6.1f} |"
+            for piece in PIECES:
+                line += f" {piece} {whole - watch.microseconds(Partly(rows, given, (piece,)), numbers):4.1f}"
+            for block, counts in WARPS.items():
+                line += f" | {block}:"
+                for count in counts:
+                    with warps_of(block, count):
+                        line += f" {count}w {watch.microseconds(Partly(rows, given), numbers):5.1f}"
+            line += " | "
+            for what, kernels in {"products": (gemm_hopper._kernel,), "quantizers": QUANTIZERS}.items():
+                with without_pdl(*kernels):
+                    line += f" {what} without PDL {watch.microseconds(Partly(rows, given), numbers):5.1f}"
+            with without_pdl(gemm_hopper._kernel, *QUANTIZERS):
+                line += f" none with {watch.microseconds(Partly(rows, given), numbers):5.1f}"
+            if name == "fp8":
+                fills, gemm_fp8._fills = gemm_fp8._fills, lambda *given: False
+                line += f" no library {watch.microseconds(Partly(rows, given), numbers):5.1f}"
+                gemm_fp8._fills = fills
+            print(line, flush=True)
 
 
 def stack(scheme: QuantScheme) -> list[Linear]:

@@ -23,35 +23,37 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_gemm import Layers, Timer, compact
+from gpu_gemm import Layers, Timer
 
-from tokenmill.ops.triton.gemm_small import GemmShape, GemvShape, counters_for
-from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape, weight_only_gemm, widened
-from tokenmill.ops.triton.weight_codes import Codes, parts_of
+from tokenmill.ops.triton.gemm_small import GemmShape, counters_for
+from tokenmill.ops.triton.gemm_weight_only import MOST_TURNS, _rows_of_a_tile, choose_shape, weight_only_gemm, widened
+from tokenmill.ops.triton.gemm_weight_only_few import FewShape
+from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
 from tokenmill.quant.forms import Form, parse_form
 from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.scheme import Dense, Linear, QuantScheme
-from tokenmill.quant.weight_only import WeightOnly, run_of
+from tokenmill.quant.weight_only import WeightOnly
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)
 ROTATE_BYTES = 256 << 20  # several times the L2
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # columns, inner
 HEAD_BYTES = 128256 * 4096 * 2
-ROWS = [1, 2, 8, 16, 32, 64]
+ROWS = [1, 8, 16, 32, 64]
 PEAK = 4.25  # TB/s
 
-Shape = GemvShape | GemmShape
+Shape = FewShape | GemmShape
 INT4 = Form("int4", 128)
 OTHERS = [Form("int4", 128, True), Form("int4", 32), Form("int4", 32, True), Form("int8"), Form("fp8", 128)]
-GEMV = [(1, 512, 4), (2, 512, 4), (4, 512, 4), (8, 512, 4), (4, 256, 2), (8, 256, 2), (4, 128, 1), (8, 128, 1)]
-GEMM: dict[int, list[tuple[int, int, int, int]]] = {  # rows of a tile -> block_n, block_k, warps, stages
-    8: [(64, 128, 4, 3), (64, 128, 4, 5), (64, 64, 4, 5), (128, 128, 8, 3), (64, 128, 2, 4)],
-    16: [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 5), (128, 128, 8, 3), (128, 64, 4, 4)],
-    32: [(64, 128, 4, 2), (64, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 2)],
-    64: [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 5), (128, 128, 8, 2)],
+# bands, warps, depth
+FEW = [(1, 8, 1), (1, 8, 2), (1, 8, 4), (1, 4, 4), (1, 16, 2), (2, 4, 2), (2, 8, 1), (2, 8, 2), (2, 4, 1), (4, 4, 1)]
+FEW_OF_16 = [(1, 8, 2), (2, 8, 1), (2, 4, 2)]
+GEMM: dict[int, list[tuple[int, int, int, int]]] = {  # rows of a tile -> block_n, steps, warps, stages
+    16: [(64, 1, 4, 6), (64, 2, 4, 4), (64, 4, 4, 3), (128, 2, 8, 4)],
+    32: [(64, 1, 4, 5), (64, 2, 4, 3), (128, 1, 8, 5), (128, 2, 8, 3)],
+    64: [(64, 1, 4, 4), (128, 1, 8, 4), (128, 2, 8, 3), (128, 1, 4, 4)],
 }
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 4)
 
 
 class Case:
@@ -62,14 +64,14 @@ class Case:
         self.scheme = WeightOnly(form)
         self.total = self.scheme.nbytes(columns, inner, BF16)
         copies = copies or max(2, min(48, ROTATE_BYTES // self.total))
-        width, groups = inner // parts_of(form.kind), inner // (form.group or inner)
-        words = torch.randint(-(1 << 15), 1 << 15, (copies, columns, width), device=CUDA, dtype=torch.int16)
+        tiles, groups = inner // (TILE * parts_of(form.kind)), inner // (form.group or inner)
+        size = (copies, columns // TILE, tiles, TILE**2)
+        words = torch.randint(-(1 << 15), 1 << 15, size, device=CUDA, dtype=torch.int16)
         if form.kind == "fp8":
             words &= ~0x4040  # no NaN, and nothing that outweighs all others
-        scale = torch.rand(copies, columns, groups, device=CUDA) / inner + 0.1 / inner
+        scale = torch.rand(copies, columns // TILE, groups, TILE, device=CUDA) / inner + 0.1 / inner
         zeros = [None] * copies if not form.zeros else torch.randint(-8, 8, scale.shape, device=CUDA, dtype=torch.int8)
-        run = run_of(inner, form.group or inner, parts_of(form.kind))
-        self.codes = [Codes(words[i], scale[i], zeros[i], form.kind, run) for i in range(copies)]
+        self.codes = [Codes(words[i], scale[i], zeros[i], form.kind) for i in range(copies)]
         self.numbers = torch.arange(copies)[:, None]  # what the timer walks over
         self.arrivals = torch.zeros(counters_for(columns), dtype=torch.int32, device=CUDA)
         self.resize(rows)
@@ -94,19 +96,29 @@ class Case:
 
     def ruled(self) -> Shape:
         codes = self.codes[0]
-        rows, width = self.x.shape[0], codes.words.shape[1]
-        return choose_shape(rows, self.columns, width, codes.run, codes.kind, CUDA, may_split=True)
+        bands, tiles, _ = codes.words.shape
+        return choose_shape(self.x.shape[0], bands, tiles, codes.step, codes.kind, CUDA, may_split=True)
 
 
 def shapes_for(rows: int, inner: int) -> list[Shape]:
-    tiles = GEMM[_rows_of_a_tile(rows)]
-    made: list[Shape] = [
-        GemmShape(n, k, splits, warps, stages)
-        for n, k, warps, stages in tiles
-        for splits in SPLITS
-        if inner // 4 // k >= splits
-    ]
-    return ([GemvShape(*shape) for shape in GEMV] if rows == 1 else []) + made
+    """Of int4-g128: what is worth a try."""
+    steps = inner // 128
+    few = [] if rows > 16 else FEW if rows <= 8 else FEW_OF_16
+    made: list[Shape] = [FewShape(*shape) for shape in few if shape[1] * shape[2] * MOST_TURNS >= steps]
+    if rows > 8:
+        made += [
+            GemmShape(n, 2 * k, splits, warps, stages)
+            for n, k, warps, stages in GEMM[_rows_of_a_tile(rows)]
+            for splits in SPLITS
+            if steps % k == 0 and steps // k >= 2 * splits
+        ]
+    return made
+
+
+def compact(shape: Shape) -> str:
+    if isinstance(shape, FewShape):
+        return f"{shape.bands}b{shape.num_warps}w{shape.depth}"
+    return f"{shape.block_n}x{shape.block_k}/{shape.splits} w{shape.num_warps}s{shape.num_stages}"
 
 
 # Compilation and checks
@@ -120,15 +132,15 @@ def prepare(sweep: bool, jobs: int) -> bool:
         (form, rows, columns, inner, None, dtype)
         for form in [INT4, *OTHERS]
         for dtype in (BF16, torch.float16)
-        for rows in ((1, 2, 16, 33, 64, 100) if dtype == BF16 else (1, 8, 40))
-        for columns, inner in ((4096, 4096), (1000, 640))
+        for rows in ((3, 11, 33, 100) if dtype == BF16 else (1, 40))
+        for columns, inner in ((4096, 4096), (1008, 640))
         if dtype == BF16 or inner == 640
     ]
     if sweep:
         tasks += [
             (INT4, rows, columns, inner, shape, BF16)
             for columns, inner in LLAMA[1::2]  # all that is compiled for the others is compiled for these
-            for rows in (1, 8, 16, 32, 64)
+            for rows in (8, 16, 32, 64)
             for shape in shapes_for(rows, inner)
         ]
     # What compiles alike goes to the same process.
@@ -193,15 +205,12 @@ def int4_table(timer: Timer) -> None:
             tried = {s: timer.microseconds(partial(case.ours, shape=s), case.numbers) for s in shapes_for(rows, inner)}
             ranked = sorted((us, compact(shape)) for shape, us in tried.items() if us == us)
             best = min(rule, ranked[0][0])
-            next_best = ", ".join(f"{name} {us:.1f}" for us, name in ranked[1:4])
+            next_best = ", ".join(f"{name} {us:.1f}" for us, name in ranked[1:5])
             print(
                 f"{columns:>7} x {inner:<5} {rows:>4} {plain:>8.1f} {rule:>8.1f} {rate(case, rule)} {best:>8.1f} "
                 f"{rate(case, best)}  {ranked[0][1]} {ranked[0][0]:.1f} ({next_best}) rule {compact(case.ruled())}",
                 flush=True,
             )
-            if rows == 1:
-                vectors = [(us, name) for us, name in ranked if name.startswith("v")]
-                print(" " * 20 + "one row: " + ", ".join(f"{name} {us:.1f}" for us, name in vectors[:4]), flush=True)
         del case, dense
 
 
@@ -236,12 +245,12 @@ def many_table(timer: Timer) -> None:
         us = timer.microseconds(case.widen, case.numbers)
         moved = case.total + columns * inner * 2
         print(f"{columns:>7} x {inner:<5} widening alone {us:7.1f} us, {moved / us / 1e6:4.2f} TB/s", flush=True)
-        for rows in (64, 96, 128, 192, 256, 384, 2048):
+        for rows in (64, 96, 128, 192, 256):
             case.resize(rows)
-            ours = timer.microseconds(case.ours, case.numbers) if rows <= 384 else float("nan")
+            ours = timer.microseconds(case.ours, case.numbers)
             through = timer.microseconds(case.through_floats, case.numbers)
             library = timer.microseconds(partial(F.linear, case.x), dense)
-            mark = "" if rows > 384 else ("  ours" if ours < through else "  WIDEN")
+            mark = "  ours" if ours < through else "  WIDEN"
             print(f"{rows:>22} rows {ours:8.1f} {through:8.1f} {library:8.1f}{mark}", flush=True)
         del case, dense
 
@@ -258,7 +267,7 @@ def layers_table(timer: Timer) -> None:
         stacks = [[linear(scheme, columns, inner) for columns, inner in LLAMA] for _ in range(copies)]
         numbers = torch.arange(copies)[:, None]
         line = f"{name:>16}"
-        for rows in (1, 2, 8, 16, 32, 64, 128, 256):
+        for rows in (1, 4, 8, 16, 32, 64, 96, 128, 256):
             us = timer.microseconds(Layers(rows, stacks, True), numbers)
             line += f"  {rows}: {us:6.1f} {(32 * us + head) / 1000:5.2f}"
         print(line, flush=True)

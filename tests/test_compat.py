@@ -48,7 +48,6 @@ def test_options_that_change_no_answer_are_dropped(option: str, value: object) -
     [
         ("tensor_parallel_size", 2, "one device"),
         ("trust_remote_code", True, "never run"),
-        ("enable_chunked_prefill", False, "always computed in chunks"),
         ("revision", "v1", "give its path"),
         ("tokenizer", "other", "the tokenizer comes with the model"),
         ("enable_lora", True, "merge them"),

@@ -14,7 +14,6 @@ _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "f
 _FIXED: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "one device is used"),
     "pipeline_parallel_size": (1, "one device is used"),
-    "enable_chunked_prefill": (True, "prompts are always computed in chunks beside running answers"),
     "enable_lora": (False, "adapters are not supported; merge them into the weights"),
     "revision": (None, "the newest revision on the hub is used; download another one and give its path"),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),

@@ -12,6 +12,8 @@ from tokenmill.quant.forms import parse_layout
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+BATCHINGS = ("continuous", "dynamic", "static")
+KV_RESERVATIONS = ("on_demand", "max_model_len")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
 
@@ -33,6 +35,11 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # how keys and values are stored; on GPUs as the model computes, or in int8, fp8, int4
     block_size: int | None = None  # tokens per KV block
     enable_prefix_caching: bool = True
+    # The ways before ours, for comparison (docs/ladder.md): nothing is gained by setting these.
+    kv_cache: bool = True  # False: everything is computed again for every token
+    kv_reservation: str = "on_demand"  # max_model_len: a request has memory for the longest from its start
+    batching: str = "continuous"  # dynamic: nobody enters a running batch; static: nobody leaves it either, and it pads
+    enable_chunked_prefill: bool = True  # False: prompts are computed whole, in steps of their own
     cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
     shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
     adaptive_precision: bool = True  # what overflows in float16 or bfloat16 is computed again in float32, and told
@@ -51,6 +58,8 @@ class EngineConfig:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("batching", self.batching, BATCHINGS)
+        _one_of("kv_reservation", self.kv_reservation, KV_RESERVATIONS)
         _one_of("policy", self.policy, ("priority", "fcfs", "sjf"))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
             value = getattr(self, name)
@@ -61,6 +70,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a positive whole number")
         for name in (
             "enable_prefix_caching",
+            "kv_cache",
+            "enable_chunked_prefill",
             "cuda_graphs",
             "shared_prefix_attention",
             "adaptive_precision",

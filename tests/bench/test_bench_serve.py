@@ -146,12 +146,13 @@ def test_an_open_loop_waits_for_nobody_and_counts_from_when_a_request_was_due() 
             asks = [Ask("prompt", 8, at=0.02 * number) for number in range(6)]
             driven = asyncio.create_task(drive(place, Load(asks, 1)))
             await asyncio.sleep(0.01)
-            time.sleep(0.15)  # the client is held up: requests that are due meanwhile are sent late  # noqa: ASYNC251
+            time.sleep(0.15)  # the client is held up: requests that are due meanwhile are sent late
             return await driven
 
     result = run(main())
     assert most == 6 and not result.errors
-    assert [answer.start for answer in result.answers] == pytest.approx([0.02 * number for number in range(6)], abs=1e-6)
+    due = [0.02 * number for number in range(6)]
+    assert [answer.start for answer in result.answers] == pytest.approx(due, abs=1e-6)
     late = [answer.late for answer in result.answers]
     assert late[0] < 0.05 and late[1] > 0.1, "the hold-up is told"
     for answer in result.answers:

@@ -61,7 +61,7 @@ def test_equal_hash_ids_are_an_equal_beginning_and_nothing_more(tmp_path: Path) 
     assert shared(words[0], words[2]) < 5
     again = [str(ask.prompt).split() for ask in Mix(read_trace(path)).asks(7)]
     assert shared(again[0], words[0]) < 5, "another seed has other prompts"
-    assert 2 * BLOCK <= shared(again[0], again[1]), "which share what the trace shares"
+    assert shared(again[0], again[1]) >= 2 * BLOCK, "which share what the trace shares"
 
 
 def test_texts_are_asked_as_they_are_and_lengths_can_be_cut() -> None:

@@ -169,7 +169,7 @@ def test_attention_is_told_the_truth_and_tokens_do_not_change(tiny_model):
         ops = engine.runner.decoder.ops
         attend, told = ops.attention, []
 
-        def watched(q, k_cache, v_cache, batch, mask, scale):
+        def watched(q, k_cache, v_cache, batch, mask, scale, scales=None):
             if batch.shared_members is not None:
                 members = batch.shared_members.long()
                 tokens = batch.shared_tokens[members]
@@ -178,7 +178,7 @@ def test_attention_is_told_the_truth_and_tokens_do_not_change(tiny_model):
                 assert (tables == tables[0]).all()
                 assert (batch.context[members] > tokens).all() and members.max() < batch.num_singles
                 told.append((len(members), int(tokens[0])))
-            return attend(q, k_cache, v_cache, batch, mask, scale)
+            return attend(q, k_cache, v_cache, batch, mask, scale, scales=scales)
 
         ops.attention = watched
         engine.scheduler._shared_prefixes = SharedPrefixFinder(BLOCK)

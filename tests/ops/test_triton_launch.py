@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-CONSTANTS = {"weight", "bias", "scale", "q_norm", "k_norm"}
+CONSTANTS = {"weight", "bias", "scale", "q_norm", "k_norm", "words", "zeros"}
 
 
 def _example_kernel(x, y, size, count, eps, BLOCK: "tl.constexpr", PDL: "tl.constexpr" = False):  # noqa: F821
@@ -242,6 +242,8 @@ def test_kernels_wait_before_they_touch_what_others_do():
 def compile_all() -> dict[str, tuple[int, list[str]]]:
     """How often each kernel waits on its way, and which arguments it reads or writes above that."""
     from tokenmill.ops.triton import activation, gemm_small, norm, quantize, rope, sample, sample_filtered
+    from tokenmill.ops.triton import gemm_weight_only as weight_only
+    from tokenmill.ops.triton import gemm_weight_only_few as weight_only_few
 
     half, wide, word, byte = "*bf16", "*fp32", "*i64", "*fp8e4nv"
     rows = {"x": half, "values": byte, "scale": wide}
@@ -250,6 +252,8 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
     )
     vectors = {"temperature": wide, "top_k": word, "top_p": wide, "min_p": wide, "seed": word, "position": word}
     cut = {"GROUP": 32, "CHUNK": 4096, "CHUNKS": 4, "SPANS": 2}
+    codes = {"x": half, "words": "*i16", "scale": wide, "zeros": "*i8", "bias": half, "out": half}
+    int4 = {"KIND": "int4", "PARTS": 4, "GROUP": 128, "STEP": 2, "BANDS": 4}
     cases = [
         (norm._norm_kernel, {"x": half, "weight": half, "out": half}, {"DIM": 128, "BLOCK": 128, "ROWS": 16}),
         (norm._add_norm_kernel, {"x": half, "residual": half, "weight": half}, {"DIM": 1024, "BLOCK": 1024}),
@@ -288,6 +292,13 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
             },
             {"SPLITS": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True},
         ),
+        (weight_only_few._few_kernel, codes, {**int4, "TILES": 8, "WARPS": 2, "DEPTH": 1, "EIGHTS": 1}),
+        (
+            weight_only._gemm_kernel,
+            {**codes, "partial": wide, "arrivals": "*i32"},
+            {**int4, "STEPS": 1, "SPLITS": 2, "BLOCK_M": 16},
+        ),
+        (weight_only._widen_kernel, codes, {**int4, "BLOCK": 16}),
         (sample._best_kernel, dict(vectors, logits=half, space=wide), {"ALL_GREEDY": False, "BLOCK": 4096}),
         (sample._join_kernel, {"space": wide, "out": word}, {"CHUNKS": 64}),
         (sample_filtered._survey_kernel, dict(vectors, logits=half, space=wide), cut),

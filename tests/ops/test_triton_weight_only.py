@@ -39,7 +39,8 @@ def random_groups(columns: int, inner: int, form: Form) -> Groups:
     count = inner // (form.group or inner)
     scale = torch.rand(columns, count, generator=generator) + 0.1
     if form.kind == "fp8":
-        codes = (torch.randn(columns, inner, generator=generator) * 100).to(FLOAT8)
+        codes = torch.randn(columns, inner, generator=generator) * 100
+        codes = codes.clamp(-448, 448).to(FLOAT8)  # beyond lies NaN
         return Groups(codes, scale, 8)
     low, high = (-8, 8) if form.kind == "int4" else (-128, 128)
     codes = torch.randint(low, high, (columns, inner), generator=generator, dtype=torch.int8)
@@ -50,12 +51,14 @@ def random_groups(columns: int, inner: int, form: Form) -> Groups:
 def stored(groups: Groups, form: Form, device: str):
     """The codes as the kernels read them, and what is beside them."""
     from tokenmill.ops.triton.gemm_small import counters_for
+    from tokenmill.ops.triton.weight_codes import Codes
 
     scheme = WeightOnly(form)
     columns = groups.codes.shape[0]
     storage = scheme.allocate(*groups.codes.shape, torch.float16, torch.device(device))
     scheme.write_groups(storage, 0, groups)
-    return scheme._codes(storage), torch.zeros(counters_for(columns), dtype=torch.int32, device=device)
+    codes = Codes(storage["weight"], storage["scale"], storage.get("zeros"), form.kind)
+    return codes, torch.zeros(counters_for(columns), dtype=torch.int32, device=device)
 
 
 def check(got: torch.Tensor, x: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
@@ -69,14 +72,13 @@ def check(got: torch.Tensor, x: torch.Tensor, groups: Groups, bias: torch.Tensor
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_equal_those_of_the_widened_weight(rows, form, dtype, triton_device):
-    from tokenmill.ops.triton.gemm_weight_only import takes, weight_only_gemm
+    from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
 
-    inner = 384 if rows % 2 else 640  # runs of 32 and 16 columns, or of 128
-    groups = random_groups(70, inner, form)
+    inner = 384 if rows % 2 else 640
+    groups = random_groups(80, inner, form)
     codes, arrivals = stored(groups, form, triton_device)
     x = (randn(rows, inner, device=triton_device) / 16).to(dtype)
-    bias = randn(70, device=triton_device, seed=2).to(dtype) if rows != 7 else None
-    assert takes(x, codes)
+    bias = randn(80, device=triton_device, seed=2).to(dtype) if rows != 7 else None
     check(weight_only_gemm(x, codes, bias, arrivals=arrivals), x, groups, bias)
     assert not arrivals.any()
 
@@ -86,18 +88,8 @@ def test_products_equal_those_of_the_widened_weight(rows, form, dtype, triton_de
 def test_a_widened_weight_has_the_stored_values(inner, form, triton_device):
     from tokenmill.ops.triton.gemm_weight_only import widened
 
-    groups = random_groups(37, inner, form)
+    groups = random_groups(48, inner, form)
     codes, _ = stored(groups, form, triton_device)
-    assert torch.equal(widened(codes, torch.float32).cpu(), groups.widen(torch.float32))
-
-
-def test_shortest_runs_are_left_to_the_widened_weight(triton_device):
-    from tokenmill.ops.triton.gemm_weight_only import takes, widened
-
-    form = Form("int4", 32)
-    groups = random_groups(20, 96, form)
-    codes, _ = stored(groups, form, triton_device)
-    assert codes.run == 8 and not takes(randn(2, 96, device=triton_device).half(), codes)
     assert torch.equal(widened(codes, torch.float32).cpu(), groups.widen(torch.float32))
 
 
@@ -109,10 +101,10 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, triton_
 
     form = Form("int4", 64) if kind == "int4" else Form("int8")
     inner = 11 * 16 * (4 if kind == "int4" else 2)
-    groups = random_groups(130, inner, form)
+    groups = random_groups(144, inner, form)
     codes, arrivals = stored(groups, form, triton_device)
     x = (randn(5, inner, device=triton_device) / 16).half()
-    shape = GemmShape(block_n=64, block_k=16, splits=splits, num_warps=4, num_stages=2)
+    shape = GemmShape(block_n=64, block_k=1, splits=splits, num_warps=4, num_stages=2)
     first = weight_only_gemm(x, codes, arrivals=arrivals, shape=shape)
     check(first, x, groups)
     for _ in range(2):
@@ -120,46 +112,52 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, triton_
         assert not arrivals.any()
 
 
-@pytest.mark.parametrize("form", [Form("int4", 128, True), Form("int8")], ids=lambda form: form.name)
-def test_one_row_in_several_turns_and_of_any_place(form, triton_device):
-    """The last turn is not full; the row may be a slice that does not begin at a whole pair."""
-    from tokenmill.ops.triton.gemm_small import GemvShape
+@pytest.mark.parametrize("form", [Form("int4", 128, True), Form("int4", 32), Form("int8")], ids=lambda form: form.name)
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 4, 2), (4, 1, 8)], ids=str)
+def test_few_rows_in_several_turns_and_of_any_place(shape, form, triton_device):
+    """The last turn and the last program are not full; rows may be slices that do not begin at a whole pair."""
     from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
+    from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 
-    groups = random_groups(6, 1536, form)
+    groups = random_groups(48, 1152, form)
     codes, _ = stored(groups, form, triton_device)
-    wide = (randn(1, 1600, device=triton_device) / 16).half()
-    for first in (0, 2, 7):
-        x = wide[:, first : first + 1536]
-        check(weight_only_gemm(x, codes, shape=GemvShape(4, 128, 4)), x, groups)
+    wide = (randn(11, 1600, device=triton_device) / 16).half()
+    for first, rows in ((0, 1), (2, 11), (7, 3)):
+        x = wide[:rows, first : first + 1152]
+        check(weight_only_gemm(x, codes, shape=FewShape(*shape)), x, groups)
 
 
-def test_one_row_through_the_tensor_cores(triton_device):
+def test_a_single_group_and_a_single_row_in_either_kernel(triton_device):
     from tokenmill.ops.triton.gemm_small import GemmShape
     from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
+    from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 
-    form = Form("int4", 128)
-    groups = random_groups(64, 512, form)
-    codes, _ = stored(groups, form, triton_device)
-    x = (randn(1, 512, device=triton_device) / 16).half()
-    check(weight_only_gemm(x, codes, shape=GemmShape(64, 64, 1, 4, 3)), x, groups)
+    for form, shape in itertools.product(FORMS, (FewShape(1, 1, 1), GemmShape(64, 2, 1, 4, 3))):
+        groups = random_groups(64, 128, form)
+        codes, _ = stored(groups, form, triton_device)
+        x = (randn(1, 128, device=triton_device) / 16).half()
+        if isinstance(shape, GemmShape):
+            shape = GemmShape(64, codes.step, 1, 4, 3)
+        check(weight_only_gemm(x, codes, shape=shape), x, groups)
 
 
 def test_the_rule_uses_only_shapes_that_can_be_launched():
     from tokenmill.ops.triton.gemm_small import LEAST_TILE, GemmShape
-    from tokenmill.ops.triton.gemm_weight_only import choose_shape
+    from tokenmill.ops.triton.gemm_weight_only import MOST_TURNS, choose_shape
 
-    sizes = itertools.product((1, 2, 8, 16, 17, 33, 64, 500), (8, 1000, 28672), (16, 144, 1024, 3584), (16, 64, 128))
-    for (rows, columns, width, run), kind in itertools.product(sizes, ("int4", "int8", "fp8")):
-        if width % run:
+    sizes = itertools.product((1, 2, 8, 16, 17, 33, 64, 500), (1, 62, 256, 1792), (9, 64, 224, 448), (1, 2, 4))
+    for (rows, bands, tiles, step), kind in itertools.product(sizes, ("int4", "int8", "fp8")):
+        if tiles % step:
             continue
-        shape = choose_shape(rows, columns, width, run, kind, torch.device("cpu"), may_split=True)
-        powers = [shape.block_n, shape.block_k]
+        shape = choose_shape(rows, bands, tiles, step, kind, torch.device("cpu"), may_split=True)
         if isinstance(shape, GemmShape):
-            assert shape.block_n >= LEAST_TILE and 16 <= shape.block_k <= run
-            powers.append(shape.splits)
-            stage = 2 * shape.block_k * (shape.block_n + (4 if kind == "int4" else 2) * min(64, max(rows, 8)))
+            assert shape.block_n >= LEAST_TILE and tiles % shape.block_k == 0 and shape.block_k % step == 0
+            powers = [shape.block_n, shape.splits]
+            stage = 32 * shape.block_k * (shape.block_n + (4 if kind == "int4" else 2) * min(64, max(rows, 8)))
             assert stage * shape.num_stages <= 227 << 10, "more shared memory than a multiprocessor has"
+        else:
+            powers = [shape.bands, shape.num_warps, shape.depth]
+            assert shape.num_warps * shape.depth * MOST_TURNS >= tiles // step
         assert all(size & (size - 1) == 0 for size in powers)
 
 
@@ -235,11 +233,12 @@ def test_kernels_compile_wait_once_and_keep_codes_in_registers():
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == len(KINDS) + 3
+    assert len(found) == 2 * len(KINDS) + 1
     for name, what in found.items():
         assert what["waits"] == 1, name
-        if name.startswith("_gemm"):
-            assert what["operand"], f"the words of {name} do not go straight to where the tensor cores take them"
+        if not name.startswith("_widen"):
+            assert what["vectors"], f"the words of {name} are not loaded 16 bytes at once"
+            assert not what["moved"], f"{name} moves {what['moved']} between threads"
 
 
 def compile_all() -> dict[str, dict[str, object]]:
@@ -247,21 +246,23 @@ def compile_all() -> dict[str, dict[str, object]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tokenmill.ops.triton import gemm_weight_only, gemv_weight_only
+    from tokenmill.ops.triton import gemm_weight_only, gemm_weight_only_few
 
     found = {}
     for at, (kind, group, zeros) in enumerate(KINDS):
         half = "*bf16" if at != 2 else "*fp16"
         pointers = {"x": half, "words": "*i16", "scale": "*fp32", "bias": half, "out": half, "partial": "*fp32"}
         pointers |= {"arrivals": "*i32", "zeros": "*i8" if zeros else None}
-        constants = {"KIND": kind, "PARTS": 4 if kind == "int4" else 2, "RUN": 32, "GROUP": group, "PDL": True}
-        tile = {"BLOCK_N": 64, "BLOCK_M": 16, "BLOCK_K": 32, "SPLITS": 2, "CHUNKS": 32, "EVEN_N": False}
-        vector, widen = gemv_weight_only._gemv_kernel, gemm_weight_only._widen_kernel
-        for kernel in [gemm_weight_only._gemm_kernel, *([], [vector], [vector], [widen])[at]]:
-            parameters = kernel.kernel.params
-            known = constants | tile | ({"BLOCK_N": 4} if kernel is vector else {})
+        parts = 4 if kind == "int4" else 2
+        step = max(1, (group or 128) // (16 * parts))
+        known = {"KIND": kind, "PARTS": parts, "GROUP": group, "STEP": step, "TILES": 20, "PDL": True, "BANDS": 4}
+        known |= {"STEPS": 2, "SPLITS": 2, "BLOCK_M": 16, "WARPS": 4, "DEPTH": 2, "EIGHTS": 1, "BLOCK": 16}
+        few, several, widen = (
+            gemm_weight_only_few._few_kernel, gemm_weight_only._gemm_kernel, gemm_weight_only._widen_kernel
+        )  # fmt: skip
+        for kernel in [few, several, *([] if at else [widen])]:
             signature, fixed, attributes = {}, {}, {}
-            for i, parameter in enumerate(parameters):
+            for i, parameter in enumerate(kernel.kernel.params):
                 name = parameter.name
                 kind_of = pointers.get(name, "i32")
                 if name in known or kind_of is None:
@@ -272,11 +273,21 @@ def compile_all() -> dict[str, dict[str, object]]:
                     attributes[(i,)] = [["tt.divisibility", 16]]
             source = ASTSource(kernel.kernel, signature, fixed, attributes)
             made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            text = made.asm["ptx"]
             found[f"{kernel.kernel.fn.__name__} {at}"] = {
-                "waits": made.asm["ptx"].count("griddepcontrol.wait"),
-                "operand": bool(re.search(r"local_load .*xi16, #ttg.dot_op", made.asm["ttgir"])),
+                "waits": text.count("griddepcontrol.wait"),
+                "vectors": bool(re.search(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", text)),
+                "moved": moved_between_threads(text),
             }
     return found
+
+
+def moved_between_threads(text: str) -> list[str]:
+    """Instructions that take words, inputs or scales elsewhere before the last product."""
+    lines = text.splitlines()
+    products = [i for i, line in enumerate(lines) if re.search(r"mma.*sync\.aligned\.m", line)]
+    before = lines[: products[-1]] if products else []
+    return [line for line in before if re.search(r"st\.shared|stmatrix|ldmatrix|shfl", line)]
 
 
 if __name__ == "__main__":

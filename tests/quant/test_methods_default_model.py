@@ -26,16 +26,14 @@ def test_gptq_and_awq_beat_rounding_on_the_default_model(default_model):
     tokenizer = Tokenizer.from_gguf(model)
     texts = (tokenizer.encode(file.read_text()[:20_000])[:2048] for file in files)
     judged, calibration = (torch.tensor(ids).view(4, 512) for ids in texts)
-    wanted = {"int4-g32 rtn", "int4-g32 rtn, clipped", "int4-g32 awq", "int4-g32 gptq", "kv int8", "kv fp8"}
+    wanted = {"int4-g32 rtn, clipped", "int4-g32 awq", "int4-g32 gptq"}
     chosen = [one for one in candidates() if one.name in wanted]
     source = LayerSource(spec_from_config(model.config), model)
     found = {}
     for line in measure(source, chosen, judged, calibration, lambda done, total, what: None):
         found[line.candidate.name] = line.quality
         print(line.candidate.name, line.quality)
-    nearest = min(found["int4-g32 rtn"].divergence, found["int4-g32 rtn, clipped"].divergence)
+    nearest = found["int4-g32 rtn, clipped"]
     for name in ("int4-g32 awq", "int4-g32 gptq"):
-        assert found[name].divergence < 0.85 * nearest
-        assert found[name].perplexity < min(found["int4-g32 rtn"].perplexity, found["int4-g32 rtn, clipped"].perplexity)
-    for name in ("kv int8", "kv fp8"):
-        assert abs(found[name].change) < 0.005
+        assert found[name].divergence < 0.85 * nearest.divergence
+        assert found[name].perplexity < nearest.perplexity

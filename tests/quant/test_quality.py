@@ -1,4 +1,4 @@
-"""How far fp8 moves the predictions of a real model."""
+"""How far eight bits move the predictions of a real model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.load import load_weights
 from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.scheme import Schemes
+from tokenmill.quant.w8a8 import W8A8
 
 TEXT = (
     "The mill stood where the river bends, and its wheel had turned for two hundred years. In spring the water ran "
@@ -18,7 +19,7 @@ TEXT = (
 )
 
 
-def test_fp8_hardly_moves_what_a_real_model_predicts(default_model):
+def test_eight_bits_hardly_move_what_a_real_model_predicts(default_model):
     from tokenmill.model.tokenizer import Tokenizer
     from tokenmill.model.weights.gguf import GGUFCheckpoint
 
@@ -28,7 +29,8 @@ def test_fp8_hardly_moves_what_a_real_model_predicts(default_model):
     exact = logits_of(spec, load_weights(spec, checkpoint, torch.float32, "cpu"), ids).log_softmax(-1)
     loss = -exact[range(len(ids) - 1), ids[1:]].mean()
     # With inputs in 8 bits, changes of 1e-6 before rounding move the loss between +0.03 and +0.06.
-    for scheme, kl_limit, loss_limit in ((Fp8(), 0.025, 0.05), (QuantizedInputs(), 0.045, 0.09)):
+    # Of the 0.051 that int8 on both sides moves, the weights alone are 0.003: the rest are outliers of the inputs.
+    for scheme, kl_limit, loss_limit in ((Fp8(), 0.025, 0.05), (QuantizedInputs(), 0.045, 0.09), (W8A8(), 0.075, 0.09)):
         weights = load_weights(spec, checkpoint, torch.float32, "cpu", schemes=Schemes.inside(scheme))
         moved = logits_of(spec, weights, ids).log_softmax(-1)
         divergence = (exact.exp() * (exact - moved)).sum(-1).mean()

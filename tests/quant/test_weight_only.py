@@ -13,7 +13,7 @@ from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.scheme import Linear, QuantizedRows, TakesGroups
-from tokenmill.quant.weight_only import WeightOnly, run_of, why_not
+from tokenmill.quant.weight_only import WeightOnly, why_not
 
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
@@ -23,7 +23,7 @@ FORMS = [
     Form("int8", 64),
     Form("fp8", 128),
 ]
-SHAPES = [(5, 128), (7, 384), (3, 1024), (4, 640)]
+SHAPES = [(5, 128), (48, 384), (16, 1024), (4, 640), (16, 96 * 4)]  # some in tiles, some in plain order
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -36,7 +36,7 @@ def random_groups(rows: int, columns: int, form: Form, scale_dtype: torch.dtype 
     count = columns // (form.group or columns)
     scale = (torch.rand(rows, count, generator=generator) + 0.1).to(scale_dtype)
     if form.kind == "fp8":
-        codes = (torch.randn(rows, columns, generator=generator) * 100).to(FLOAT8)
+        codes = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448).to(FLOAT8)
         return Groups(codes, scale, 8)
     low, high = (-8, 8) if form.kind == "int4" else (-128, 128)
     codes = torch.randint(low, high, (rows, columns), generator=generator, dtype=torch.int8)
@@ -76,17 +76,17 @@ def test_the_plan_counts_the_bytes_that_are_allocated(shape, form):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_written_weights_are_rounded_to_nearest_in_any_order_of_pieces(form, monkeypatch):
-    weight = randn(50, 256) * torch.logspace(-3, 2, 50)[:, None]
+    weight = randn(48, 256) * torch.logspace(-3, 2, 48)[:, None]
     monkeypatch.setattr("tokenmill.quant.weight_only._CHUNK", 7 * 256)
     scheme = WeightOnly(form)
-    storage = scheme.allocate(50, 256, torch.float32, CPU)
-    for first, last in ((30, 50), (0, 11), (11, 30)):
+    storage = scheme.allocate(48, 256, torch.float32, CPU)
+    for first, last in ((30, 48), (0, 11), (11, 30)):
         scheme.write(storage, first, weight[first:last])
     expected = round_to_nearest(weight, form)
     got = scheme.groups(storage)
     assert torch.equal(got.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(got.widen(torch.float32), expected.widen(torch.float32))
-    error = (got.widen(torch.float32) - weight).abs().reshape(50, -1, got.group).amax(-1)
+    error = (got.widen(torch.float32) - weight).abs().reshape(48, -1, got.group).amax(-1)
     # Half a step (of float8: of its largest numbers); of four bits the last code, or a rounded zero, may cost more.
     step = got.scale * (32 if form.kind == "fp8" else 1)
     assert (error <= step * (1.001 if form.kind == "int4" else 0.501)).all()
@@ -96,8 +96,8 @@ def test_written_weights_are_rounded_to_nearest_in_any_order_of_pieces(form, mon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 7, 200])
 def test_products_are_those_of_the_stored_numbers(rows, dtype, form):
-    groups = random_groups(24, 384, form)
-    x, bias = randn(rows, 384, seed=1).to(dtype), randn(24, seed=2).to(dtype)
+    groups = random_groups(32, 384, form)
+    x, bias = randn(rows, 384, seed=1).to(dtype), randn(32, seed=2).to(dtype)
     layer = stored(groups, form)
     expected = F.linear(x.double(), groups.widen(torch.float64), bias.double())
     got = Linear(layer.scheme, layer.storage, bias)(x)
@@ -145,12 +145,3 @@ def test_sizes_that_do_not_fit_are_refused_with_what_fits():
         WeightOnly(Form("int4", 128)).allocate(10, 576, torch.bfloat16, CPU)
     with pytest.raises(ConfigError, match="w8a8 is not a weight-only form"):
         WeightOnly(Form("w8a8"))
-
-
-def test_runs_are_as_long_as_the_matrix_and_its_groups_allow():
-    assert run_of(4096, 128, 4) == 128
-    assert run_of(11008, 128, 4) == 64  # 43 * 256
-    assert run_of(576, 64, 4) == 16
-    assert run_of(96, 32, 4) == 8
-    assert run_of(4096, 32, 4) == 32
-    assert run_of(576, 576, 2) == 32

@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paced_server
 import pytest
 from http_server import Server
+from paced_server import FIRST, GAP
 
 from tokenmill.bench.figures import of_point
 from tokenmill.bench.serve import Load, drive
@@ -22,7 +24,7 @@ from tokenmill.bench.workloads import Mix
 from tokenmill.plan.workload import fixed
 
 WITHIN = 0.05
-PAIRS, EVERY, APART = 12, 1.0, 0.1  # seconds
+PAIRS, EVERY, APART = 10, 0.8, 0.1  # seconds
 NAMES = ("throughput", "ttft", "itl")
 
 
@@ -31,6 +33,15 @@ def url(default_model: str) -> Iterator[str]:
     server = Server.start(default_model, "--load-format", "auto", "--dtype", "auto", "--name", "default")
     yield server.url
     assert server.stop() == 0
+
+
+@pytest.fixture
+def paced() -> Iterator[str]:
+    server = subprocess.Popen([sys.executable, paced_server.__file__], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+    server.terminate()
+    server.wait(30)
 
 
 class Meter:
@@ -75,45 +86,44 @@ def ours(url: str, load: Load) -> dict[str, float]:
     }
 
 
-def test_figures_agree_with_openais_client(url: str, meter: Meter) -> None:
-    """Both send a request at the same moments, so that each pair meets the same server. Who is a little earlier, and may
-    get into a step that the other has to wait for, takes turns.
+def pairs(url: str, meter: Meter, seed: int) -> dict[str, float]:
+    """Our figures over the other client's. Both send requests at the same moments, so that each pair meets the same
+    server. Who is a little earlier, and gets into a step that the other has to wait for, takes turns.
     """
-    mix = Mix(fixed("pairs", 2 * PAIRS, 96, 24))
-    warm = Load(mix.warm_up(4, 0), 2, "default")
-    meter.ask(warm)
-    meter.answer()
-    ours(url, warm)
-    early = [EVERY * number for number in range(PAIRS)]
-    mine = [at + APART * (number % 2) for number, at in enumerate(early)]
-    other = [at + APART * (1 - number % 2) for number, at in enumerate(early)]
-    asks = mix.asks(1)
+    asks = Mix(fixed("pairs", 2 * PAIRS, 96, 24)).asks(seed)
+    mine = [EVERY * number + APART * (number % 2) for number in range(PAIRS)]
+    other = [EVERY * number + APART * (1 - number % 2) for number in range(PAIRS)]
     load = Load([replace(ask, at=at) for ask, at in zip(asks[:PAIRS], mine)], PAIRS, "default")
     start = time.perf_counter() + 0.5
     meter.ask(replace(load, asks=asks[PAIRS:]), at=other, start=start)
     time.sleep(max(0.0, start - time.perf_counter()))
-    found = ours(url, load)
+    found, told = ours(url, load), meter.answer()
+    return {name: found[name] / told[name] for name in NAMES}
+
+
+def test_figures_agree_with_openais_client(url: str, meter: Meter) -> None:
+    """Where a round was disturbed by what else runs on the machine, the median of three counts."""
+    warm = Load(Mix(fixed("warm", 4, 96, 8)).asks(0), 2, "default")
+    meter.ask(warm)
+    meter.answer()
+    ours(url, warm)
+    rounds = [pairs(url, meter, 1)]
+    if any(abs(ratio - 1) > WITHIN for ratio in rounds[0].values()):
+        rounds += [pairs(url, meter, seed) for seed in (2, 3)]
+    for name in NAMES:
+        assert statistics.median(one[name] for one in rounds) == pytest.approx(1, abs=WITHIN), (name, rounds)
+
+
+def test_a_closed_loop_agrees_with_openais_client_and_with_the_clock(paced: str) -> None:
+    """In turns. A server that computes would be another one for each of them, as each takes its share of the cores."""
+    load, meter = Load(Mix(fixed("paced", 16, 8, 20)).asks(0), 8), Meter(paced)
+    meter.ask(replace(load, asks=load.asks[:8]))  # opens its connections
+    meter.answer()
+    found = ours(paced, load)
+    meter.ask(load)
     told = meter.answer()
-    print(found, told)
+    meter.close()
+    right = {"ttft": 1.5 * FIRST, "itl": GAP}
     for name in NAMES:
         assert found[name] == pytest.approx(told[name], rel=WITHIN), (name, found, told)
-
-
-@pytest.mark.slow
-def test_a_closed_loop_in_turns_agrees_with_openais_client(url: str, meter: Meter) -> None:
-    """The same load by the one and by the other, in turns; the median of the rounds' ratios counts."""
-    mix = Mix(fixed("rounds", 32, 64, 48))
-    ratios: dict[str, list[float]] = {name: [] for name in NAMES}
-    for number in range(-1, 10):  # the first warms up
-        figures = {}
-        for turn in (0, 1) if number % 2 else (1, 0):
-            load = Load(mix.asks(10 + 2 * number + turn), 16, "default")
-            if turn:
-                figures[1] = ours(url, load)
-            else:
-                meter.ask(load)
-                figures[0] = meter.answer()
-        for name in NAMES if number >= 0 else ():
-            ratios[name].append(figures[1][name] / figures[0][name])
-    for name, values in ratios.items():
-        assert statistics.median(values) == pytest.approx(1, abs=WITHIN), (name, values)
+        assert name not in right or found[name] == pytest.approx(right[name], rel=WITHIN), (name, found)

@@ -17,6 +17,7 @@ from tokenmill.quant.forms import Form
 from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Dense, QuantScheme
+from tokenmill.quant.w8a8 import W8A8
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # inputs are used in turn until this much lies between two uses, more than any cache holds
@@ -84,6 +85,7 @@ def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype)
             yield from make.linears(rows, scheme)
     for rows in (1, 64) if big else ():
         yield from make.linears(rows, Fp8())
+        yield from make.linears(rows, W8A8())
     tokens = 8192 if big else 256
     yield make.norm(tokens)
     yield make.act(tokens)

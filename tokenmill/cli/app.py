@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, models, plan, pull, quantize, run, serve, simulate
+from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 
@@ -84,5 +84,6 @@ app.command(name="pull")(pull.pull)
 app.command(name="models")(models.models)
 app.command(name="quantize")(quantize.quantize)
 app.add_typer(bench.bench, name="bench")
+app.command(name="ladder")(ladder.ladder)
 app.command(name="plan")(plan.plan)
 app.command(name="simulate")(simulate.simulate)

@@ -16,6 +16,7 @@ from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
+from tokenmill.engine.scheduler.batching import BATCHING
 from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.policy import POLICIES
 from tokenmill.errors import ConfigError
@@ -121,18 +122,27 @@ def join(
         device=device,
         native=all(decoder.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention")),
     )
+    if not config.enable_chunked_prefill and settings.max_step_tokens < settings.max_len:
+        raise ConfigError(
+            f"enable_chunked_prefill is off, so max_num_batched_tokens ({settings.max_step_tokens}) has to be at least "
+            f"max_model_len ({settings.max_len}): raise the first, or lower the second"
+        )
     limits = Limits(
         max_rows=settings.max_rows,
         max_step_tokens=settings.max_step_tokens,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         may_widen=guard is not None,
+        whole_prompts=not config.enable_chunked_prefill,
+        reserved_tokens=settings.max_len if config.kv_reservation == "max_model_len" else 0,
     )
+    batching = BATCHING[config.batching](kv_cache=config.kv_cache)
     scheduler = Scheduler(
         limits,
-        KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching),
+        KVManager(settings.num_blocks, settings.block_size, config.enable_prefix_caching and batching.may_share),
         POLICIES[config.policy](),
         pace=pace_for(limits, config.slo_itl_ms, config.slo_ttft_ms),
+        batching=batching,
         find_shared_prefixes=config.shared_prefix_attention
         and not config.batch_invariant
         and device.type == "cuda"

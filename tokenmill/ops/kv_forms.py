@@ -131,7 +131,8 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:  # [..., dim] -> [..., groups, di
 
 def _scale(extent: torch.Tensor, largest: float) -> torch.Tensor:
     """The least bfloat16 that is not below extent / largest; one where there is nothing to scale."""
-    scale = extent.to(torch.float32) / largest
+    extent = extent.to(torch.float32)
+    scale = extent / torch.full_like(extent, largest)  # a GPU would multiply with a number's reciprocal: another result
     return torch.where(scale < LEAST_SCALE, torch.ones_like(scale, dtype=torch.bfloat16), _round_up(scale))
 
 

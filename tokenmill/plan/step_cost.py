@@ -40,7 +40,10 @@ class LinearCost:
 
 
 def fit_linear(measured: Sequence[tuple[Facts, float]]) -> LinearCost:
-    """The linear cost with the smallest relative squared error over measured steps; no price is below zero."""
+    """The linear cost with the smallest relative squared error over measured steps; no price is below zero.
+
+    Its sum over the steps is the measured one: disturbed steps weigh little in the shape, but take their time.
+    """
     if len(measured) < 5:
         raise ConfigError(f"{len(measured)} measured steps are too few to fit a cost; measure at least 5")
     seconds = np.array([time for _, time in measured])
@@ -54,7 +57,8 @@ def fit_linear(measured: Sequence[tuple[Facts, float]]) -> LinearCost:
             prices[live] = found
             break
         live.pop(int(np.argmin(found * scale)))
-    return LinearCost(*prices.tolist())
+    told = float((columns @ prices * seconds).sum())
+    return LinearCost(*(prices * (seconds.sum() / told if told > 0 else 1.0)).tolist())
 
 
 def relative_error(cost: StepCost, measured: Iterable[tuple[Facts, float]]) -> float:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
@@ -15,12 +12,9 @@ from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.scheme import QuantizedRows, Storage
 
-if TYPE_CHECKING:
-    from tokenmill.ops.triton.weight_codes import Codes
-
 FLOAT8 = torch.float8_e4m3fn
 PARTS = {"int4": 4, "int8": 2, "fp8": 2}  # codes in a 16-bit word
-MOST_RUN = 128  # columns; longer runs would need larger tiles, and gain nothing
+TILE = 16  # rows, and words of each of them, that lie together
 _BITS = 16
 _OFFSET = 8  # what is added to a code of four bits, so that it is not negative
 _CHUNK = 1 << 24  # elements rounded at once while loading, so that the wide copy stays small
@@ -43,8 +37,10 @@ class WeightOnly:
     On a GPU, few rows are multiplied with codes that become floats in registers; for many rows the whole weight is
     widened into a scratch for the matrix library. Elsewhere the weight is widened for each product: slow, exact.
 
-    Codes are stored as 16-bit words. A word holds columns that lie a run apart: with four codes of runs of 128, word i
-    holds the columns i, i + 128, i + 256, i + 384 from its lowest bits to its highest; and so on every 4 * 128 columns.
+    Codes are stored as 16-bit words. Where rows and columns fill whole tiles, tiles of 16 rows and 16 words lie in the
+    order in which the tensor cores take them (ops/triton/weight_codes.py): weight [bands, tiles, 256], scale and zeros
+    [bands, groups, 16]. Other matrices, which are rare, lie in plain order and are widened for each product: weight
+    [rows, words], scale and zeros [rows, groups].
     """
 
     def __init__(self, form: Form) -> None:
@@ -57,13 +53,17 @@ class WeightOnly:
         if reason := why_not(rows, columns, self.form):
             raise ConfigError(f"quantization: a layer of {rows} x {columns} cannot be {self.name}: {reason}")
         groups = columns // self._group(columns)
+        tiled = self._tiled(rows, columns)
+        words = columns // self._parts
+        weight_shape = (rows // TILE, words // TILE, TILE**2) if tiled else (rows, words)
+        group_shape = (rows // TILE, groups, TILE) if tiled else (rows, groups)
         storage = {
-            "weight": torch.empty(rows, columns // self._parts, dtype=torch.int16, device=device),
-            "scale": torch.empty(rows, groups, dtype=torch.float32, device=device),
+            "weight": torch.empty(weight_shape, dtype=torch.int16, device=device),
+            "scale": torch.empty(group_shape, dtype=torch.float32, device=device),
             **arrivals_for(rows, device),
         }
         if self.form.zeros:
-            storage["zeros"] = torch.empty(rows, groups, dtype=torch.int8, device=device)
+            storage["zeros"] = torch.empty(group_shape, dtype=torch.int8, device=device)
         return storage
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -93,18 +93,19 @@ class WeightOnly:
             raise ConfigError(f"a layer of the checkpoint has {groups.bits}-bit codes, which cannot become {self.name}")
         if groups.zeros is not None and not self.form.zeros:
             raise ConfigError(f"a layer of the checkpoint has zeros, which {self.name} has no place for")
-        rows = slice(first_row, first_row + groups.codes.shape[0])
-        weight, scale = storage["weight"], storage["scale"]
-        weight[rows] = self._pack(groups.codes.to(weight.device))
-        scale[rows] = _repeated(groups.scale, scale.shape[1]).to(scale)
+        rows = torch.arange(first_row, first_row + groups.codes.shape[0], device=storage["weight"].device)
+        _write(_by_rows(storage["weight"]), rows, self._pack(groups.codes.to(rows.device)))
+        scale = _by_rows(storage["scale"])
+        _write(scale, rows, _repeated(groups.scale, scale.shape[-1]))
         if self.form.zeros:
-            zeros = storage["zeros"]
-            zeros[rows] = 0 if groups.zeros is None else _repeated(groups.zeros, zeros.shape[1]).to(zeros)
+            zeros = groups.zeros if groups.zeros is not None else torch.zeros(groups.scale.shape, dtype=torch.int8)
+            _write(_by_rows(storage["zeros"]), rows, _repeated(zeros, scale.shape[-1]))
 
     def groups(self, storage: Storage) -> Groups:
         """What is stored, in the neutral form."""
-        codes = self._unpack(storage["weight"])
-        return Groups(codes, storage["scale"], 4 if self.form.kind == "int4" else 8, storage.get("zeros"))
+        weight, scale = (_rows_of(storage[name]) for name in ("weight", "scale"))
+        zeros = _rows_of(storage["zeros"]) if self.form.zeros else None
+        return Groups(self._unpack(weight), scale, 4 if self.form.kind == "int4" else 8, zeros)
 
     def matmul(
         self,
@@ -114,13 +115,15 @@ class WeightOnly:
     ) -> torch.Tensor:  # [..., out]
         if isinstance(x, QuantizedRows):
             x = x.widen()
-        if x.dtype not in (torch.bfloat16, torch.float16) or not has_small_gemm(x.device):
+        plain = x.dtype not in (torch.bfloat16, torch.float16) or storage["weight"].dim() == 2
+        if plain or not has_small_gemm(x.device):
             return F.linear(x, self.groups(storage).widen(x.dtype), bias)
         from tokenmill.ops.triton import gemm_weight_only as kernels
+        from tokenmill.ops.triton.weight_codes import Codes
 
         rows = x if x.dim() == 2 else x.flatten(0, -2)
-        codes = self._codes(storage)
-        if rows.shape[0] > kernels.MOST_ROWS or not kernels.takes(rows, codes):
+        codes = Codes(storage["weight"], storage["scale"], storage.get("zeros"), self.form.kind)
+        if rows.shape[0] > kernels.MOST_ROWS or rows.shape[0] == 0:
             return F.linear(x, kernels.widened(codes, x.dtype), bias)
         out = kernels.weight_only_gemm(rows, codes, bias, arrivals=storage["arrivals"])
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
@@ -133,14 +136,11 @@ class WeightOnly:
         return self.form.group or columns
 
     def _run(self, columns: int) -> int:
-        return run_of(columns, self._group(columns), self._parts)
+        """How far apart the columns of a word lie."""
+        return TILE if columns % (TILE * self._parts) == 0 else 1
 
-    def _codes(self, storage: Storage) -> Codes:
-        from tokenmill.ops.triton.weight_codes import Codes
-
-        words = storage["weight"]
-        run = self._run(words.shape[1] * self._parts)
-        return Codes(words, storage["scale"], storage.get("zeros"), self.form.kind, run)
+    def _tiled(self, rows: int, columns: int) -> bool:
+        return rows % TILE == 0 and self._run(columns) == TILE
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:  # [n, columns] -> [n, columns / parts] int16
         bits = _BITS // self._parts
@@ -163,13 +163,25 @@ class WeightOnly:
         return small.to(torch.uint8).view(FLOAT8 if self.form.kind == "fp8" else torch.int8)
 
 
-@lru_cache(maxsize=256)
-def run_of(columns: int, group: int, parts: int) -> int:
-    """Consecutive columns that one position of the words holds: a power of two, within a group."""
-    run = 1
-    while run < MOST_RUN and group % (2 * run) == 0 and columns % (2 * run * parts) == 0:
-        run *= 2
-    return run
+def _by_rows(stored: torch.Tensor) -> torch.Tensor:
+    """A view of words, scales or zeros that begins with the dimensions of a row: [rows] or [bands, 2, 8]."""
+    if stored.dim() == 2:
+        return stored
+    if stored.shape[2] == TILE:  # [bands, groups, (g, high)]
+        return stored.view(*stored.shape[:2], 8, 2).permute(0, 3, 2, 1)
+    lanes = stored.view(*stored.shape[:2], 8, 4, 2, 2, 2)  # bands, tiles, g, t, k_high, high, k_low
+    return lanes.permute(0, 5, 2, 1, 4, 3, 6)
+
+
+def _rows_of(stored: torch.Tensor) -> torch.Tensor:  # [rows, words or groups]
+    return stored if stored.dim() == 2 else _by_rows(stored).flatten(0, 2).flatten(1)
+
+
+def _write(by_rows: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:  # [n], [n, words or groups]
+    if by_rows.dim() == 2:
+        by_rows[rows] = values.to(by_rows)
+    else:
+        by_rows[rows // TILE, rows % TILE // 8, rows % 8] = values.to(by_rows).view(-1, *by_rows.shape[3:])
 
 
 def _repeated(values: torch.Tensor, groups: int) -> torch.Tensor:  # [n, some] -> [n, groups]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import Finish, Request, State
+from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
 from tokenmill.engine.step import NOT_FINITE
 from tokenmill.errors import QueueFull
@@ -32,6 +33,8 @@ class Limits:
     max_queued_tokens: int = 50_000_000
     watermark: float = 0.01  # share of blocks kept free at admission, so that running requests can grow
     may_widen: bool = False  # the runner can compute rows in a wider precision than the model's
+    whole_prompts: bool = False  # a prompt is one step's, and nobody decodes in that
+    reserved_tokens: int = 0  # room that a request has from its start to its end, however short it is
 
 
 @dataclass(slots=True)
@@ -56,10 +59,13 @@ class SchedulerStats:
 class Roster:
     """The books of the scheduler. Every request that is alive has exactly one place: the queue, a row, or dormant."""
 
-    def __init__(self, limits: Limits, kv: KVManager, policy: Policy | None = None) -> None:
+    def __init__(
+        self, limits: Limits, kv: KVManager, policy: Policy | None = None, batching: Batching | None = None
+    ) -> None:
         self.limits = limits
         self.kv = kv
         self.policy = policy or PriorityClasses()
+        self.batching = batching or Batching()
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []  # most important first
         self.requests: dict[str, Request] = {}  # everything not finished
@@ -209,6 +215,40 @@ class Roster:
             self._finish(other, why, now, report=False)
         if report:
             self._events.append(Delta(beams.leader, finished=True))
+
+    def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
+        """Add sampled tokens until one ends the request."""
+        kept, known, times = 0, request.tokens, request.metrics.token_times
+        for token in tokens:
+            if token < 0:
+                self._not_finite(request, now)
+                break
+            kept += 1
+            known.append(token)
+            times.append(now)
+            num_output = len(known) - request.prompt_len
+            if num_output >= request.max_tokens or token in request.stop_ids:
+                if token in request.stop_ids and num_output > request.params.min_tokens:
+                    self._end(request, Finish.STOP, now)
+                    break
+                if num_output >= request.max_tokens:
+                    self._end(request, Finish.LENGTH, now)
+                    break
+        if request.grammar is not None and kept and request.state is not FINISHED:
+            request.grammar.advance(known[len(known) - kept :])
+            self._end_with_grammar(request, now, report=False)
+        if logprobs:
+            logprobs = logprobs[:kept]
+            request.logprobs += logprobs
+            request.cumulative_logprob += sum(one.logprob for one in logprobs)
+        if kept < len(tokens):
+            tokens = tokens[:kept]
+        return Delta(request, tokens, logprobs, request.state is FINISHED)
+
+    def _end(self, request: Request, why: Finish, now: float) -> None:
+        """It has its last token; where a batch ends as one, it waits for the others."""
+        if not self.batching.keeps(request, why):
+            self._finish(request, why, now, report=False)
 
     def _judge(self, request: Request, cause: str, now: float) -> None:
         """After a failed step: try again in company, then alone, then give up."""

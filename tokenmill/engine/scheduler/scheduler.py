@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from tokenmill.engine.beams import Beams
-from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.request import Request
+from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.control import Pace
 from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.scheduler.roster import FINISHED, RUNNING, WAITING, Delta, Limits, Roster, importance
@@ -37,11 +38,12 @@ class Scheduler(Roster):
         policy: Policy | None = None,
         *,
         pace: Pace | None = None,
+        batching: Batching | None = None,
         find_shared_prefixes: bool = False,
     ) -> None:
         if limits.max_step_tokens < limits.max_rows:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
-        super().__init__(limits, kv, policy)
+        super().__init__(limits, kv, policy, batching)
         self.pace = pace or Pace(limits)
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
@@ -51,6 +53,8 @@ class Scheduler(Roster):
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a launched step is committed."""
         self._expire(now)
+        for request, why in self.batching.turn(self.running):
+            self._finish(request, why, now)
         self._promised = 0
         step = Step(number=self._number + 1)
         shares: list[Share] = []
@@ -58,8 +62,13 @@ class Scheduler(Roster):
             self._schedule_alone(step, shares)
         else:
             self._make_room(now)
-            prefilling, budget = self._deal_decodes(step, shares)
-            self._deal_prefills(step, shares, prefilling, budget, now)
+            if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
+                unread = [request for request in self.running if request.work() > 1 + len(request.drafts)]
+                self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
+            if not shares:
+                prefilling, budget = self._deal_decodes(step, shares)
+                if not self.limits.whole_prompts:
+                    self._deal_prefills(step, shares, prefilling, budget, now)
         if not shares:
             return None
         self._number = step.number
@@ -204,6 +213,8 @@ class Scheduler(Roster):
             else:
                 return
             count = min(request.work(), budget)
+            if self.limits.whole_prompts and shares and count < request.work():
+                return
             if count and self._deal(step, shares, request, count):
                 budget -= count
 
@@ -257,13 +268,17 @@ class Scheduler(Roster):
         return True
 
     def _admission_need(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks to start from, and free blocks needed for all tokens known so far."""
+        """Cached blocks to start from, and free blocks needed for what it starts with."""
         if self._can_fork(request):
             whole = request.fork_tokens // self.kv.block_size
-            return [], self.kv.blocks_for(len(request.tokens)) - whole
+            return [], self.kv.blocks_for(self._room(request)) - whole
         fresh_start = request.params.prompt_logprobs is not None or request.distrustful
         hits = [] if fresh_start else self.kv.match(request)
-        return hits, self.kv.needed(request, hits, len(request.tokens))
+        return hits, self.kv.needed(request, hits, self._room(request))
+
+    def _room(self, request: Request) -> int:
+        """Tokens for which a request has to have blocks before it may start."""
+        return max(len(request.tokens), self.limits.reserved_tokens)
 
     def _can_fork(self, request: Request) -> bool:
         parent = request.fork_from
@@ -282,6 +297,8 @@ class Scheduler(Roster):
             return False
         if not self.policy.admits(request, need, self.running, self.kv):
             return False
+        if not self.batching.admits(request, self.running, now):
+            return False
         self._place(step, request, hits, lane)
         if request.metrics.first_scheduled is None:
             request.metrics.first_scheduled = now
@@ -289,7 +306,7 @@ class Scheduler(Roster):
         return True
 
     def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
-        """Give the request a row, its cached or forked prefix, and blocks for every token known so far."""
+        """Give the request a row, its cached or forked prefix, and blocks for what it starts with."""
         self.waiting.remove(request)
         request.state = RUNNING
         request.row = self._free_rows.pop()
@@ -306,7 +323,7 @@ class Scheduler(Roster):
         request.started_on_others = request.num_computed > 0
         if request.num_computed == 0:
             request.prompt_logprobs = []  # they come again
-        if self.kv.grow(request, len(request.tokens)) is None:
+        if self.kv.grow(request, self._room(request)) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
         insort(self.running, request, key=importance)
         step.blocks.append((request.row, 0, list(request.blocks)))
@@ -366,32 +383,3 @@ class Scheduler(Roster):
             step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))
         self.stats.steps += 1
         self.stats.tokens += step.num_tokens
-
-    def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
-        """Add sampled tokens until one ends the request."""
-        kept, known, times = 0, request.tokens, request.metrics.token_times
-        for token in tokens:
-            if token < 0:
-                self._not_finite(request, now)
-                break
-            kept += 1
-            known.append(token)
-            times.append(now)
-            num_output = len(known) - request.prompt_len
-            if num_output >= request.max_tokens or token in request.stop_ids:
-                if token in request.stop_ids and num_output > request.params.min_tokens:
-                    self._finish(request, Finish.STOP, now, report=False)
-                    break
-                if num_output >= request.max_tokens:
-                    self._finish(request, Finish.LENGTH, now, report=False)
-                    break
-        if request.grammar is not None and kept and request.state is not FINISHED:
-            request.grammar.advance(known[len(known) - kept :])
-            self._end_with_grammar(request, now, report=False)
-        if logprobs:
-            logprobs = logprobs[:kept]
-            request.logprobs += logprobs
-            request.cumulative_logprob += sum(one.logprob for one in logprobs)
-        if kept < len(tokens):
-            tokens = tokens[:kept]
-        return Delta(request, tokens, logprobs, request.state is FINISHED)

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.triton.config import (
     DECODE_WORKSPACE_BYTES,
     MAX_HEAD_DIM,
@@ -59,7 +60,10 @@ def attention(
     batch: AttentionBatch,
     mask: Mask,
     scale: float,
+    scales: KVScales | None = None,  # of a quantized cache, which this kernel does not declare
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
+    if scales is not None:
+        raise NotImplementedError("the invariant Triton attention reads floats only, no codes")
     if batch.tree is not None:
         raise NotImplementedError("the Triton attention has no tree mask; choose the reference attention for trees")
     assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1

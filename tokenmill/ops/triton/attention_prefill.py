@@ -193,26 +193,30 @@ def _prefill_kernel(
             acc, top, total, 0, tl.minimum(tl.cdiv(sinks, BLOCK_N) * BLOCK_N, low), queries, unit, k_head, v_head,
             k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block,
             stride_k_token, stride_v_block, stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP,
-            SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
+            SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX,
+            BLOCK_N,
         )  # fmt: skip
     if WINDOWED:
         acc, top, total = _scan(
             acc, top, total, low, full_low, queries, unit, k_head, v_head,
             k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block,
             stride_k_token, stride_v_block, stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP,
-            SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
+            SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX,
+            BLOCK_N,
         )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, full_low, full_high, queries, unit, k_head, v_head,
         k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block,
         stride_k_token, stride_v_block, stride_v_token, cap_scale, score_scale, False, WINDOWED, SOFTCAP,
-        SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
+        SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX,
+        BLOCK_N,
     )  # fmt: skip
     acc, top, total = _scan(
         acc, top, total, full_high, high, queries, unit, k_head, v_head,
         k_scales, v_scales, kv_head, table, position, earliest, high, window, sinks, stride_k_block,
         stride_k_token, stride_v_block, stride_v_token, cap_scale, score_scale, True, WINDOWED, SOFTCAP,
-        SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX, BLOCK_N,
+        SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, FIRST, REST, VALUE_DIM, VALUE_BLOCK, FORM, KEY_WORDS, VALUE_WORDS, PTX,
+        BLOCK_N,
     )  # fmt: skip
 
     acc = whole_values(acc, FORM)

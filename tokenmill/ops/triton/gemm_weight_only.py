@@ -1,7 +1,7 @@
 """Products with weights of four or eight bits: the codes are read once and become floats in registers.
 
-One row has a kernel of its own (gemv_weight_only.py). A few rows go through the tensor cores with the weight as the
-left operand (`_gemm_kernel`), split over the inner dimension where there are too few tiles. Codes are multiplied as
+Up to 8 rows have a kernel of their own (gemm_weight_only_few.py). More go through the tensor cores with the weight as
+the left operand (`_gemm_kernel`), split over the inner dimension where there are too few tiles. Codes are multiplied as
 exact small numbers, and each group's sum is scaled in float32. For many rows a weight is worth widening: `widened`
 writes it out as 16-bit floats for the matrix library.
 """
@@ -16,29 +16,16 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.config import multiprocessors, power_of_two
-from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape, GemvShape
-from tokenmill.ops.triton.gemv_weight_only import launch_gemv
+from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape
+from tokenmill.ops.triton.gemm_weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import (
-    Codes,
-    code_values,
-    of_group,
-    of_groups,
-    parts_of,
-    unpack_bytes,
-    unpack_int4,
-)
+from tokenmill.ops.triton.weight_codes import Codes, axis, parts_of, unpack_bytes, unpack_int4
 
 MOST_ROWS = 128  # of a product here; with more, the widened weight is faster
-LEAST_RUN = 16  # columns: what the tensor cores take at once
 MOST_ROWS_OF_A_TILE = 64
-PREFETCHED_WORDS = tl.constexpr(512)  # of each row, while the previous kernel still runs
+MOST_TURNS = 8  # of the kernel for few rows, whose loop is written out
+PREFETCHED_LINES = tl.constexpr(16)  # of each band, while the previous kernel still runs
 LINE = tl.constexpr(64)  # words of a line of the cache
-
-
-def takes(x: torch.Tensor, codes: Codes) -> bool:
-    """Whether `weight_only_gemm` can multiply these rows; how many are worth it is another question."""
-    return x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] > 0 and codes.run >= LEAST_RUN
 
 
 def weight_only_gemm(
@@ -47,16 +34,16 @@ def weight_only_gemm(
     bias: torch.Tensor | None = None,  # [columns]
     *,
     arrivals: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
-    shape: GemvShape | GemmShape | None = None,  # by default chosen by rule
+    shape: FewShape | GemmShape | None = None,  # by default chosen by rule
 ) -> torch.Tensor:  # [rows, columns]
     rows = x.shape[0]
-    columns, width = codes.words.shape
-    x = x if x.stride(1) == 1 and x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(rows, codes.columns, dtype=x.dtype, device=x.device)
     if shape is None:
-        shape = choose_shape(rows, columns, width, codes.run, codes.kind, x.device, may_split=arrivals is not None)
-    if isinstance(shape, GemvShape):
-        launch_gemv(x, codes, bias, out, shape)
+        bands, tiles, _ = codes.words.shape
+        shape = choose_shape(rows, bands, tiles, codes.step, codes.kind, x.device, may_split=arrivals is not None)
+    if isinstance(shape, FewShape):
+        launch_few(x, codes, bias, out, shape)
     else:
         _launch_gemm(x, codes, bias, out, arrivals, shape)
     return out
@@ -64,12 +51,12 @@ def weight_only_gemm(
 
 def widened(codes: Codes, dtype: torch.dtype) -> torch.Tensor:  # [columns, inner]
     """The matrix as floats, at the speed of memory."""
-    columns, width = codes.words.shape
-    out = torch.empty(columns, codes.inner, dtype=dtype, device=codes.words.device)
-    block_n = max(1, 4096 // codes.run)
-    _widen_kernel[(width // codes.run, ceil_div(columns, block_n))](
-        codes.words, codes.scale, codes.zeros, out, columns, width, codes.scale.shape[1],
-        KIND=codes.kind, PARTS=codes.parts, RUN=codes.run, GROUP=codes.group, BLOCK_N=block_n, num_warps=4,
+    bands, tiles, _ = codes.words.shape
+    out = torch.empty(codes.columns, codes.inner, dtype=dtype, device=codes.words.device)
+    block = 16
+    _widen_kernel[(ceil_div(tiles, block), bands)](
+        codes.words, codes.scale, codes.zeros, out, tiles, codes.scale.shape[1],
+        KIND=codes.kind, PARTS=codes.parts, GROUP=codes.group, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -77,28 +64,38 @@ def widened(codes: Codes, dtype: torch.dtype) -> torch.Tensor:  # [columns, inne
 @lru_cache(maxsize=1024)
 def choose_shape(
     rows: int,
-    columns: int,
-    width: int,  # words of a row
-    run: int,
+    bands: int,
+    tiles: int,  # of a band
+    step: int,
     kind: str,
     device: torch.device,
     *,
     may_split: bool,
-) -> GemvShape | GemmShape:
-    """block_k counts words: of a pair each for one row, single ones for several."""
-    if rows == 1:
-        return GemvShape(4, min(512, max(64, power_of_two(width // 2))), 4)
-    few = rows <= 16
-    block_n, num_warps = (64, 4) if few else (128, 8)
-    block_k = min(run, 128 if few else 64)
+) -> FewShape | GemmShape:
+    """block_k of a GemmShape counts tiles."""
+    if rows <= 8:
+        return _few_shape(bands, tiles // step)
+    block_n, num_warps = (64, 4) if rows <= 32 else (128, 8)
+    steps = tiles // step
+    at_once = next(n for n in (2, 1) if steps % n == 0)
     splits = 1
     if may_split:
-        # About three programs per multiprocessor, each with a few turns at least.
-        wanted = 3 * multiprocessors(device) // ceil_div(columns, block_n)
-        splits = max(1, min(wanted, width // (2 * block_k), MAX_SPLITS))
-    stage_bytes = 2 * block_k * (block_n + parts_of(kind) * _rows_of_a_tile(rows))
-    num_stages = max(2, min(5, (72 << 10) // stage_bytes if few else (200 << 10) // stage_bytes))
-    return GemmShape(block_n, block_k, 1 << (splits.bit_length() - 1), num_warps, num_stages)
+        # About two programs per multiprocessor, each with a few turns at least.
+        wanted = 2 * multiprocessors(device) // ceil_div(bands * 16, block_n)
+        splits = max(1, min(wanted, steps // at_once // 4, MAX_SPLITS))
+    stage_bytes = step * at_once * 32 * (block_n + parts_of(kind) * _rows_of_a_tile(rows))
+    num_stages = max(2, min(5, (100 << 10) // stage_bytes))
+    return GemmShape(block_n, step * at_once, 1 << (splits.bit_length() - 1), num_warps, num_stages)
+
+
+def _few_shape(bands: int, steps: int) -> FewShape:
+    num_warps = 8
+    depth = 2
+    while num_warps * depth * MOST_TURNS < steps and depth < 4:
+        depth *= 2
+    while num_warps * depth * MOST_TURNS < steps and num_warps < 16:
+        num_warps *= 2
+    return FewShape(2 if bands >= 1024 else 1, num_warps, depth)
 
 
 def _rows_of_a_tile(rows: int) -> int:
@@ -114,22 +111,22 @@ def _launch_gemm(
     shape: GemmShape,
 ) -> None:
     rows = x.shape[0]
-    columns, width = codes.words.shape
+    bands, tiles, _ = codes.words.shape
     block_m = _rows_of_a_tile(rows)
-    row_tiles, tiles = ceil_div(rows, block_m), ceil_div(columns, shape.block_n)
-    all_turns = width // shape.block_k
-    assert shape.block_k <= codes.run and width % shape.block_k == 0
-    turns = ceil_div(all_turns, shape.splits if row_tiles == 1 else 1)  # more rows than a tile: there is enough to do
+    row_blocks, blocks = ceil_div(rows, block_m), ceil_div(bands * 16, shape.block_n)
+    assert tiles % shape.block_k == 0 and shape.block_k % codes.step == 0
+    all_turns = tiles // shape.block_k
+    turns = ceil_div(all_turns, shape.splits if row_blocks == 1 else 1)  # more rows than a tile: there is enough to do
     splits = ceil_div(all_turns, turns)  # none of them without a turn
     partial = None
     if splits > 1:
-        assert arrivals is not None and arrivals.numel() >= tiles
-        partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=torch.float32, device=x.device)
-    _gemm_kernel[(row_tiles, tiles, splits)](
+        assert arrivals is not None and arrivals.numel() >= blocks
+        partial = torch.empty(splits, blocks * shape.block_n * block_m, dtype=torch.float32, device=x.device)
+    _gemm_kernel[(row_blocks, blocks, splits)](
         x, codes.words, codes.scale, codes.zeros, bias, out, partial, arrivals,
-        rows, columns, width, codes.scale.shape[1], all_turns, turns, x.stride(0),
-        KIND=codes.kind, PARTS=codes.parts, RUN=codes.run, GROUP=codes.group, SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+        rows, bands, tiles, codes.scale.shape[1], all_turns, turns, x.stride(0),
+        KIND=codes.kind, PARTS=codes.parts, GROUP=codes.group, STEP=codes.step, STEPS=shape.block_k // codes.step,
+        SPLITS=splits, BLOCK_M=block_m, BANDS=shape.block_n // 16,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
 
@@ -138,106 +135,153 @@ def _launch_gemm(
 @triton.jit(do_not_specialize=["rows", "all_turns", "turns"])
 def _gemm_kernel(
     x,  # [rows, inner]
-    words,  # [columns, width] int16
-    scale,  # [columns, groups]
-    zeros,  # [columns, groups] int8 or None
-    bias,  # [columns] or None
-    out,  # [rows, columns]
-    partial,  # [SPLITS, tiles, BLOCK_N, BLOCK_M] float32 or None
-    arrivals,  # [tiles] int32 or None
+    words,  # [bands, tiles, 256] int16
+    scale,  # [bands, groups, 16]
+    zeros,  # [bands, groups, 16] int8 or None
+    bias,  # [16 * bands] or None
+    out,  # [rows, 16 * bands]
+    partial,  # [SPLITS, programs, BLOCK_N, BLOCK_M] float32 or None
+    arrivals,  # [programs] int32 or None
     rows,
-    columns,
-    width,
+    bands,
+    tiles,
     groups,
     all_turns,
     turns,  # of a split
     stride_x,
     KIND: tl.constexpr,
     PARTS: tl.constexpr,
-    RUN: tl.constexpr,
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,  # tiles multiplied at once
+    STEPS: tl.constexpr,  # of a turn
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # words
+    BANDS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     start_next(PDL)
-    tile = tl.program_id(1)
+    WIDTH: tl.constexpr = STEP * 16 * PARTS  # columns of a step
+    HALVES: tl.constexpr = 2 if GROUP == 32 and PARTS == 4 else 1
+    SIMPLE: tl.constexpr = GROUP == 0 and PARTS == 2  # one sum, scaled at the end
+    block = tl.program_id(1)
     split = tl.program_id(2)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_band = block * BANDS
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    begin = split * turns
-    k = tl.arange(0, BLOCK_K)
-    # What lies outside is read again from the last row and not stored.
-    mine = tl.minimum(column, columns - 1).to(tl.int64)
-    scales = scale + mine * groups
-    words += mine[:, None] * width
-    # The loop's own loads cannot begin before x is there, so the words of its first turns are sent for here.
-    lines = begin * BLOCK_K + tl.arange(0, PREFETCHED_WORDS // LINE) * LINE
-    prefetch_constants(words + tl.minimum(lines, width - 1)[None, :], PDL)
-    # Scales and zeros are loaded a turn ahead: only operands of products does the compiler load early by itself.
-    s = of_groups(scales, begin * BLOCK_K // RUN, PARTS, RUN, GROUP)
+    begin = split * turns * STEPS
+    # [bands, step, 256]; what lies outside is read again from the last band and not stored
+    band = tl.minimum(first_band + axis(BANDS, 0, 3), bands - 1).to(tl.int64)
+    # The loop's own loads cannot begin before x is there, so the words of its first steps are sent for here.
+    line = begin * (STEP * 256) + axis(PREFETCHED_LINES, 2, 3) * LINE
+    prefetch_constants(words + band * tiles * 256 + tl.minimum(line, tiles * 256 - 1), PDL)
+    words += band * tiles * 256 + axis(STEP, 1, 3) * 256 + axis(256, 2, 3)
+    # [t, g, bands, high]: the same for all t, because a lane has two columns of the result
+    s_band = tl.minimum(first_band + axis(BANDS, 2, 4), bands - 1).to(tl.int64)
+    s_at = s_band * groups * 16 + axis(4, 0, 4) * 0 + axis(8, 1, 4) * 2 + axis(2, 3, 4)
+    # Scales and zeros are loaded a step ahead: only operands of products does the compiler load early by itself.
+    s = _of_groups(scale + s_at, begin, WIDTH, GROUP, HALVES)
+    z = s
     if zeros is not None:
-        offsets = zeros + mine * groups
-        z = of_groups(offsets, begin * BLOCK_K // RUN, PARTS, RUN, GROUP)
+        z = _of_groups(zeros + s_at, begin, WIDTH, GROUP, HALVES)
     wait_for_previous(PDL)
     inside = (row < rows)[None, :]
-    inputs = x + row.to(tl.int64)[None, :] * stride_x + k[:, None]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for turn in range(begin, tl.minimum(begin + turns, all_turns)):
-        w = tl.load(words + turn * BLOCK_K + k[None, :])
-        first = turn * BLOCK_K
-        at = inputs + tl.multiple_of(first // RUN * (PARTS * RUN) + first % RUN, 16)
-        after = tl.minimum(turn + 1, all_turns - 1) * BLOCK_K // RUN
-        next_s = s
-        if GROUP != 0:
-            next_s = of_groups(scales, after, PARTS, RUN, GROUP)
-        if KIND == "int4":
-            a, b, c, d = unpack_int4(w, x.dtype.element_ty)
-            acc = _multiply(acc, a, at, inside, s[0], None if zeros is None else z[0], GROUP)
-            acc = _multiply(acc, b, at + RUN, inside, s[1], None if zeros is None else z[1], GROUP)
-            acc = _multiply(acc, c, at + 2 * RUN, inside, s[2], None if zeros is None else z[2], GROUP)
-            acc = _multiply(acc, d, at + 3 * RUN, inside, s[3], None if zeros is None else z[3], GROUP)
-        else:
-            a, b = unpack_bytes(w, KIND, x.dtype.element_ty)
-            acc = _multiply(acc, a, at, inside, s[0], None, GROUP)
-            acc = _multiply(acc, b, at + RUN, inside, s[1], None, GROUP)
-        if zeros is not None:
-            z = of_groups(offsets, after, PARTS, RUN, GROUP)
-        s = next_s
-    if GROUP == 0:
-        acc *= s[0][:, None]
+    inputs = x + row.to(tl.int64)[None, :] * stride_x + tl.arange(0, WIDTH // HALVES)[:, None]
+    last = all_turns * STEPS - 1
+    if SIMPLE:
+        acc = tl.zeros([BANDS * 16, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([4, 8, BANDS, 2, BLOCK_M // 8, 2], tl.float32)
+    for turn in range(split * turns, tl.minimum(split * turns + turns, all_turns)):
+        for i in tl.static_range(STEPS):
+            step = turn * STEPS + i
+            w = tl.load(words + step * (STEP * 256))
+            at = inputs + step * WIDTH
+            if not SIMPLE:
+                after = tl.minimum(step + 1, last)
+                next_s = _of_groups(scale + s_at, after, WIDTH, GROUP, HALVES)
+                next_z = next_s
+                if zeros is not None:
+                    next_z = _of_groups(zeros + s_at, after, WIDTH, GROUP, HALVES)
+            v = tl.load(at, mask=inside, other=0.0)
+            if PARTS == 2:
+                a, b = unpack_bytes(w, KIND, x.dtype.element_ty)
+                if SIMPLE:
+                    acc = tl.dot(_matrix(tl.join(a, b)), v, acc)
+                else:
+                    acc += _view(tl.dot(_matrix(tl.join(a, b)), v)) * s[0]
+            else:
+                a, b, c, d = unpack_int4(w, x.dtype.element_ty)
+                if HALVES == 2:
+                    acc += _scaled(_matrix(tl.join(a, b)), v, s[0], z[0], zeros is not None)
+                    v = tl.load(at + 32, mask=inside, other=0.0)
+                    acc += _scaled(_matrix(tl.join(c, d)), v, s[1], z[1], zeros is not None)
+                else:
+                    parts = tl.join(tl.join(a, c), tl.join(b, d))
+                    acc += _scaled(_matrix(parts), v, s[0], z[0], zeros is not None)
+            if not SIMPLE:
+                s = next_s
+                z = next_z
+    if SIMPLE:
+        acc = _view(acc) * s[0]
+    acc = acc.permute(2, 3, 1, 4, 0, 5).reshape([BANDS * 16, BLOCK_M])
 
+    column = first_band * 16 + tl.arange(0, BANDS * 16)
     if SPLITS > 1:
-        tiles = tl.num_programs(1)
-        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = partial + tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + cell
-        part = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
-        tl.store(parts + split * part, acc, cache_modifier=".cg")
+        CELLS: tl.constexpr = BANDS * 16 * BLOCK_M
+        cell = tl.arange(0, BANDS * 16)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        parts = partial + block.to(tl.int64) * CELLS + cell
+        part_cells = tl.num_programs(1).to(tl.int64) * CELLS
+        tl.store(parts + split * part_cells, acc, cache_modifier=".cg")
         tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + tile, 0)  # ready for the next launch
+        if tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrivals + block, 0)  # ready for the next launch
             acc = tl.load(parts, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
-                acc += tl.load(parts + other * part, cache_modifier=".cg")
-            _finish(acc, bias, out, row, column, rows, columns)
+                acc += tl.load(parts + other * part_cells, cache_modifier=".cg")
+            _finish(acc, bias, out, row, column, rows, bands * 16)
     else:
-        _finish(acc, bias, out, row, column, rows, columns)
+        _finish(acc, bias, out, row, column, rows, bands * 16)
 
 
 @triton.jit
-def _multiply(acc, w, inputs, inside, scale, zero, GROUP: tl.constexpr):
-    value = tl.load(inputs, mask=inside, other=0.0)  # [BLOCK_K, BLOCK_M]
-    if GROUP == 0 and zero is None:
-        acc = tl.dot(w, value, acc)
+def _of_groups(pointers, step, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr):
+    """Scales or zeros of both halves of a step, as [t, g, bands, high, 1, 1] in float32."""
+    if GROUP == 0:
+        found = tl.load(pointers)
+        other = found
     else:
-        part = tl.dot(w, value)
-        if zero is not None:
-            # Every row of this product is the sum of the inputs, where it is needed; the tensor cores have time for it.
-            part -= zero[:, None] * tl.dot(tl.full(w.shape, 1.0, w.dtype), value)
-        acc += part if GROUP == 0 else part * scale[:, None]
-    return acc
+        found = tl.load(pointers + step * WIDTH // GROUP * 16)
+        other = found
+        if HALVES == 2:
+            other = tl.load(pointers + (step * WIDTH + 32) // GROUP * 16)
+    found = tl.expand_dims(tl.expand_dims(found.to(tl.float32), 4), 5)
+    other = tl.expand_dims(tl.expand_dims(other.to(tl.float32), 4), 5)
+    return found, other
+
+
+@triton.jit
+def _matrix(parts):
+    """Parts of tiles, [bands, step, 256, 2] or [bands, step, 256, 2, 2], as [16 * bands, columns]."""
+    BANDS: tl.constexpr = parts.shape[0]
+    STEP: tl.constexpr = parts.shape[1]
+    COLUMNS: tl.constexpr = parts.numel // (BANDS * 16)
+    parts = parts.reshape([BANDS, STEP, 8, 4, 2, 2, 2, COLUMNS // (STEP * 16)])  # ..., g, t, k_high, high, k_low, part
+    return parts.permute(0, 5, 2, 1, 7, 4, 3, 6).reshape([BANDS * 16, COLUMNS])
+
+
+@triton.jit
+def _scaled(w, value, scale, zero, ZEROS: tl.constexpr):
+    part = _view(tl.dot(w, value))
+    if ZEROS:
+        # Every row of this product is the sum of the inputs, where it is needed; the tensor cores have time for it.
+        part -= zero * _view(tl.dot(tl.full(w.shape, 1.0, w.dtype), value))
+    return part * scale
+
+
+@triton.jit
+def _view(part):
+    """A matrix of the tensor cores as [t, g, bands, high, eights, two]."""
+    part = part.reshape([part.shape[0] // 16, 2, 8, part.shape[1] // 8, 4, 2])
+    return part.permute(4, 2, 0, 1, 3, 5)
 
 
 @triton.jit
@@ -253,32 +297,40 @@ def _finish(acc, bias, out, row, column, rows, columns):
 @quick_launch
 @triton.jit
 def _widen_kernel(
-    words,  # [columns, width] int16
-    scale,  # [columns, groups]
-    zeros,  # [columns, groups] int8 or None
-    out,  # [columns, PARTS * width]
-    columns,
-    width,
+    words,  # [bands, tiles, 256] int16
+    scale,  # [bands, groups, 16]
+    zeros,  # [bands, groups, 16] int8 or None
+    out,  # [16 * bands, 16 * PARTS * tiles]
+    tiles,
     groups,
     KIND: tl.constexpr,
     PARTS: tl.constexpr,
-    RUN: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,  # tiles
     PDL: tl.constexpr = False,
 ):
     start_next(PDL)
-    block = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (row < columns)[:, None]
-    row = tl.minimum(row, columns - 1).to(tl.int64)
-    k = tl.arange(0, RUN)[None, :]
-    w = tl.load(words + row[:, None] * width + block * RUN + k)
+    band = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) * BLOCK + axis(BLOCK, 1, 3)
+    w = tl.load(words + (band * tiles + tile) * 256 + axis(256, 2, 3), mask=tile < tiles)
+    if PARTS == 2:
+        a, b = unpack_bytes(w, KIND, tl.float16)
+        parts = tl.join(a, b)
+    else:
+        a, b, c, d = unpack_int4(w, tl.float16)
+        parts = tl.join(tl.join(a, c), tl.join(b, d))
+    # By runs of 32 columns, which share a scale in every form.
+    RUNS: tl.constexpr = BLOCK * PARTS // 2
+    value = _matrix(parts).reshape([16, RUNS, 32]).to(tl.float32)
+    row = axis(16, 0, 3)
+    first = (tl.program_id(0) * RUNS + axis(RUNS, 1, 3)) * 32
+    inside = first < tiles * (16 * PARTS)
+    of_group = band * groups * 16 + row % 8 * 2 + row // 8
+    if GROUP != 0:
+        of_group += first // GROUP * 16
+    if zeros is not None:
+        value -= tl.load(zeros + of_group, mask=inside, other=0).to(tl.float32)
+    value *= tl.load(scale + of_group, mask=inside, other=0.0)
     wait_for_previous(PDL)  # whoever read what lies here now has ended
-    for j in tl.static_range(PARTS):
-        value = code_values(w, j, KIND)
-        if zeros is not None:
-            value -= of_group(zeros + row * groups, block, j, PARTS, RUN, GROUP)[:, None]
-        value *= of_group(scale + row * groups, block, j, PARTS, RUN, GROUP)[:, None]
-        place = row[:, None] * (PARTS * width) + (block * PARTS + j) * RUN + k
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+    place = (band * 16 + row) * (tiles * 16 * PARTS) + first + axis(32, 2, 3)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)

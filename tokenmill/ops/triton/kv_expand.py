@@ -1,5 +1,5 @@
 """Codes become numbers, some at once: a few instructions for all bytes of a pair of words."""
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 from __future__ import annotations
 

@@ -80,7 +80,12 @@ def _empty(rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    """Many, and a function of the row's length alone: how a row is summed must not depend on how many rows there are.
+
+    Large programs, so that those that start early cannot gather on the few multiprocessors that the product before
+    them left free (scripts/gpu_w8a8.py tries other numbers).
+    """
+    return max(1, min(32, block // 256))
 
 
 @quick_launch
@@ -179,8 +184,8 @@ def _act_mul_kernel(
 def encode(wide, fixed, dtype: tl.constexpr):
     """One row in float32 as codes of the dtype, and the factor that undoes it.
 
-    A row with something that is not finite gets an infinite factor: it must not vanish in the clamp. With several rows
-    on a multiprocessor instructions are what takes the time, so there are as few as possible for each number.
+    A row with something that is not finite gets an infinite factor: it must not vanish in the clamp. Few
+    instructions for each number: a multiprocessor has several rows of thousands to go through.
     """
     HIGHEST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     LOWEST: tl.constexpr = -128.0 if dtype == tl.int8 else -448.0

@@ -1,8 +1,15 @@
-"""How small codes become floats in registers: 4-bit and 8-bit integers and float8, several to a 16-bit word.
+"""How small codes are stored for the tensor cores, and how they become floats in registers.
 
-A word holds the codes of PARTS columns that lie RUN columns apart. So the words of a tile become PARTS tiles of
-consecutive columns, and two neighbouring words, which share a register, become two neighbouring 16-bit floats of each
-part: nothing has to move between lanes, and every instruction works on two weights.
+A 16-bit word holds the codes of PARTS columns that lie 16 columns apart: four of 4 bits (columns c, c + 16, c + 32,
+c + 48 from the lowest bits to the highest) or two of 8. The words of 16 rows and 16 * PARTS columns are a tile, and
+are stored in the order in which the lanes of a warp hold the left operand of an `mma` instruction: a lane's eight words
+lie side by side. So a tile is one load of 16 bytes per lane, two neighbouring words share a register and become two
+neighbouring 16-bit floats of each part, every instruction works on two weights, and nothing moves between lanes.
+
+    word of row (band, high, g), word column (k_high, t, k_low):   words[band, tile, g, t, k_high, high, k_low]
+    scale or zero of that row:                                     scale[band, group, g, high]
+
+with a row as band * 16 + high * 8 + g and a word column as k_high * 8 + t * 2 + k_low; lanes are numbered g * 4 + t.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -15,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+TILE = 16  # rows of a tile, and words of each of them
+
 # lop3.b32's tables
 _AND_OR, _AND_XOR = "0xEA", "0x6A"  # (a & b) | c, (a & b) ^ c
 
@@ -23,11 +32,10 @@ _AND_OR, _AND_XOR = "0xEA", "0x6A"  # (a & b) | c, (a & b) ^ c
 class Codes:
     """A matrix [columns, inner] as the kernels read it."""
 
-    words: torch.Tensor  # [columns, inner / parts] int16
-    scale: torch.Tensor  # [columns, groups] float32
-    zeros: torch.Tensor | None  # [columns, groups] int8; only with int4
+    words: torch.Tensor  # [columns / 16, tiles, 256] int16
+    scale: torch.Tensor  # [columns / 16, groups, 16] float32
+    zeros: torch.Tensor | None  # [columns / 16, groups, 16] int8; only with int4
     kind: str  # "int4", "int8" or "fp8"
-    run: int  # consecutive columns at one position of the words
 
     @property
     def parts(self) -> int:
@@ -35,14 +43,25 @@ class Codes:
         return parts_of(self.kind)
 
     @property
+    def columns(self) -> int:
+        return self.words.shape[0] * TILE
+
+    @property
     def inner(self) -> int:
-        return self.words.shape[1] * self.parts
+        return self.words.shape[1] * TILE * self.parts
 
     @property
     def group(self) -> int:
         """Columns that share a scale; 0: all of a row."""
         groups = self.scale.shape[1]
         return 0 if groups == 1 else self.inner // groups
+
+    @property
+    def step(self) -> int:
+        """Tiles that are multiplied at once: as many as share their scales, unless a tile has several itself."""
+        tiles, width = self.words.shape[1], TILE * self.parts
+        most = min(self.group or 4 * width, 4 * width)
+        return next(size for size in (4, 2, 1) if tiles % size == 0 and size * width <= max(most, width))
 
 
 def parts_of(kind: str) -> int:
@@ -111,8 +130,6 @@ INT8_BF16 = tl.constexpr(_int8_bf16())
 INT8_FP16 = tl.constexpr(_int8_fp16())
 FP8_BF16 = tl.constexpr(_fp8("bf16x2", 4, "0x07F007F0", "0x7B807B80"))
 FP8_FP16 = tl.constexpr(_fp8("f16x2", 7, "0x3F803F80", "0x5C005C00"))
-UPPER_BITS = tl.constexpr(f"lop3.b32 $0, $1, 0x000F0000, 0x43000000, {_AND_OR};")
-LOWER_BITS = tl.constexpr(f"lop3.b32 $0, $1, 0x0000F000, 0x45000000, {_AND_OR};")
 
 
 @triton.jit
@@ -170,71 +187,10 @@ def unpack_bytes(words, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def wide_pair(words, j: tl.constexpr, KIND: tl.constexpr):
-    """Part j of pairs of 16-bit words (uint32): both codes as float32, plus `pair_offset(j, KIND)`.
-
-    Codes of four bits are taken from two places only, where they are mantissa bits of 128 or of 2048: three rotations
-    or shifts serve all eight, and what is too much is subtracted from the sum.
-    """
-    if KIND == "int4":
-        turned = (words >> 16) | (words << 16)
-        if j == 0:
-            low, high = turned, words
-        elif j == 3:
-            low, high = words, turned
-        else:
-            low, high = words << 8, words >> 8
-        low, high = _plus_power(low, j % 2 == 0), _plus_power(high, j % 2 == 0)
-    elif KIND == "int8":
-        low = (((words >> (8 * j)) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
-        high = (((words >> (8 * j + 16)) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
-    else:
-        # Sign, exponent and mantissa in their places, times 2^120: what lies between the biases of the exponents.
-        if j == 0:
-            low = ((words << 24) & 0x80000000) | ((words << 20) & 0x07F00000)
-            high = ((words << 8) & 0x80000000) | ((words << 4) & 0x07F00000)
-        else:
-            low = ((words << 16) & 0x80000000) | ((words << 12) & 0x07F00000)
-            high = (words & 0x80000000) | ((words >> 4) & 0x07F00000)
-        low = low.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        high = high.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return low, high
-
-
-@triton.jit
-def _plus_power(words, UPPER: tl.constexpr):
-    """128 + bits 16 to 19, or 2048 + bits 12 to 15, in float32."""
-    if COMPILED:  # one instruction, of which the compiler would make two
-        return tl.inline_asm_elementwise(
-            UPPER_BITS if UPPER else LOWER_BITS, "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
-        )
-    bits = (words & 0xF0000) | 0x43000000 if UPPER else (words & 0xF000) | 0x45000000
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pair_offset(j: tl.constexpr, KIND: tl.constexpr):
-    if KIND != "int4":
-        return 0.0
-    return 136.0 if j % 2 == 0 else 2056.0
-
-
-@triton.jit
-def of_group(values, block, j: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr):
-    """What the group of part j has in these blocks of PARTS * RUN columns, in float32; values: its row's pointers."""
-    if GROUP == 0:
-        found = tl.load(values)
-    else:
-        found = tl.load(values + (block * PARTS + j) // (GROUP // RUN))
-    return found.to(tl.float32)
-
-
-@triton.jit
-def of_groups(values, block, PARTS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr):
-    """What the groups of all parts have, as a tuple of PARTS."""
-    a, b = of_group(values, block, 0, PARTS, RUN, GROUP), of_group(values, block, 1, PARTS, RUN, GROUP)
-    if PARTS == 2:
-        return a, b
-    else:  # or the compiler would follow both ways
-        c, d = of_group(values, block, 2, PARTS, RUN, GROUP), of_group(values, block, 3, PARTS, RUN, GROUP)
-        return a, b, c, d
+def axis(size: tl.constexpr, at: tl.constexpr, rank: tl.constexpr):
+    """0, 1, ... along dimension `at` of a tensor of this rank, which is 1 in all others."""
+    found = tl.arange(0, size)
+    for i in tl.static_range(rank):
+        if i != at:
+            found = tl.expand_dims(found, i)
+    return found

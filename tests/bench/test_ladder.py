@@ -1,0 +1,194 @@
+"""The ladder: one switch per rung, answers held against the bottom's, and figures that can be traced."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import write_tiny
+from typer.testing import CliRunner
+
+from tokenmill.bench import ladder_run
+from tokenmill.bench.ladder import BOUNDED, Plan, Rung, Sizes, fitted, requests
+from tokenmill.bench.ladder_run import Exactness, Row, WorkerFailed, climb, first_differences
+from tokenmill.bench.ladder_show import cells, lines, page, waterfall
+from tokenmill.cli.app import app
+from tokenmill.config import EngineConfig
+from tokenmill.errors import ConfigError
+
+SIZES = Sizes(rows=8, max_len=256, kv_bytes=1 << 20, whole_step=2048)
+TINY = ["--load-format", "dummy", "--device", "cpu", "--requests", "8", "--input", "24", "--output", "8"]
+
+
+def ladder(*words: str) -> tuple[str, int]:
+    result = CliRunner().invoke(app, ["ladder", *words])
+    return result.output, result.exit_code
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
+    plan = Plan(device, SIZES)
+    rungs = plan.rungs()
+    assert len({rung.name for rung in rungs}) == len(rungs) >= 12
+    known, defaults = {field.name for field in fields(EngineConfig)}, vars(EngineConfig())
+    before = plan.settings(rungs[0].name)
+    for rung in rungs[1:]:
+        now = plan.settings(rung.name)
+        EngineConfig.from_options(**now)
+        changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        assert changed == set(rung.switch) - {name for name in rung.switch if before.get(name) == now.get(name)}
+        assert changed and changed <= known
+        before = now
+    on_top = {"kv_cache", "batching", "kv_reservation", "enable_chunked_prefill", "enable_prefix_caching"}
+    on_top |= {"cuda_graphs", "overlap", "shared_prefix_attention", "ops"} if device == "cuda" else {"cuda_graphs", "ops"}
+    for name in on_top:  # nothing is left off
+        assert before.get(name, defaults[name]) == defaults[name], name
+
+
+def test_a_rung_that_nobody_knows_is_named() -> None:
+    with pytest.raises(ConfigError, match="'pagin'; did you mean 'paging'"):
+        Plan("cpu", SIZES).chosen("bottom,pagin")
+    assert [rung.name for rung in Plan("cpu", SIZES).chosen("paging,bottom")] == ["bottom", "paging"]
+
+
+def test_reserved_requests_are_a_quarter_of_those_that_fit() -> None:
+    work = requests(32, 96, 32, seed=0)
+    sizes = fitted(work, "cpu", kv_bytes_per_token=1000, longest=8192)
+    tokens = sizes.kv_bytes // 1000
+    assert 8 * sizes.max_len < tokens < 9 * sizes.max_len
+    assert tokens > sum(work.prompts) + sum(work.outputs)
+    assert len(set(work.prompts)) > 8 and len(set(work.outputs)) > 8
+    assert 80 < sum(work.prompts) / 32 < 112 and 24 < sum(work.outputs) / 32 < 40
+    with pytest.raises(ConfigError, match="the model was made for 100"):
+        fitted(work, "cpu", 1000, longest=100)
+
+
+def test_the_whole_ladder_on_a_tiny_model(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=1024)
+    files = ["--html", str(tmp_path / "l.html"), "--plot", str(tmp_path / "plots"), "--json", str(tmp_path / "l.json")]
+    rungs = "bottom,kv-cache,static,continuous,paging,prefix-cache"
+    text, code = ladder(model, *TINY, "--rungs", rungs, *files)
+    assert code == 0, text
+    found = {rung["name"]: rung for rung in json.loads((tmp_path / "l.json").read_text())["rungs"]}
+    assert list(found) == rungs.split(",")
+    assert not any(rung["error"] for rung in found.values())
+    for name, rung in found.items():
+        exact = rung["exactness"]
+        assert exact["different"] == 0 and exact["equal"] + exact["near"] == (0 if name == "bottom" else 8)
+        assert 0 < rung["ttft"]["mean"] < rung["e2e"]["mean"] <= rung["seconds"]
+        assert rung["memory"]["peak"] > 1e7
+    assert found["bottom"]["recomputed"] > found["static"]["recomputed"] > found["continuous"]["recomputed"] == 0
+    assert found["bottom"]["steps"] == found["kv-cache"]["steps"] > found["static"]["steps"] > found["paging"]["steps"]
+    assert found["continuous"]["kv"]["waste"] > 0.7 > 0.5 > found["paging"]["kv"]["waste"]
+    assert found["continuous"]["kv"]["blocks"] > found["paging"]["kv"]["blocks"] > found["bottom"]["kv"]["blocks"]
+    html = (tmp_path / "l.html").read_text()
+    assert "<script" not in html and not re.search(r'(src|href)="', html) and "6. prefix cache" in html
+    ET.parse(tmp_path / "plots" / "ladder_cpu.svg")
+
+
+def test_too_little_time_scales_and_says_so(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=4096)
+    words = [model, *TINY, "--output", "60", "--rungs", "bottom", "--seconds", "0.1", "--json", str(tmp_path / "l.json")]
+    text, code = ladder(*words)
+    assert code == 0, text
+    rung = json.loads((tmp_path / "l.json").read_text())["rungs"][0]
+    assert 0 < rung["share"] < 1 and "| ~" in text and "scaled to all" in text
+    assert rung["seconds"] > 0.1
+
+
+class Answers:
+    """Stands in for worker processes."""
+
+    def __init__(self, tokens: dict[str, list[list[int]]], gaps: list[float]) -> None:
+        self.tokens, self.gaps = tokens, gaps
+        self.judged: list[Any] = []
+        self.turn = iter(tokens.values())
+
+    def __call__(self, model: str, options: Any, question: dict[str, Any], title: str, report: Any) -> dict[str, Any]:
+        if "judge" in question:
+            self.judged = question["judge"]
+            return {"gaps": self.gaps}
+        answers = next(self.turn)
+        if not answers:
+            raise WorkerFailed("no kernel")
+        return {
+            "seconds": 2.0, "steps": 1, "recomputed": 0, "report": [],
+            "kv": {"blocks": 1, "bytes": 1.0, "waste": 0.5}, "memory": {"peak": 1, "device": 0},
+            "answers": [
+                {"index": index, "prompt": [index], "tokens": tokens, "ttft": 0.5, "e2e": 1.0}
+                for index, tokens in enumerate(answers)
+            ],
+        }  # fmt: skip
+
+
+def test_differences_are_judged_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    same, other, third = [1, 2, 3, 4], [1, 2, 9, 4], [7, 2, 3, 4]
+    tokens = {"bottom": [same, same], "kv-cache": [same, other, same], "static": [third, same, other], "fused-ops": []}
+    worker = Answers(tokens, gaps=[0.0005, 0.2, 0.02])
+    monkeypatch.setattr(ladder_run, "_asked", worker)
+    plan = Plan("cpu", SIZES)
+    rungs = [rung for rung in plan.rungs() if rung.name in tokens]
+    asks: list[Any] = [([index], 4) for index in range(4)]
+    rows = climb("m", plan, rungs, asks, [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)
+    # the third request is first answered by the second rung: that one is the measure
+    assert worker.judged == [([1, 1, 2], 3, 9), ([0], 1, 7), ([2, 1, 2], 3, 9)]
+    assert rows[1].exactness == Exactness(equal=1, near=1, worst=0.0005, first=2)
+    assert rows[2].exactness == Exactness(equal=1, different=2, worst=0.2, first=0)
+    assert [at for _, _, at in first_differences(rows)] == [None, 2, 0, None, 2]
+    assert rows[0].share == 0.5 and rows[0].tokens_per_second == 4 and rows[0].seconds == 4
+    assert rows[0].ttft["mean"] == 1.0  # half of the requests, so half of the wait
+    assert rows[3].error == "no kernel"
+    assert any("native fused ops: not measured: no kernel" in line for line in lines(rows))
+
+
+def test_rounding_on_purpose_is_judged_more_mildly_from_there_on() -> None:
+    plan = Plan("cpu", SIZES)
+    names = [rung.name for rung in plan.rungs() if plan.rounds(rung.name)]
+    assert names == ["quantized", "recorded", "kv-quantized"]
+    assert next(rung for rung in plan.rungs() if rung.claim == BOUNDED).name == names[0]
+
+
+def made(speeds: list[float | None]) -> list[Row]:
+    rows = []
+    for number, speed in enumerate(speeds):
+        row = Row(Rung(f"r{number}", f"rung <{number}>", {}, "told"))
+        if speed is None:
+            row.error = "broken"
+        else:
+            latencies: dict[str, float | None] = {"mean": 1.0, "p99": 2.0}
+            row = replace(
+                row, tokens_per_second=speed, ttft=latencies, e2e=latencies,
+                kv={"bytes": 2e6, "waste": 0.25}, memory={"peak": 3_000_000, "device": 0},
+            )  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def test_factors_are_against_the_last_rung_that_ran() -> None:
+    rows = made([2.0, 10.0, None, 5.0])
+    table = dict(cells(rows))
+    assert table["2. rung <1>"][:3] == ["10.0", "x5.00", "x5.00"]
+    assert set(table["3. rung <2>"]) == {"-"}
+    assert table["4. rung <3>"][:3] == ["5.00", "x0.50", "x2.50"]
+    assert table["1. rung <0>"][7:10] == ["2.00", "25%", "3.00"]
+
+
+def test_the_waterfall_has_a_bar_from_rung_to_rung() -> None:
+    root = ET.fromstring(waterfall("A & B", made([2.0, 20.0, None, 10.0])))
+    bars = [one.attrib for one in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert len(bars) == 3
+    gain, loss = bars[1], bars[2]
+    assert gain["fill"] != loss["fill"]
+    assert float(gain["x"]) + float(gain["width"]) == pytest.approx(float(loss["x"]) + float(loss["width"]), abs=0.2)
+    decade = float(gain["width"])
+    assert float(loss["width"]) / decade == pytest.approx(0.301, abs=0.01)  # half, on a logarithmic axis
+
+
+def test_the_page_escapes_what_it_is_told() -> None:
+    text = page("A & B", ["<b>"], made([1.0]), [{"ops": "<i>"}])
+    assert "A &amp; B" in text and "&lt;b&gt;" in text and "rung &lt;0&gt;" in text and "<i>" not in text

@@ -1,0 +1,163 @@
+"""One rung in a process of its own, so that its peak memory is its own: a question in JSON, answers as JSON lines.
+
+Run as `python -m tokenmill.bench.ladder_worker`, with one of these on stdin:
+
+    {"model", "options", "asks": [[prompt, tokens], ...], "warm": [...], "limit": seconds, "repeats": n}
+    {"model", "options", "judge": [[ids, expected, chosen], ...]}
+
+Lines out: {"done", "of", "what"} on the way, at last {"found": ...} or {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.bench.offline import memory_of, steps_of
+from tokenmill.bench.peers.serve import PR_SET_PDEATHSIG
+from tokenmill.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.llm import LLM
+
+Tell = Callable[..., None]
+Ask = tuple[str | list[int], int]  # a prompt, and how many tokens to answer with
+WATCHED = 8  # of so many steps one is looked at
+WIDTH = 20  # log-probabilities that a judge asks for
+
+
+class KVWatch:
+    """What is held of the KV cache, and how much of that is empty."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._scheduler = llm._built.engine.scheduler
+        state = llm._built.engine.runner.state  # type: ignore[attr-defined]
+        arenas = [one for one in (state.arena, state.scales) if one is not None]
+        pool = self._scheduler.kv.pool
+        self._block_bytes = sum(one.numel() * one.element_size() for one in arenas) / pool.num_blocks
+        self._steps = self._peak = self._held = self._filled = 0
+
+    def look(self) -> None:
+        pool, size = self._scheduler.kv.pool, self._scheduler.kv.block_size
+        held = pool.num_blocks - pool.num_free
+        self._peak = max(self._peak, held)
+        self._steps += 1
+        if self._steps % WATCHED != 1:
+            return
+        filled: dict[int, int] = {}  # block -> tokens in it; shared ones count once
+        for request in self._scheduler.running:
+            for number, block in enumerate(request.blocks):
+                filled[block] = max(filled.get(block, 0), min(size, max(0, request.num_computed - number * size)))
+        self._held += held * size
+        self._filled += sum(filled.values())
+
+    def found(self) -> dict[str, float]:
+        waste = 1 - self._filled / self._held if self._held else 0.0
+        return {"blocks": self._peak, "bytes": self._peak * self._block_bytes, "waste": waste}
+
+
+def measure(llm: LLM, asks: list[Ask], limit: float | None, tell: Tell) -> dict[str, Any]:
+    """Answer all requests, which are there from the start. With a limit they run one by one until it is over."""
+    front, watch = llm._front, KVWatch(llm)
+    batching = llm._built.engine.scheduler.batching
+    llm.reset_prefix_cache()
+    follows = [front.prepare(prompt, _params(tokens)) for prompt, tokens in asks]
+    before, again = steps_of(llm), batching.recomputed
+    began, moment = time.perf_counter(), front.engine.clock()
+    groups = [[follow] for follow in follows] if limit is not None else [follows]
+    ended = 0
+    for group in groups:
+        if limit is not None and ended and time.perf_counter() - began > limit:
+            break
+        for follow in group:
+            front.submit(follow)
+        left = len(group)
+        while left:
+            done = sum(follow.finished for follow in front.step())
+            watch.look()
+            if done:
+                left, ended = left - done, ended + done
+                tell(ended, len(asks))
+    seconds = time.perf_counter() - began
+    answers = []
+    for index, follow in enumerate(follows[:ended]):
+        if follow.leader.error is not None:
+            raise RuntimeError(follow.leader.error)
+        metrics = follow.leader.metrics
+        answers.append(
+            {
+                "index": index,
+                "prompt": list(follow.leader.tokens[: follow.leader.prompt_len]),
+                "tokens": list(follow.leader.output),
+                "ttft": metrics.token_times[0] - moment,
+                "e2e": (metrics.finished or moment) - moment,
+            }
+        )
+    return {
+        "seconds": seconds,
+        "answers": answers,
+        "steps": steps_of(llm) - before,
+        "recomputed": batching.recomputed - again,
+        "kv": watch.found(),
+    }
+
+
+def judge(llm: LLM, cases: list[tuple[list[int], int, int]]) -> list[float]:
+    """By how much the expected token was likelier than the chosen one, in log-probability; at least so much."""
+    gaps = []
+    for ids, expected, chosen in cases:
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=WIDTH, detokenize=False)
+        table = (llm.generate([ids], params, use_tqdm=False)[0].outputs[0].logprobs or [{}])[0]
+        known = {token: one.logprob for token, one in table.items()}
+        least = min(known.values())
+        gaps.append(known.get(expected, least) - known.get(chosen, least))
+    return gaps
+
+
+def run(question: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    from tokenmill import LLM
+
+    def loading(done: int, total: int, what: str) -> None:
+        tell(done, total, what)
+
+    with LLM(question["model"], progress=loading, **question["options"]) as llm:
+        if "judge" in question:
+            return {"gaps": judge(llm, question["judge"])}
+        llm.generate(
+            [prompt for prompt, _ in question["warm"]], [_params(n) for _, n in question["warm"]], use_tqdm=False
+        )
+        runs = [measure(llm, question["asks"], question["limit"], tell) for _ in range(question["repeats"])]
+        found = sorted(runs, key=lambda one: float(one["seconds"]))[len(runs) // 2]
+        return found | {"memory": memory_of(llm), "report": llm.plan_lines()}
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False)
+
+
+def main() -> None:
+    if sys.platform == "linux":  # end with whoever asks
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    lines = os.fdopen(os.dup(1), "w")  # libraries print what they like to stdout
+    os.dup2(2, 1)
+
+    def say(**what: Any) -> None:
+        lines.write(json.dumps(what) + "\n")
+        lines.flush()
+
+    try:
+        found = run(json.load(sys.stdin), lambda done, of, what=None: say(done=done, of=of, what=what))
+    except Exception as error:  # whatever a rung cannot do here is a line of the table
+        say(error=f"{type(error).__name__}: {error}")
+        raise
+    say(found=found)
+
+
+if __name__ == "__main__":
+    main()

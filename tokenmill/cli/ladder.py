@@ -1,0 +1,123 @@
+"""`tokenmill ladder`: what each technique is worth on this machine, one rung at a time, and what it does to answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill.cli import bench_options as given
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, Device, Dtype
+from tokenmill.cli.terminal import note, progress
+
+if TYPE_CHECKING:
+    from tokenmill.bench.ladder import Plan
+    from tokenmill.plan.workload import Workload
+
+_WHERE = "Where it runs"
+_WHAT = "What is asked"
+# By device: small enough that the bottom rung ends within a minute.
+USUAL = {"cpu": (32, 96, 32), "cuda": (64, 512, 128)}  # requests, tokens of prompts, of answers
+
+
+def ladder(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    rungs: Annotated[str | None, typer.Option(help="Only these: kv-cache,paging. `--rungs list` names them.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many; unset: 32, GPU 64.", rich_help_panel=_WHAT)
+    ] = None,
+    input: Annotated[
+        int | None, typer.Option(min=4, help="Tokens per prompt on average; unset: 96, GPU 512.", rich_help_panel=_WHAT)
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per answer on average; unset: 32, GPU 128.", rich_help_panel=_WHAT)
+    ] = None,
+    seed: given.Seed = 0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="For a rung that serves one at a time; it is scaled if that is not enough.")
+    ] = 45.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each batched rung, of which the median counts.")] = 1,
+    html: Annotated[Path | None, typer.Option(help="One page with everything.")] = None,
+    json: given.Json = None,
+    plot: given.Plot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_format: Annotated[
+        str, typer.Option(help="dummy: random weights, only the config is read.", rich_help_panel=_WHERE)
+    ] = "auto",
+) -> None:
+    """Climb from no KV cache and one request at a time to all techniques, on the same requests.
+
+    Every rung is the one below plus one switch, in a process of its own; its answers are held against the bottom's.
+    """
+    from tokenmill.bench.ladder_run import climb
+    from tokenmill.bench.ladder_show import lines, page, waterfall
+    from tokenmill.bench.workloads import Mix
+
+    options = {"load_format": load_format, "skip_tokenizer_init": load_format == "dummy"}
+    options |= {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
+    with progress() as report:
+        plan, work, vocab, used = _planned(model, options, (requests, input, output), seed, report)
+        chosen = plan.chosen(None if rungs == "list" else rungs)
+        if rungs == "list":
+            for rung in chosen:
+                typer.echo(f"{rung.name:<16} {rung.told}")
+            return
+        mix = Mix(work, vocab=vocab if load_format == "dummy" else None)
+        asks = [(ask.prompt, ask.max_tokens) for ask in mix.asks(seed)]
+        warm = [(ask.prompt, ask.max_tokens) for ask in mix.asks(~seed)]
+        rows = climb(model, plan, chosen, asks, warm, limit=seconds, repeats=repeats, dtype=used, report=report)
+    title = f"The ladder: {_name(model)} on {_machine(plan.device)}"
+    told = [
+        f"{len(work)} requests, all there from the start: prompts of {min(work.prompts)} to {max(work.prompts)} tokens "
+        f"that share their first {work.hash_block}, answers of {min(work.outputs)} to {max(work.outputs)}; greedy, "
+        f"{used}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung."
+    ]
+    data = {"model": model, "told": told, "workload": work.summary(), "rungs": [row.as_data() for row in rows]}
+    given.give_out(data, [title, *told, "", *lines(rows)], json)
+    if plot is not None:
+        plot.mkdir(parents=True, exist_ok=True)
+        target = plot / f"ladder_{plan.device}.svg"
+        target.write_text(waterfall(title, rows))
+        note(f"wrote {target}")
+    if html is not None:
+        html.write_text(page(title, told, rows, [plan.settings(row.rung.name) for row in rows]))
+        note(f"wrote {html}")
+    if any(row.error is not None or (row.exactness.different and not plan.rounds(row.rung.name)) for row in rows):
+        raise typer.Exit(1)
+
+
+def _planned(
+    model: str, options: dict[str, Any], sizes: tuple[int | None, int | None, int | None], seed: int, report: Any
+) -> tuple[Plan, Workload, int, str]:
+    """The ladder for this model and machine, the requests, the vocabulary's size, and the dtype's name."""
+    from tokenmill.bench.ladder import Plan, fitted, requests
+    from tokenmill.config import EngineConfig
+    from tokenmill.engine.build import choose_device, choose_dtype, open_checkpoint
+    from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.checkpoint import BlockCheckpoint
+    from tokenmill.model.weights.source import resolve
+
+    config = EngineConfig.from_options(model=model, **options)
+    device = choose_device(config.device)
+    checkpoint, model_config = open_checkpoint(config, resolve(model, progress=report))
+    spec = spec_from_config(model_config)
+    dtype = choose_dtype(config.dtype, spec, device)[0]
+    count, prompt, output = (one or usual for one, usual in zip(sizes, USUAL[device.type]))
+    work = requests(count, prompt, output, seed)
+    fits = fitted(work, device.type, spec.kv_bytes_per_token(dtype.itemsize), spec.max_positions)
+    plan = Plan(device.type, fits, isinstance(checkpoint, BlockCheckpoint), options)
+    return plan, work, spec.vocab_size, str(dtype).removeprefix("torch.")
+
+
+def _name(model: str) -> str:
+    return "the default model" if model == DEFAULT_MODEL else Path(model).name
+
+
+def _machine(device: str) -> str:
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} CPU threads"
