@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpu_gemm import Layers, Timer
 
 from tokenmill.ops.triton.gemm_small import GemmShape, counters_for
-from tokenmill.ops.triton.gemm_weight_only import MOST_TURNS, _rows_of_a_tile, choose_shape, weight_only_gemm, widened
+from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape, weight_only_gemm, widened
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
 from tokenmill.quant.forms import Form, parse_form
@@ -46,12 +46,13 @@ Shape = FewShape | GemmShape
 INT4 = Form("int4", 128)
 OTHERS = [Form("int4", 128, True), Form("int4", 32), Form("int4", 32, True), Form("int8"), Form("fp8", 128)]
 # bands, warps, depth
-FEW = [(1, 8, 1), (1, 8, 2), (1, 8, 4), (1, 4, 4), (1, 16, 2), (2, 4, 2), (2, 8, 1), (2, 8, 2), (2, 4, 1), (4, 4, 1)]
+FEW = [(1, 8, 1), (1, 8, 2), (1, 8, 4), (1, 4, 2), (1, 4, 4), (1, 16, 1), (1, 16, 2), (1, 2, 2), (1, 2, 4), (1, 4, 1),
+       (2, 2, 2), (2, 4, 1), (2, 4, 2), (2, 8, 1), (2, 8, 2), (2, 16, 1), (4, 4, 1)]  # fmt: skip
 FEW_OF_16 = [(1, 8, 2), (2, 8, 1), (2, 4, 2)]
 GEMM: dict[int, list[tuple[int, int, int, int]]] = {  # rows of a tile -> block_n, steps, warps, stages
     16: [(64, 1, 4, 6), (64, 2, 4, 4), (64, 4, 4, 3), (128, 2, 8, 4)],
     32: [(64, 1, 4, 5), (64, 2, 4, 3), (128, 1, 8, 5), (128, 2, 8, 3)],
-    64: [(64, 1, 4, 4), (128, 1, 8, 4), (128, 2, 8, 3), (128, 1, 4, 4)],
+    64: [(64, 1, 4, 4), (128, 1, 8, 4), (128, 2, 8, 3), (128, 1, 4, 4), (256, 1, 8, 4)],
 }
 SPLITS = (1, 2, 4)
 
@@ -104,7 +105,7 @@ def shapes_for(rows: int, inner: int) -> list[Shape]:
     """Of int4-g128: what is worth a try."""
     steps = inner // 128
     few = [] if rows > 16 else FEW if rows <= 8 else FEW_OF_16
-    made: list[Shape] = [FewShape(*shape) for shape in few if shape[1] * shape[2] * MOST_TURNS >= steps]
+    made: list[Shape] = [FewShape(*shape) for shape in few]
     if rows > 8:
         made += [
             GemmShape(n, 2 * k, splits, warps, stages)

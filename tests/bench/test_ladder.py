@@ -45,7 +45,7 @@ def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
         assert changed and changed <= known
         before = now
     on_top = {"kv_cache", "batching", "kv_reservation", "enable_chunked_prefill", "enable_prefix_caching"}
-    on_top |= {"cuda_graphs", "overlap", "shared_prefix_attention", "ops"} if device == "cuda" else {"cuda_graphs", "ops"}
+    on_top |= {"cuda_graphs", "ops"} | ({"overlap", "shared_prefix_attention"} if device == "cuda" else set())
     for name in on_top:  # nothing is left off
         assert before.get(name, defaults[name]) == defaults[name], name
 
@@ -93,8 +93,8 @@ def test_the_whole_ladder_on_a_tiny_model(tmp_path: Path) -> None:
 
 def test_too_little_time_scales_and_says_so(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny", max_position_embeddings=4096)
-    words = [model, *TINY, "--output", "60", "--rungs", "bottom", "--seconds", "0.1", "--json", str(tmp_path / "l.json")]
-    text, code = ladder(*words)
+    words = ["--output", "60", "--rungs", "bottom", "--seconds", "0.1", "--json", str(tmp_path / "l.json")]
+    text, code = ladder(model, *TINY, *words)
     assert code == 0, text
     rung = json.loads((tmp_path / "l.json").read_text())["rungs"][0]
     assert 0 < rung["share"] < 1 and "| ~" in text and "scaled to all" in text
@@ -120,7 +120,7 @@ class Answers:
             "seconds": 2.0, "steps": 1, "recomputed": 0, "report": [],
             "kv": {"blocks": 1, "bytes": 1.0, "waste": 0.5}, "memory": {"peak": 1, "device": 0},
             "answers": [
-                {"index": index, "prompt": [index], "tokens": tokens, "ttft": 0.5, "e2e": 1.0}
+                {"index": index, "prompt": [index], "tokens": tokens, "ttft": 0.5, "e2e": 1.0, "gaps": [0.1]}
                 for index, tokens in enumerate(answers)
             ],
         }  # fmt: skip
@@ -162,7 +162,7 @@ def made(speeds: list[float | None]) -> list[Row]:
         else:
             latencies: dict[str, float | None] = {"mean": 1.0, "p99": 2.0}
             row = replace(
-                row, tokens_per_second=speed, ttft=latencies, e2e=latencies,
+                row, tokens_per_second=speed, ttft=latencies, itl=latencies, e2e=latencies,
                 kv={"bytes": 2e6, "waste": 0.25}, memory={"peak": 3_000_000, "device": 0},
             )  # fmt: skip
         rows.append(row)
@@ -175,7 +175,7 @@ def test_factors_are_against_the_last_rung_that_ran() -> None:
     assert table["2. rung <1>"][:3] == ["10.0", "x5.00", "x5.00"]
     assert set(table["3. rung <2>"]) == {"-"}
     assert table["4. rung <3>"][:3] == ["5.00", "x0.50", "x2.50"]
-    assert table["1. rung <0>"][7:10] == ["2.00", "25%", "3.00"]
+    assert table["1. rung <0>"][5:11] == ["2,000", "1.00", "2.00", "2.00", "25%", "3.00"]
 
 
 def test_the_waterfall_has_a_bar_from_rung_to_rung() -> None:

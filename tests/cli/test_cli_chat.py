@@ -160,6 +160,12 @@ def test_stats_count_all_answers(invoke):
     assert "all answers: 3 tokens" in stderr
 
 
+def test_forms_of_weights_and_cache_reach_the_engine(invoke):
+    stub = StubLLM()
+    invoke(stub, "chat", "--quantization", "int8", "--kv-cache-dtype", "fp8", stdin="hello\n")
+    assert (stub.opened_with["quantization"], stub.opened_with["kv_cache_dtype"]) == ("int8", "fp8")
+
+
 def test_quit_leaves_the_rest_unread(invoke):
     stub = StubLLM()
     assert invoke(stub, "chat", stdin="/quit\nhello\n").exit_code == 0

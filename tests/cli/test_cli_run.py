@@ -58,10 +58,18 @@ def test_options_reach_the_sampling_parameters_and_the_engine(invoke):
     stub = StubLLM()
     sampling = ["--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.8", "--top-k", "7", "--seed", "3"]
     where = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "128"]
-    invoke(stub, "run", "Hi", "-m", "some/model", *sampling, *where)
+    forms = ["--quantization", "int4,layers.0-3=int8", "--kv-cache-dtype", "int8"]
+    invoke(stub, "run", "Hi", "-m", "some/model", *sampling, *where, *forms)
     params = stub.asked[0][1]
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (9, 0.5, 0.8, 7, 3)
-    assert stub.opened_with == {"model": "some/model", "device": "cpu", "dtype": "float32", "max_model_len": 128}
+    assert stub.opened_with == {
+        "model": "some/model",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 128,
+        "quantization": "int4,layers.0-3=int8",
+        "kv_cache_dtype": "int8",
+    }
 
 
 def test_wrong_sampling_value_is_one_line_and_loads_nothing(invoke):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,13 +45,15 @@ def overflowing_model(tmp_path_factory):
     embed[:, 0] = 0.0
     embed[HOT, 0] = 30_000.0
     tensors["lm_head.weight"][:, 0] = 0.0  # whatever channel 0 holds, the other channels decide
+    for layer in range(3):  # nobody but the hot token has anything in channel 0, or it would drown what others hold
+        tensors[f"model.layers.{layer}.self_attn.o_proj.weight"][0] = 0.0
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"][0] = 0.0
     for layer in range(2):
         mlp = f"model.layers.{layer}.mlp."
         # The norm makes of channel 0 about sqrt(32); gate and up pass it on, down brings it back as 20,000 and more.
         for name in ("gate_proj", "up_proj"):
             tensors[f"{mlp}{name}.weight"][0] = 0.0
             tensors[f"{mlp}{name}.weight"][0, 0] = 1.0
-        tensors[f"{mlp}down_proj.weight"][0] = 0.0
         tensors[f"{mlp}down_proj.weight"][0, 0] = 800.0
     save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -100,3 +103,38 @@ def test_chunks_prefix_hits_and_preemption_go_on_in_float32(overflowing_model):
     guarded = answers(overflowing_model, prompts, dtype="float16", **small)
     assert [one[0] for one in guarded[:2]] == [one[0] for one in exact[:2]]
     assert all(error is None for _, error in guarded)
+
+
+def test_what_float32_fills_is_shared_with_nobody(overflowing_model):
+    """The third prompt begins as the first one, and arrives in the step in which that one begins again."""
+    start = list(range(20, 44))
+    prompts, lengths = [start + [HOT, 9], list(range(50, 64)), start + [2, 3, 4]], [3, 1, 10]
+    params = [replace(GREEDY, max_tokens=length, logprobs=0) for length in lengths]
+    found = []
+    for chosen in (slice(0, 3), slice(2, 3)):
+        with LLM(str(overflowing_model), **SETTINGS | {"dtype": "float16", "max_num_seqs": 2}) as llm:
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts[chosen]]
+            last = llm.generate(inputs, params[chosen], use_tqdm=False)[-1]
+            assert last.num_cached_tokens == 0
+            found.append([{token: one.logprob for token, one in at.items()} for at in last.outputs[0].logprobs])
+    assert found[0] == found[1], "the other is what it is alone, to the last bit"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=2),
+        SamplingParams(beam_width=3, n=3, max_tokens=6, ignore_eos=True),
+    ],
+    ids=["several answers", "log-probabilities of the prompt", "beams"],
+)
+def test_every_kind_of_request_gets_what_float32_gives(overflowing_model, params, overlap):
+    found = []
+    for settings in ({"dtype": "float32", "kv_cache_dtype": "float16"}, {"dtype": "float16", "overlap": overlap}):
+        with LLM(str(overflowing_model), **SETTINGS | settings) as llm:
+            output = llm.generate([{"prompt_token_ids": [3, HOT, 9]}], params, use_tqdm=False)[0]
+            known = [None if at is None else list(at) for at in output.prompt_logprobs or ()]
+            found.append(([list(one.token_ids) for one in output.outputs], output.error, known))
+    assert found[0] == found[1]

@@ -87,7 +87,9 @@ class Plan:
         return found | self.options
 
     def rungs(self) -> list[Rung]:
-        return [*_scheduling(self.sizes), *(_on_cpu(self.stored_packed) if self.device == "cpu" else _on_gpu())]
+        if self.device == "cpu":
+            return [*_alone(), *_together(self.sizes), *_on_cpu(self.stored_packed)]
+        return [*_alone(), *_gpu_kernels(), *_together(self.sizes), *_on_gpu()]
 
     def settings(self, name: str) -> dict[str, Any]:
         """Of the engine on this rung: everything off, and then every switch up to it. None leaves it to the engine."""
@@ -115,11 +117,21 @@ class Plan:
         return [rung for rung in known.values() if rung.name in wanted]
 
 
-def _scheduling(sizes: Sizes) -> list[Rung]:
-    """What every machine gains from: memory and batches, in plain torch."""
+def _alone() -> list[Rung]:
     return [
         Rung("bottom", "no KV cache, one at a time", {}, "Every token computes the whole text before it again."),
         Rung("kv-cache", "KV cache", {"kv_cache": True}, "Keys and values are kept: a token computes itself only."),
+    ]
+
+
+def _gpu_kernels() -> list[Rung]:
+    """Before the batches: attention in plain torch loops over rows there, and would hide what batches gain."""
+    return [Rung("fused-ops", "fused kernels", {"ops": None}, "Triton kernels; below, plain torch.")]
+
+
+def _together(sizes: Sizes) -> list[Rung]:
+    """Batches, and the memory for them."""
+    return [
         Rung(
             "static",
             "static batching, padded",
@@ -179,7 +191,6 @@ def _on_cpu(stored_packed: bool) -> list[Rung]:
 
 def _on_gpu() -> list[Rung]:
     return [
-        Rung("fused-ops", "fused kernels", {"ops": None}, "Triton kernels; below, plain torch, which loops over rows."),
         Rung(
             "shared-prefix",
             "shared-prefix attention",

@@ -37,8 +37,12 @@ class Exactness:
     first: int | None = None  # earliest position of a difference
 
     @property
+    def compared(self) -> int:
+        return self.equal + self.near + self.different
+
+    @property
     def text(self) -> str:
-        if not self.equal + self.near + self.different:
+        if not self.compared:
             return "-"
         counts = {"equal": self.equal, "near": self.near, "different": self.different}
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -54,6 +58,7 @@ class Row:
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     ttft: dict[str, float | None] = field(default_factory=dict)
+    itl: dict[str, float | None] = field(default_factory=dict)  # between tokens
     e2e: dict[str, float | None] = field(default_factory=dict)
     steps: int = 0
     recomputed: int = 0
@@ -100,6 +105,7 @@ def climb(
             "repeats": 1 if single else repeats,
         }
         row = Row(rung)
+        report(0, len(asks), title)
         try:
             _take_in(row, _asked(model, options, question, title, report), asks)
         except WorkerFailed as failure:
@@ -117,6 +123,7 @@ def _take_in(row: Row, found: dict[str, Any], asks: list[Ask]) -> None:
     row.seconds = sum(tokens for _, tokens in asks) / row.tokens_per_second
     # One by one, each waits for all before it: with k of n requests, waiting times are k/n of what they would be.
     row.ttft = spread([one["ttft"] / share for one in answers])
+    row.itl = spread([gap for one in answers for gap in one["gaps"]])
     row.e2e = spread([one["e2e"] / share for one in answers])
     row.steps, row.recomputed = found["steps"], found["recomputed"]
     row.kv, row.memory, row.report = found["kv"], found["memory"], found["report"]
@@ -129,9 +136,10 @@ def first_differences(rows: Sequence[Row]) -> list[tuple[Row, int, int | None]]:
     found: list[tuple[Row, int, int | None]] = []
     for row in rows:
         for index, (_, tokens) in row.answers.items():
-            known = reference.setdefault(index, tokens)
-            if known is tokens:
+            if index not in reference:
+                reference[index] = tokens
                 continue
+            known = reference[index]
             at = next((at for at, pair in enumerate(zip(known, tokens)) if pair[0] != pair[1]), None)
             found.append((row, index, at))
     return found

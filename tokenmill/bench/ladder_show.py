@@ -14,7 +14,10 @@ WIDTH, LINE, TOP, BOTTOM = 860, 30, 52, 40
 LEFT, RIGHT = 220, 180  # names of the rungs; figures
 GAIN, LOSS = COLORS[2], COLORS[0]
 
-HEADS = ("tok/s", "x below", "x bottom", "TTFT mean", "p99 s", "E2E mean", "p99 s", "KV MB", "waste", "MB", "answers")
+HEADS = (
+    "tok/s", "x below", "x bottom", "TTFT mean", "p99 s", "ITL p99 ms", "E2E mean", "p99 s", "KV MB", "waste", "MB",
+    "answers",
+)  # fmt: skip
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
@@ -33,7 +36,9 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
                 mark + _short(row.tokens_per_second),
                 _times(row.tokens_per_second / below.tokens_per_second) if row is not good[0] else "",
                 _times(row.tokens_per_second / good[0].tokens_per_second) if row is not good[0] else "",
-                *(mark + _short(of[kind] or 0.0) for of in (row.ttft, row.e2e) for kind in ("mean", "p99")),
+                *(mark + _short(row.ttft[kind] or 0.0) for kind in ("mean", "p99")),
+                _short(1e3 * (row.itl["p99"] or 0.0)),
+                *(mark + _short(row.e2e[kind] or 0.0) for kind in ("mean", "p99")),
                 _short(row.kv["bytes"] / 1e6),
                 f"{row.kv['waste']:.0%}",
                 _short((row.memory["device"] or row.memory["peak"]) / 1e6),
@@ -68,8 +73,9 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
     for row in uneven:
         counts = row.exactness
         yield (
-            f"{row.rung.title}: {counts.near + counts.different} answers leave the bottom's, the earliest at token "
-            f"{counts.first}, where the bottom's token was likelier by {counts.worst:.2g} in log-probability at most."
+            f"{row.rung.title}: {counts.near + counts.different} of {counts.compared} answers leave the bottom's, the "
+            f"earliest at token {counts.first}; where they part, the bottom's token was likelier by {counts.worst:.2g} "
+            "at most (in log-probability)."
         )
 
 
@@ -156,11 +162,11 @@ def _short(value: float) -> str:
     """Three digits, and no exponent."""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.{1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
 def _times(factor: float) -> str:
-    return f"x{_short(factor)}"
+    return f"x{factor:.2f}" if factor < 10 else f"x{_short(factor)}"
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.offline import memory_of, steps_of
@@ -95,6 +96,7 @@ def measure(llm: LLM, asks: list[Ask], limit: float | None, tell: Tell) -> dict[
                 "index": index,
                 "prompt": list(follow.leader.tokens[: follow.leader.prompt_len]),
                 "tokens": list(follow.leader.output),
+                "gaps": [after - before for before, after in pairwise(metrics.token_times)],
                 "ttft": metrics.token_times[0] - moment,
                 "e2e": (metrics.finished or moment) - moment,
             }

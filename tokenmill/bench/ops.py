@@ -49,15 +49,15 @@ class Line:
 
     def text(self) -> str:
         bound = "memory" if self.bytes_share >= self.flops_share else "compute"
-        return f"{self.name:44s} {self.seconds * 1e6:10.1f} us   {self.share:6.1%} of the {bound} ceiling"
+        return f"{self.name:52s} {self.seconds * 1e6:10.1f} us   {self.share:6.1%} of the {bound} ceiling"
 
 
 def bench_ops(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Line]:
     ops = select(Need(device.type, dtype, spec.attention_head_dim, BLOCK_SIZE))
     best = ceilings(device, dtype, packed(device, dtype))
     tell(
-        f"{device}: memory {best.bytes_per_s / 1e9:,.0f} GB/s, {str(dtype).removeprefix('torch.')} matrix products "
-        f"{best.flops_per_s / 1e12:,.1f} TFLOP/s (measured now)"
+        f"{device}: memory {best.bytes_per_s / 1e9:,.0f} GB/s, matrix products {best.flops_per_s / 1e12:.3g} TFLOP/s "
+        "(measured now)"
     )
     for choice in ops.report():
         tell(f"  {choice}")

@@ -69,7 +69,7 @@ def achieved_text(achieved: dict[str, Any]) -> str:
     return (
         f"{achieved['bytes_per_second'] / 1e9:.3g} GB/s ({achieved['bytes_share']:.0%} of the measured "
         f"{achieved['bytes_ceiling'] / 1e9:.3g}), {achieved['flops_per_second'] / 1e12:.3g} TFLOP/s "
-        f"({achieved['flops_share']:.0%} of {achieved['flops_ceiling'] / 1e12:.3g} in {achieved['dtype']}), "
+        f"({achieved['flops_share']:.0%} of {achieved['flops_ceiling'] / 1e12:.3g}), "
         f"{achieved['steps']:,} steps on {achieved['device']}"
     )
 

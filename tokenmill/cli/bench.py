@@ -10,7 +10,7 @@ import typer
 from tokenmill.cli.bench_cpu import cpu
 from tokenmill.cli.bench_offline import latency, offline
 from tokenmill.cli.bench_serve import serve
-from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, Model
+from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, KVCacheDtype, Model, Quantization
 from tokenmill.cli.terminal import progress
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a model, a server, ops and steps on this machine.")
@@ -45,6 +45,8 @@ def trace(
     dummy: Annotated[bool, typer.Option("--dummy", help="Random weights: only the model's config is read.")] = False,
     device: Device = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
+    kv_cache_dtype: KVCacheDtype = None,
 ) -> None:
     """Write Chrome traces and pictures of decode steps, and of steps that take in a new prompt beside them."""
     from tokenmill import LLM
@@ -56,6 +58,8 @@ def trace(
             model,
             device=device or "auto",
             dtype=dtype or "auto",
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype or "auto",
             load_format="dummy" if dummy else "auto",
             skip_tokenizer_init=True,
             max_num_seqs=rows + 1,

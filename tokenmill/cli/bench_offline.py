@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, Device, Dtype, MaxModelLen
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, Device, Dtype, KVCacheDtype, MaxModelLen, Quantization
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
@@ -20,8 +20,6 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 LoadFormat = Annotated[
     str, typer.Option(help="dummy: random weights, only the config is read.", rich_help_panel=_WHERE)
 ]
-Quantization = Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_WHERE)]
-KVCacheDtype = Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_WHERE)]
 MaxNumSeqs = Annotated[int | None, typer.Option(min=1, help="Requests in a step at most.", rich_help_panel=_WHERE)]
 
 

@@ -79,7 +79,7 @@ def lengths(work: Workload) -> str:
     """For people: what the requests are like."""
     if len(set(work.prompts)) == len(set(work.outputs)) == 1:
         return f"prompts of {work.prompts[0]} and answers of {work.outputs[0]} tokens"
-    return f"as in {work.name}"
+    return f"lengths of {work.name}"
 
 
 def numbers(text: str, name: str, least: float) -> list[float]:

@@ -84,6 +84,10 @@ def serve(
         int | None, typer.Option(min=1, help="As of `tokenmill serve`.", rich_help_panel=_OURS)
     ] = None,
     quantization: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
+    policy: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
+    slo_itl_ms: Annotated[float | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
     load_format: Annotated[str, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = "auto",
 ) -> None:
     """Put load on a server and print throughput, latencies and errors.
@@ -112,6 +116,10 @@ def serve(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "policy": policy,
+        "slo_itl_ms": slo_itl_ms,
+        "slo_ttft_ms": slo_ttft_ms,
     }
     options: dict[str, Any] = {option: value for option, value in chosen.items() if value is not None}
     options["load_format"] = load_format

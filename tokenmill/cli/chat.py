@@ -29,10 +29,19 @@ def chat(
     device: options.Device = None,
     dtype: options.Dtype = None,
     max_model_len: options.MaxModelLen = None,
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
 ) -> None:
     """Talk with a model; /help lists what can be typed besides messages."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
-    llm = options.open_llm(model, device=device, dtype=dtype, max_model_len=max_model_len)
+    llm = options.open_llm(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     try:
         if verbose:
             for line in llm.plan_lines():

@@ -120,4 +120,5 @@ def _machine(device: str) -> str:
 
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}"

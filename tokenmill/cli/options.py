@@ -49,6 +49,45 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option(help="Longest prompt plus answer, in tokens; unset: the model's own.", rich_help_panel=_WHERE),
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="How weights are kept: int8, int4, w8a8, fp8, auto, or by layer: int4,layers.0-3=int8; "
+        "unset: as they are.",
+        rich_help_panel=_WHERE,
+    ),
+]
+KVCacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="How keys and values are kept: int8, fp8, int4, or a type of floats; unset: what suits model and device.",
+        rich_help_panel=_WHERE,
+    ),
+]
+
+LOAD = "How much, how long"
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="Who runs first: priority, fcfs (first come) or sjf (shortest predicted answer); unset: priority.",
+        rich_help_panel=LOAD,
+    ),
+]
+SloItlMs = Annotated[
+    float | None,
+    typer.Option(
+        help="Milliseconds that 95 % of the gaps between tokens may take: a step reads as much of prompts as that "
+        "allows; unset: as much as fits.",
+        rich_help_panel=LOAD,
+    ),
+]
+SloTtftMs = Annotated[
+    float | None,
+    typer.Option(
+        help="With --slo-itl-ms: milliseconds to a first token; where this is missed more often, nobody is held back.",
+        rich_help_panel=LOAD,
+    ),
+]
 
 DEFAULT_MODEL = "default"
 DEFAULT_MAX_TOKENS = 512
@@ -56,9 +95,8 @@ DEFAULT_TEMPERATURE = 0.2
 DEFAULT_TOP_P = 0.9
 
 
-def open_llm(model: str, *, device: str | None, dtype: str | None, max_model_len: int | None) -> LLM:
+def open_llm(model: str, **chosen: Any) -> LLM:
     """Load the model for one conversation; what is None is left to the engine to solve."""
-    chosen: dict[str, Any] = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
     with progress() as report:
         from tokenmill import LLM  # torch comes with it, so it waits until options are known to be good
 

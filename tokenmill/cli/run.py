@@ -31,6 +31,8 @@ def run(
     device: options.Device = None,
     dtype: options.Dtype = None,
     max_model_len: options.MaxModelLen = None,
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
 ) -> None:
     """Answer one PROMPT and exit.
 
@@ -40,7 +42,14 @@ def run(
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
     question = _as_prompt(_read_prompt(prompt), system, raw)
-    llm = options.open_llm(model, device=device, dtype=dtype, max_model_len=max_model_len)
+    llm = options.open_llm(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     try:
         if verbose:
             for line in llm.plan_lines():

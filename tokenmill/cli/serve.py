@@ -15,9 +15,10 @@ from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
 _NET = "Who may ask"
-_LOAD = "How much, how long"
+_LOAD = options.LOAD
 _WATCH = "What it tells"
-_SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")  # also settings of the engine
+# Settings of the engine that a file gives as defaults of options; what else it has for the engine is taken as it is.
+_SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")
 
 
 def _take_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -67,12 +68,17 @@ def serve(
     device: options.Device = None,
     dtype: options.Dtype = None,
     max_model_len: options.MaxModelLen = None,
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that run at once; unset: solved.", rich_help_panel=_LOAD)
     ] = None,
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel="Where it runs")
     ] = "auto",
+    policy: options.Policy = None,
+    slo_itl_ms: options.SloItlMs = None,
+    slo_ttft_ms: options.SloTtftMs = None,
     max_queued_tokens: Annotated[
         int, typer.Option(help="Prompt tokens that may wait; more are refused with 429.", rich_help_panel=_LOAD)
     ] = 500_000,
@@ -128,8 +134,14 @@ def serve(
         "dtype": dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "policy": policy,
+        "slo_itl_ms": slo_itl_ms,
+        "slo_ttft_ms": slo_ttft_ms,
     }
     chosen = {key: value for key, value in chosen.items() if value is not None}
+    alike = {key: value for key, value in chosen.items() if key != "quantization"}  # which may name one model's layers
     http = HttpSettings(
         host=host,
         port=port,
@@ -148,9 +160,9 @@ def serve(
     settings = ServeSettings(max_queued_tokens=max_queued_tokens, hang_seconds=hang_seconds)
 
     async def main() -> None:
-        second = None if degrade is None else Service(EngineConfig.from_options(model=degrade, **chosen), settings)
+        second = None if degrade is None else Service(EngineConfig.from_options(model=degrade, **alike), settings)
         from_file = {name: one for name, one in (context.obj or {}).items() if name not in _SHARED}
-        engine = EngineConfig.from_options(model=model, load_format=load_format, **from_file, **chosen)
+        engine = EngineConfig.from_options(model=model, load_format=load_format, **{**from_file, **chosen})
         service = Service(engine, settings, second)
         with ExitStack() as stack:
             report = stack.enter_context(progress())

@@ -221,7 +221,9 @@ class Roster:
         kept, known, times = 0, request.tokens, request.metrics.token_times
         for token in tokens:
             if token < 0:
-                self._not_finite(request, now)
+                if not self._tries_again(request):
+                    request.error = NOT_FINITE
+                    self._finish(request, Finish.ERROR, now, report=False)
                 break
             kept += 1
             known.append(token)
@@ -272,20 +274,22 @@ class Roster:
                 request.lane = self.policy.lane(request)
                 insort(self.running, request, key=importance)
 
-    def _not_finite(self, request: Request, now: float) -> None:
+    def _tries_again(self, request: Request) -> bool:
         """Its logits were no numbers. Others may have filled the blocks it started on, so it tries once on its own; and
         then once in a wider precision, where the runner has one."""
         self.kv.forget(request)
         alone = not request.started_on_others or request.distrustful
-        if not alone or (self.limits.may_widen and not request.wide):
-            request.distrustful = True
-            request.wide = alone
-            request.void_until = request.last_step
-            if request.state is RUNNING:
-                self._preempt(request)
-            return
-        request.error = NOT_FINITE
-        self._finish(request, Finish.ERROR, now, report=False)
+        if alone and (request.wide or not self.limits.may_widen):
+            return False
+        request.distrustful = True
+        request.wide |= alone
+        request.void_until = request.last_step
+        request.held = False
+        if request.state is RUNNING:
+            self._preempt(request)
+        elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
+            self.waiting.push(request)
+        return True
 
     def _advance_beams(self, beams: Beams, now: float, deltas: list[Delta]) -> None:
         """When every beam of a round is in: survivors go on, dropped ones start over as forks of survivors."""

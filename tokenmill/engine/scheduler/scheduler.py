@@ -95,6 +95,8 @@ class Scheduler(Roster):
                 continue
             logprobs = result.logprobs.get(index, _NO_LOGPROBS)
             if request.beams is not None:
+                if -1 in tokens and self._tries_again(request):
+                    continue  # its round waits for it
                 rounds[request.beams.leader.id] = request.beams
                 request.beams.collect(request, tokens, logprobs)
                 continue
@@ -317,6 +319,7 @@ class Scheduler(Roster):
             assert request.fork_from is not None
             step.copies += self.kv.fork(request.fork_from, request, request.fork_tokens)
             request.fork_from.fence = step.number  # this step copies from it, whether it runs in it or not
+            request.wide |= request.fork_from.wide
         else:
             self.kv.admit(request, hits)
         request.fork_from = None

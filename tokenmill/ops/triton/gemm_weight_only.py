@@ -19,11 +19,10 @@ from tokenmill.ops.triton.config import multiprocessors, power_of_two
 from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, axis, parts_of, unpack_bytes, unpack_int4
+from tokenmill.ops.triton.weight_codes import Codes, axis, parts_of, unpack
 
 MOST_ROWS = 128  # of a product here; with more, the widened weight is faster
 MOST_ROWS_OF_A_TILE = 64
-MOST_TURNS = 8  # of the kernel for few rows, whose loop is written out
 PREFETCHED_LINES = tl.constexpr(16)  # of each band, while the previous kernel still runs
 LINE = tl.constexpr(64)  # words of a line of the cache
 
@@ -74,7 +73,7 @@ def choose_shape(
 ) -> FewShape | GemmShape:
     """block_k of a GemmShape counts tiles."""
     if rows <= 8:
-        return _few_shape(bands, tiles // step)
+        return _few_shape(bands, tiles // step, device)
     block_n, num_warps = (64, 4) if rows <= 32 else (128, 8)
     steps = tiles // step
     at_once = next(n for n in (2, 1) if steps % n == 0)
@@ -88,14 +87,11 @@ def choose_shape(
     return GemmShape(block_n, step * at_once, 1 << (splits.bit_length() - 1), num_warps, num_stages)
 
 
-def _few_shape(bands: int, steps: int) -> FewShape:
-    num_warps = 8
-    depth = 2
-    while num_warps * depth * MOST_TURNS < steps and depth < 4:
-        depth *= 2
-    while num_warps * depth * MOST_TURNS < steps and num_warps < 16:
-        num_warps *= 2
-    return FewShape(2 if bands >= 1024 else 1, num_warps, depth)
+def _few_shape(bands: int, steps: int, device: torch.device) -> FewShape:
+    """All programs run at once, with some 16 to 28 warps a multiprocessor."""
+    at_once = ceil_div(bands, multiprocessors(device))
+    num_warps = 8 if at_once <= 3 else 4 if at_once <= 6 else 2
+    return FewShape(1, num_warps, 2)
 
 
 def _rows_of_a_tile(rows: int) -> int:
@@ -168,12 +164,13 @@ def _gemm_kernel(
     first_band = block * BANDS
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = split * turns * STEPS
-    # [bands, step, 256]; what lies outside is read again from the last band and not stored
+    # Pairs of words, [bands, step, 128]; what lies outside is read again from the last band and not stored
     band = tl.minimum(first_band + axis(BANDS, 0, 3), bands - 1).to(tl.int64)
     # The loop's own loads cannot begin before x is there, so the words of its first steps are sent for here.
     line = begin * (STEP * 256) + axis(PREFETCHED_LINES, 2, 3) * LINE
     prefetch_constants(words + band * tiles * 256 + tl.minimum(line, tiles * 256 - 1), PDL)
-    words += band * tiles * 256 + axis(STEP, 1, 3) * 256 + axis(256, 2, 3)
+    pairs = words.to(tl.pointer_type(tl.uint32), bitcast=True) + band * tiles * 128
+    pairs += axis(STEP, 1, 3) * 128 + axis(128, 2, 3)
     # [t, g, bands, high]: the same for all t, because a lane has two columns of the result
     s_band = tl.minimum(first_band + axis(BANDS, 2, 4), bands - 1).to(tl.int64)
     s_at = s_band * groups * 16 + axis(4, 0, 4) * 0 + axis(8, 1, 4) * 2 + axis(2, 3, 4)
@@ -193,7 +190,7 @@ def _gemm_kernel(
     for turn in range(split * turns, tl.minimum(split * turns + turns, all_turns)):
         for i in tl.static_range(STEPS):
             step = turn * STEPS + i
-            w = tl.load(words + step * (STEP * 256))
+            w = tl.load(pairs + step * (STEP * 128))
             at = inputs + step * WIDTH
             if not SIMPLE:
                 after = tl.minimum(step + 1, last)
@@ -202,21 +199,16 @@ def _gemm_kernel(
                 if zeros is not None:
                     next_z = _of_groups(zeros + s_at, after, WIDTH, GROUP, HALVES)
             v = tl.load(at, mask=inside, other=0.0)
-            if PARTS == 2:
-                a, b = unpack_bytes(w, KIND, x.dtype.element_ty)
-                if SIMPLE:
-                    acc = tl.dot(_matrix(tl.join(a, b)), v, acc)
-                else:
-                    acc += _view(tl.dot(_matrix(tl.join(a, b)), v)) * s[0]
+            if SIMPLE:
+                acc = tl.dot(_matrix(_all_parts(w, KIND, x.dtype.element_ty)), v, acc)
+            elif HALVES == 2:
+                low, high = unpack(w, 0, KIND, x.dtype.element_ty), unpack(w, 1, KIND, x.dtype.element_ty)
+                acc += _scaled(_matrix(tl.join(low, high)), v, s[0], z[0], zeros is not None)
+                v = tl.load(at + 32, mask=inside, other=0.0)
+                low, high = unpack(w, 2, KIND, x.dtype.element_ty), unpack(w, 3, KIND, x.dtype.element_ty)
+                acc += _scaled(_matrix(tl.join(low, high)), v, s[1], z[1], zeros is not None)
             else:
-                a, b, c, d = unpack_int4(w, x.dtype.element_ty)
-                if HALVES == 2:
-                    acc += _scaled(_matrix(tl.join(a, b)), v, s[0], z[0], zeros is not None)
-                    v = tl.load(at + 32, mask=inside, other=0.0)
-                    acc += _scaled(_matrix(tl.join(c, d)), v, s[1], z[1], zeros is not None)
-                else:
-                    parts = tl.join(tl.join(a, c), tl.join(b, d))
-                    acc += _scaled(_matrix(parts), v, s[0], z[0], zeros is not None)
+                acc += _scaled(_matrix(_all_parts(w, KIND, x.dtype.element_ty)), v, s[0], z[0], zeros is not None)
             if not SIMPLE:
                 s = next_s
                 z = next_z
@@ -259,8 +251,19 @@ def _of_groups(pointers, step, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALVES:
 
 
 @triton.jit
+def _all_parts(pairs, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """[bands, step, 128, 2, 2] or, with four parts, [bands, step, 128, 2, 2, 2]: parts are last."""
+    a, b = unpack(pairs, 0, KIND, DTYPE), unpack(pairs, 1, KIND, DTYPE)
+    if KIND == "int4":
+        c, d = unpack(pairs, 2, KIND, DTYPE), unpack(pairs, 3, KIND, DTYPE)
+        return tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        return tl.join(a, b)
+
+
+@triton.jit
 def _matrix(parts):
-    """Parts of tiles, [bands, step, 256, 2] or [bands, step, 256, 2, 2], as [16 * bands, columns]."""
+    """Parts of tiles, [bands, step, 128, 2, parts], as [16 * bands, columns]."""
     BANDS: tl.constexpr = parts.shape[0]
     STEP: tl.constexpr = parts.shape[1]
     COLUMNS: tl.constexpr = parts.numel // (BANDS * 16)
@@ -312,16 +315,11 @@ def _widen_kernel(
     start_next(PDL)
     band = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * BLOCK + axis(BLOCK, 1, 3)
-    w = tl.load(words + (band * tiles + tile) * 256 + axis(256, 2, 3), mask=tile < tiles)
-    if PARTS == 2:
-        a, b = unpack_bytes(w, KIND, tl.float16)
-        parts = tl.join(a, b)
-    else:
-        a, b, c, d = unpack_int4(w, tl.float16)
-        parts = tl.join(tl.join(a, c), tl.join(b, d))
+    pairs = words.to(tl.pointer_type(tl.uint32), bitcast=True) + (band * tiles + tile) * 128 + axis(128, 2, 3)
+    w = tl.load(pairs, mask=tile < tiles)
     # By runs of 32 columns, which share a scale in every form.
     RUNS: tl.constexpr = BLOCK * PARTS // 2
-    value = _matrix(parts).reshape([16, RUNS, 32]).to(tl.float32)
+    value = _matrix(_all_parts(w, KIND, tl.float16)).reshape([16, RUNS, 32]).to(tl.float32)
     row = axis(16, 0, 3)
     first = (tl.program_id(0) * RUNS + axis(RUNS, 1, 3)) * 32
     inside = first < tiles * (16 * PARTS)

@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.config import multiprocessors
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, axis, unpack_bytes, unpack_int4
+from tokenmill.ops.triton.weight_codes import Codes, axis, unpack
 
-REGISTERS = 128  # of a thread: at least 16 warps share a multiprocessor
+REGISTERS = 1 << 16  # of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,20 @@ class FewShape:
 
 def launch_few(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, shape: FewShape) -> None:
     bands, tiles, _ = codes.words.shape
-    _few_kernel[(ceil_div(bands, shape.bands),)](
+    programs = ceil_div(bands, shape.bands)
+    _few_kernel[(programs,)](
         x, codes.words, codes.scale, codes.zeros, bias, out, x.shape[0], bands, x.stride(0),
         TILES=tiles, KIND=codes.kind, PARTS=codes.parts, GROUP=codes.group, STEP=codes.step, BANDS=shape.bands,
         WARPS=shape.num_warps, DEPTH=shape.depth, EIGHTS=ceil_div(x.shape[0], 8), num_warps=shape.num_warps,
-        maxnreg=REGISTERS,
+        maxnreg=_registers(programs, shape.num_warps, x.device),
     )  # fmt: skip
+
+
+def _registers(programs: int, num_warps: int, device: torch.device) -> int:
+    """The most that a thread may have so that all programs run at once; where that is too few, 16 warps do."""
+    at_once = ceil_div(programs, multiprocessors(device))
+    most = REGISTERS // (at_once * num_warps * 32) // 8 * 8
+    return min(most, 248) if most >= 64 else 128
 
 
 @quick_launch
@@ -75,10 +84,11 @@ def _few_kernel(
     HALVES: tl.constexpr = 2 if GROUP == 32 and PARTS == 4 else 1
     first_band = tl.program_id(0) * BANDS
 
-    # [warps, depth, step, bands, 256]
+    # Pairs of words: [warps, depth, step, bands, 128]
     w_step = axis(WARPS, 0, 5) + axis(DEPTH, 1, 5) * WARPS
     w_band = tl.minimum(first_band + axis(BANDS, 3, 5), bands - 1).to(tl.int64)
-    w_at = words + w_band * (TILES * 256) + (w_step * STEP + axis(STEP, 2, 5)) * 256 + axis(256, 4, 5)
+    w_at = words.to(tl.pointer_type(tl.uint32), bitcast=True) + w_band * (TILES * 128)
+    w_at += (w_step * STEP + axis(STEP, 2, 5)) * 128 + axis(128, 4, 5)
     # [t, g, warps, depth, bands, high]: the same for all t, because a lane has two columns of the result
     s_step = axis(WARPS, 2, 6) + axis(DEPTH, 3, 6) * WARPS
     s_band = tl.minimum(first_band + axis(BANDS, 4, 6), bands - 1).to(tl.int64)
@@ -97,43 +107,39 @@ def _few_kernel(
     x_column = axis(4, 0, 8) * 2 + axis(STEP, 4, 8) * (16 * PARTS) + axis(2, 5, 8) * 8 + axis(2, 7, 8)
     x_at = x + x_row * stride_x + x_step * WIDTH + x_column
     acc = tl.zeros([4, 8, WARPS, DEPTH, BANDS, 2, EIGHTS, 2], tl.float32)
-    for turn in tl.static_range(TURNS):
-        if turn + 1 < TURNS:
-            next_w = _words(w_at, w_step, (turn + 1) * AT_ONCE, STEP, STEPS, EVEN)
-            next_s = _of_groups(scale + s_at, s_step, (turn + 1) * AT_ONCE, WIDTH, GROUP, HALVES, STEPS)
-            next_z = next_s
-            if zeros is not None:
-                next_z = _of_groups(zeros + s_at, s_step, (turn + 1) * AT_ONCE, WIDTH, GROUP, HALVES, STEPS)
+    for turn in tl.range(TURNS, loop_unroll_factor=2):
+        after = (turn + 1) * AT_ONCE
+        next_w = _words(w_at, w_step, after, STEP, STEPS, False)
+        next_s = _of_groups(scale + s_at, s_step, after, WIDTH, GROUP, HALVES, STEPS)
+        next_z = next_s
+        if zeros is not None:
+            next_z = _of_groups(zeros + s_at, s_step, after, WIDTH, GROUP, HALVES, STEPS)
         inside = x_step + turn * AT_ONCE < STEPS
         inputs = x_at + turn * AT_ONCE * WIDTH
-        v, v16 = _inputs(inputs, inside, EVEN), _inputs(inputs + 16, inside, EVEN)
-        if PARTS == 2:
-            a, b = unpack_bytes(w, KIND, x.dtype.element_ty)
-            acc += _view(_multiply(b, v16, _multiply(a, v, None)), BANDS, WARPS) * s[0]
-        else:
-            a, b, c, d = unpack_int4(w, x.dtype.element_ty)
-            part = _multiply(b, v16, _multiply(a, v, None))
-            if zeros is not None:
-                ones = tl.full([WARPS, DEPTH, STEP, 1, 256], 1.0, x.dtype.element_ty)
-                total = _multiply(ones, v16, _multiply(ones, v, None))
-            if HALVES == 2:
+        v = _inputs(inputs, inside, EVEN)
+        part = _multiply(unpack(w, 0, KIND, x.dtype.element_ty), v, None)
+        if zeros is not None:
+            ones = tl.full([WARPS, DEPTH, STEP, 1, 128, 2], 1.0, x.dtype.element_ty)
+            total = _multiply(ones, v, None)
+        for j in tl.static_range(1, PARTS):
+            if HALVES == 2 and j == 2:
                 value = _view(part, BANDS, WARPS)
                 if zeros is not None:
                     value -= z[0] * _view(total, 1, WARPS)
+                    total = None
                 acc += value * s[0]
                 part = None
-                total = None
-            v32, v48 = _inputs(inputs + 32, inside, EVEN), _inputs(inputs + 48, inside, EVEN)
-            part = _multiply(d, v48, _multiply(c, v32, part))
-            value = _view(part, BANDS, WARPS)
+            v = _inputs(inputs + 16 * j, inside, EVEN)
+            part = _multiply(unpack(w, j, KIND, x.dtype.element_ty), v, part)
             if zeros is not None:
-                total = _multiply(ones, v48, _multiply(ones, v32, total))
-                value -= z[1] * _view(total, 1, WARPS)
-            acc += value * s[1]
-        if turn + 1 < TURNS:
-            w = next_w
-            s = next_s
-            z = next_z
+                total = _multiply(ones, v, total)
+        value = _view(part, BANDS, WARPS)
+        if zeros is not None:
+            value -= z[1] * _view(total, 1, WARPS)
+        acc += value * s[1]
+        w = next_w
+        s = next_s
+        z = next_z
 
     total = tl.sum(tl.sum(acc, 3), 2)  # [t, g, bands, high, eights, two]
     column = (first_band + axis(BANDS, 2, 6)) * 16 + axis(2, 3, 6) * 8 + axis(8, 1, 6)
@@ -146,18 +152,18 @@ def _few_kernel(
 
 
 @triton.jit
-def _words(pointers, step, first: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr):
-    """What lies outside is anything: it is multiplied with zeros."""
+def _words(pointers, step, first, STEP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr):
+    """What lies outside is anything: it is multiplied with zeros, or not at all."""
     if EVEN:
-        return tl.load(pointers + first * (STEP * 256))
-    return tl.load(pointers + first * (STEP * 256), mask=step + first < STEPS)
+        return tl.load(pointers + first * (STEP * 128))
+    return tl.load(pointers + first * (STEP * 128), mask=step + first < STEPS)
 
 
 @triton.jit
 def _of_groups(
     pointers,
     step,
-    first: tl.constexpr,
+    first,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     HALVES: tl.constexpr,
@@ -193,8 +199,8 @@ def _multiply(w, value, acc):
     STEP: tl.constexpr = w.shape[2]
     BANDS: tl.constexpr = w.shape[3]
     w = w.reshape([WARPS, DEPTH, STEP, BANDS, 8, 4, 2, 2, 2])  # ..., g, t, k_high, high, k_low
-    w = w.permute(1, 0, 3, 7, 4, 2, 6, 5, 8).reshape([DEPTH * WARPS, BANDS * 16, STEP * 16])
-    value = value.permute(3, 2, 4, 5, 0, 7, 6, 1).reshape([DEPTH * WARPS, STEP * 16, value.shape[6] * 8])
+    w = w.permute(1, 0, 3, 7, 4, 2, 5, 6, 8).reshape([DEPTH * WARPS, BANDS * 16, STEP * 16])
+    value = value.permute(3, 2, 4, 0, 5, 7, 6, 1).reshape([DEPTH * WARPS, STEP * 16, value.shape[6] * 8])
     if acc is None:
         return tl.dot(w, value)
     else:

@@ -68,122 +68,95 @@ def parts_of(kind: str) -> int:
     return 4 if kind == "int4" else 2
 
 
-def _text(parts: int, lines: list[str]) -> str:
-    outputs = "\n".join(lines)
-    return f"{{\n.reg .b32 a, b, c, q;\nmov.b32 q, ${parts};\n{outputs}\n}}"
-
-
-def _int4(kind: str, exponent: str, offset: str) -> str:
+def _int4(bf16: bool, j: int) -> list[str]:
     """A code in the lowest bits of the mantissa of a power of two, which is then subtracted with the codes' own 8."""
-    lines = [f"mov.b32 b, {offset};"]
-    for j in range(4):
-        lines.append(f"shr.b32 a, q, {4 * j};" if j else "mov.b32 a, q;")
-        lines.append(f"lop3.b32 a, a, 0x000F000F, {exponent}, {_AND_OR};")
-        lines.append(f"sub.{kind} ${j}, a, b;")
-    return _text(4, lines)
+    kind, power, too_much = ("bf16x2", "0x43004300", "0x43084308") if bf16 else ("f16x2", "0x64006400", "0x64086408")
+    return [
+        f"shr.b32 a, q, {4 * j};",
+        f"lop3.b32 a, a, 0x000F000F, {power}, {_AND_OR};",
+        f"mov.b32 b, {too_much};",
+        f"sub.{kind} a, a, b;",
+    ]
 
 
-def _int8_bf16() -> str:
-    """Seven bits fill the mantissa of 128; the sign bit is the last of the exponent: 128, or 256 to subtract."""
-    lines = []
-    for j in range(2):
-        lines.append(f"shr.b32 c, q, {8 * j};" if j else "mov.b32 c, q;")
-        lines.append(f"lop3.b32 a, c, 0x007F007F, 0x43004300, {_AND_OR};")
-        lines.append(f"lop3.b32 b, c, 0x00800080, 0x43004300, {_AND_OR};")
-        lines.append(f"sub.bf16x2 ${j}, a, b;")
-    return _text(2, lines)
+def _int8(bf16: bool, j: int) -> list[str]:
+    """Of bfloat16, seven bits fill the mantissa of 128, and the sign bit is the last of the exponent: it makes the 128
+    to subtract 256. Of float16, eight bits, the sign turned around, are in the mantissa of 1024: 1152 too much.
+    """
+    if bf16:
+        return [
+            f"shr.b32 q, q, {8 * j};",
+            f"lop3.b32 a, q, 0x007F007F, 0x43004300, {_AND_OR};",
+            f"lop3.b32 b, q, 0x00800080, 0x43004300, {_AND_OR};",
+            "sub.bf16x2 a, a, b;",
+        ]
+    return [
+        f"shr.b32 a, q, {8 * j};",
+        f"lop3.b32 a, a, 0x00FF00FF, 0x64806480, {_AND_XOR};",
+        "mov.b32 b, 0x64806480;",
+        "sub.f16x2 a, a, b;",
+    ]
 
 
-def _int8_fp16() -> str:
-    """Eight bits, the sign turned around, in the mantissa of 1024: 1152 too much."""
-    lines = ["mov.b32 b, 0x64806480;"]
-    for j in range(2):
-        lines.append(f"shr.b32 a, q, {8 * j};" if j else "mov.b32 a, q;")
-        lines.append(f"lop3.b32 a, a, 0x00FF00FF, 0x64806480, {_AND_XOR};")
-        lines.append(f"sub.f16x2 ${j}, a, b;")
-    return _text(2, lines)
-
-
-def _fp8(kind: str, up: int, mask: str, factor: str) -> str:
+def _fp8(bf16: bool, j: int) -> list[str]:
     """Exponent and mantissa moved in place, the sign on top; the factor makes up for the other bias of exponents."""
-    down = 8 - up
-    return _text(
-        2,
-        [
-            f"mov.b32 c, {factor};",
-            f"shl.b32 a, q, {up};",
-            f"and.b32 a, a, {mask};",
-            "shl.b32 b, q, 8;",
-            f"lop3.b32 a, b, 0x80008000, a, {_AND_OR};",
-            f"mul.{kind} $0, a, c;",
-            f"shr.b32 a, q, {down};",
-            f"and.b32 a, a, {mask};",
-            f"lop3.b32 a, q, 0x80008000, a, {_AND_OR};",
-            f"mul.{kind} $1, a, c;",
-        ],
-    )
+    kind, up, mask, factor = ("bf16x2", 4, "0x07F007F0", "0x7B807B80") if bf16 else ("f16x2", 7, "0x3F803F80", "0x5C005C00")
+    return [
+        f"shl.b32 a, q, {up};" if j == 0 else f"shr.b32 a, q, {8 - up};",
+        f"and.b32 a, a, {mask};",
+        f"shl.b32 b, q, {8 - 8 * j};",
+        f"lop3.b32 a, b, 0x80008000, a, {_AND_OR};",
+        f"mov.b32 b, {factor};",
+        f"mul.{kind} a, a, b;",
+    ]
 
 
-INT4_BF16 = tl.constexpr(_int4("bf16x2", "0x43004300", "0x43084308"))
-INT4_FP16 = tl.constexpr(_int4("f16x2", "0x64006400", "0x64086408"))
-INT8_BF16 = tl.constexpr(_int8_bf16())
-INT8_FP16 = tl.constexpr(_int8_fp16())
-FP8_BF16 = tl.constexpr(_fp8("bf16x2", 4, "0x07F007F0", "0x7B807B80"))
-FP8_FP16 = tl.constexpr(_fp8("f16x2", 7, "0x3F803F80", "0x5C005C00"))
+def instructions(kind: str, bf16: bool, j: int) -> str:
+    """Part j of a pair of words ($2) as two 16-bit floats ($0 and $1)."""
+    lines = {"int4": _int4, "int8": _int8, "fp8": _fp8}[kind](bf16, j)
+    return "{\n.reg .b32 a, b, q;\nmov.b32 q, $2;\n" + "\n".join(lines) + "\nmov.b32 {$0, $1}, a;\n}"
+
+
+# By kind, then for bfloat16 or float16, then by part.
+TEXTS = tl.constexpr(
+    {
+        kind: {bf16: [instructions(kind, bf16, j) for j in range(parts_of(kind))] for bf16 in (True, False)}
+        for kind in ("int4", "int8", "fp8")
+    }
+)
+
+
+@triton.constexpr_function
+def _text(kind, bf16, j):
+    return TEXTS.value[kind][bf16][j]
 
 
 @triton.jit
-def code_values(words, j: tl.constexpr, KIND: tl.constexpr):
-    """Part j of the words as float32, zeros not subtracted: in plain operations, for where memory is the limit."""
+def _plain(words, j: tl.constexpr, KIND: tl.constexpr):
+    """Part j of single words, in operations that the interpreter knows."""
     if KIND == "int4":
-        value = ((words >> (4 * j)) & 15).to(tl.float32) - 8.0
-    elif KIND == "int8":
-        value = ((words >> (8 * j)) & 255).to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        value = ((words >> (8 * j)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return value
+        return ((words >> (4 * j)) & 15).to(tl.float32) - 8.0
+    byte = ((words >> (8 * j)) & 255).to(tl.uint8)
+    return byte.to(tl.int8 if KIND == "int8" else tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
-COMPILED = tl.constexpr(isinstance(code_values, JITFunction))  # else the interpreter runs, which knows no instructions
-
-
-@triton.jit
-def unpack_int4(words, DTYPE: tl.constexpr):
-    """The four parts of the words."""
-    if COMPILED:
-        if tl.bfloat16 == DTYPE:
-            a, b, c, d = tl.inline_asm_elementwise(
-                INT4_BF16, "=r,=r,=r,=r,r", [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                INT4_FP16, "=r,=r,=r,=r,r", [words],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-    else:
-        a, b = code_values(words, 0, "int4").to(DTYPE), code_values(words, 1, "int4").to(DTYPE)
-        c, d = code_values(words, 2, "int4").to(DTYPE), code_values(words, 3, "int4").to(DTYPE)
-    return a, b, c, d
+COMPILED = tl.constexpr(isinstance(_plain, JITFunction))  # else the interpreter runs, which knows no instructions
+TWO_BF16 = tl.constexpr((tl.bfloat16, tl.bfloat16))
+TWO_FP16 = tl.constexpr((tl.float16, tl.float16))
 
 
 @triton.jit
-def unpack_bytes(words, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """The two parts of the words."""
+def unpack(pairs, j: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Part j of pairs of words (uint32), with one more dimension: the two words. Zeros are not subtracted."""
     if COMPILED:
-        if tl.bfloat16 == DTYPE:
-            a, b = tl.inline_asm_elementwise(
-                INT8_BF16 if KIND == "int8" else FP8_BF16, "=r,=r,r", [words],
-                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            a, b = tl.inline_asm_elementwise(
-                INT8_FP16 if KIND == "int8" else FP8_FP16, "=r,=r,r", [words],
-                dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
+        BF16: tl.constexpr = tl.bfloat16 == DTYPE
+        text: tl.constexpr = _text(KIND, BF16, j)
+        low, high = tl.inline_asm_elementwise(
+            text, "=h,=h,r", [pairs], dtype=TWO_BF16 if BF16 else TWO_FP16, is_pure=True, pack=1
+        )
     else:
-        a, b = code_values(words, 0, KIND).to(DTYPE), code_values(words, 1, KIND).to(DTYPE)
-    return a, b
+        low, high = _plain(pairs & 0xFFFF, j, KIND).to(DTYPE), _plain(pairs >> 16, j, KIND).to(DTYPE)
+    return tl.join(low, high)
 
 
 @triton.jit

@@ -1,0 +1,102 @@
+"""Settings of the engine on the command line of `tokenmill serve`, and of the servers that `bench serve` starts."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenmill.cli.app import app
+
+pytest.importorskip("uvicorn")
+
+TYPED = {
+    "quantization": "int4,layers.0-3=int8",
+    "kv_cache_dtype": "int8",
+    "policy": "sjf",
+    "slo_itl_ms": 40.0,
+    "slo_ttft_ms": 500.0,
+}
+WORDS = [word for name, value in TYPED.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Run `tokenmill serve` up to the point where a process would be started; what it would serve, if anything."""
+
+    def run(*words):
+        seen = []
+
+        async def stand_in(service, http, report, on_ready):
+            seen.append(service)
+
+        monkeypatch.setattr("tokenmill.serve.server.serve", stand_in)
+        done = CliRunner().invoke(app, ["serve", *words])
+        return done, seen[0] if seen else None
+
+    return run
+
+
+def test_what_is_typed_reaches_the_engine(served):
+    done, service = served("some/model", *WORDS)
+    assert done.exit_code == 0, done.output
+    assert {name: getattr(service.config, name) for name in TYPED} == TYPED
+
+
+def test_a_smaller_model_for_bad_times_keeps_its_own_weights(served):
+    done, service = served("some/model", "--degrade", "some/smaller", *WORDS)
+    assert done.exit_code == 0, done.output
+    second = service.degrade.config
+    assert (second.model, second.quantization, second.kv_cache_dtype) == ("some/smaller", None, "int8")
+    assert (second.policy, second.slo_itl_ms, second.slo_ttft_ms) == ("sjf", 40.0, 500.0)
+
+
+def test_forms_by_layer_come_from_a_file_unless_they_are_typed(served, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text('[engine]\npolicy = "fcfs"\n[engine.quantization]\ndefault = "int4"\n"layers.0-3" = "int8"\n')
+    _, service = served("some/model", "--config", str(path))
+    assert service.config.quantization == {"default": "int4", "layers.0-3": "int8"}
+    assert service.config.policy == "fcfs"
+    _, service = served("some/model", "--config", str(path), "--quantization", "w8a8")
+    assert (service.config.quantization, service.config.policy) == ("w8a8", "fcfs")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--quantization", "int3"], "int3"),
+        (["--quantization", "int4,head=int8"], "head"),
+        (["--kv-cache-dtype", "int2"], "int2"),
+        (["--policy", "lottery"], "lottery"),
+        (["--slo-itl-ms", "0"], "slo_itl_ms"),
+        (["--slo-ttft-ms", "500"], "slo_itl_ms"),
+    ],
+)
+def test_a_wrong_value_is_a_sentence_that_names_it(served, words, named):
+    done, service = served("some/model", *words)
+    assert (done.exit_code, service) == (2, None)
+    assert done.stderr.startswith("error: ") and named in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_load_test_starts_a_server_that_understands_what_it_is_given(monkeypatch, served):
+    """The words that `bench serve` gives to the server it starts are read by the real `tokenmill serve`."""
+    commands = []
+
+    class Stopped(Exception):
+        pass
+
+    def popen(command, **_):
+        commands.append(command)
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", popen)
+        with contextlib.suppress(Stopped):
+            CliRunner().invoke(app, ["bench", "serve", "-m", "some/model", "--no-ceilings", *WORDS])
+    (command,) = commands
+    assert command[:4] == [sys.executable, "-m", "tokenmill", "serve"]
+    done, service = served(*command[4:])
+    assert done.exit_code == 0, done.output
+    assert {name: getattr(service.config, name) for name in TYPED} == TYPED
