@@ -1,13 +1,14 @@
 """Ways to run the same requests that must not change an answer; for tests and for scripts/exactness_matrix.py.
 
-A subject says how weights and keys are stored. For each subject, every way has to give the answers of the plain one: one
-request at a time, its whole prompt at once, nothing cached. float64 makes rounding differences between batch shapes (about
-1e-15) far smaller than any gap between logits, so equal means equal. Where a path promises equal bits it is compared in its
-own float32, log-probabilities included.
+A subject says how weights and keys are stored. For each subject, every way has to give the answers of the plain one:
+one request at a time, its whole prompt at once, nothing cached. float64 makes rounding differences between batch shapes
+(about 1e-15) far smaller than any gap between logits, so equal means equal. Where a path promises equal bits it is
+compared in its own float32, log-probabilities included.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,11 @@ from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.sampling import grammar
 
 DATA = Path(__file__).parent.parent / "weights" / "data"
-# Rows of whole groups of 32.
-MODEL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96,
+MODEL: dict[str, Any] = {  # rows are whole groups of 32
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FIRST, VOCAB = 3, 64  # tokens of prompts; the smallest vocabulary here has 64
 MIXED = "int4-g32-zeros,layers.0.qkv=int8,layers.0.o=w8a8,layers.1.gate_up=fp8,lm_head=int8"
@@ -51,7 +54,7 @@ class Subject:
 
     def open(self, model: str, **options: Any) -> LLM:
         source = {"model": str(DATA / self.fixture)} if self.fixture else {"model": model, "load_format": "dummy"}
-        settings = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 64, "overlap": False}
+        settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 64, "overlap": False}
         settings |= {"enable_prefix_caching": False, "skip_tokenizer_init": True, "device": "cpu", "dtype": self.dtype}
         return LLM(**source | settings | self.options | options)
 
@@ -121,6 +124,12 @@ class Watch:
         }  # fmt: skip
 
 
+def write_model(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return str(folder)
+
+
 # -- requests ---------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +162,7 @@ def forks(random: Random) -> list[Request]:
 
 def beams(random: Random) -> list[Request]:
     drawn = [(prompt, random.randrange(2, 5)) for prompt in prompts(random, 2)]
-    fixed = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    fixed: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
     return [(prompt, SamplingParams(beam_width=width, n=width, **fixed)) for prompt, width in drawn]
 
 
@@ -162,7 +171,8 @@ def long_answers(random: Random) -> list[Request]:
 
 
 def structured(random: Random) -> list[Request]:
-    return several(random, 3, least=13, structured={"regex": "x"}, logit_bias=None, ignore_eos=True) + several(random, 1)
+    form = {"structured": {"regex": "x"}, "logit_bias": None, "ignore_eos": True}
+    return several(random, 3, least=13, **form) + several(random, 1)
 
 
 # -- ways that need more than settings ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
-from tokenmill.quant.choose import Place, auto_layout, choose_schemes, describe
+from tokenmill.quant.choose import Place, auto_layout, check_effect, choose_schemes, describe
 from tokenmill.quant.forms import Form, Layout, parse_layout
 from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Dense
@@ -40,7 +40,10 @@ def test_a_layout_is_written_as_it_is_read():
 
 @pytest.mark.parametrize(
     "wanted",
-    ["int5", "int4-g48", "int8-zeros", "int4-g64-", "layers.x=int4", "mlp=int8", "", 4, {"default": None}, ["int4"]],
+    [
+        *("int5", "int4-g48", "int4-g32-g64", "int8-zeros", "int4-g64-", "layers.x=int4", "mlp=int8", "", "int4,int8"),
+        *(4, {"default": None}, {1: "int4"}, ["int4"]),
+    ],
 )
 def test_what_is_not_known_is_refused_with_what_there_is(wanted):
     with pytest.raises(ConfigError, match="quantization"):
@@ -69,6 +72,18 @@ def test_the_native_library_packs_what_it_can():
     assert describe(schemes, ["layers.0.o", "layers.0.down", "layers.1.o"]) == "packed int4-g32 (2), fp8 (1)"
 
 
+def test_a_form_that_no_layer_can_have_is_refused_and_one_that_some_can_have_is_counted():
+    some = {"layers.0.qkv": (96, 48), "layers.0.down": (96, 64)}
+    for wanted in ("int8", "int4", "w8a8"):  # the native library's blocks have 32 columns
+        layout = parse_layout(wanted)
+        schemes = choose_schemes(layout, some, {}, False, NATIVE)
+        check_effect(layout, some, schemes)
+        assert describe(schemes, some).startswith("packed (1), packed ")
+        with pytest.raises(ConfigError, match="layers.0.qkv has 48 columns"):
+            odd = {"layers.0.qkv": (96, 48)}
+            check_effect(layout, odd, choose_schemes(layout, odd, {}, False, NATIVE))
+
+
 def test_what_is_not_asked_for_stays_as_it_is_stored():
     stored = {"layers.0.qkv": Form("int8"), "layers.1.qkv": Form("int4", 32)}
     kept = choose_schemes(Layout(), SHAPES, stored, False, PLAIN)
@@ -79,8 +94,10 @@ def test_what_is_not_asked_for_stays_as_it_is_stored():
 
 
 def test_auto_says_why():
-    layout, why = auto_layout(PLAIN, is_quantized=False, max_rows=None, fits=True)
+    layout, why = auto_layout(NATIVE, is_quantized=False, max_rows=None, fits=True)
     assert layout.default == Form("int8") and "bytes" in why
+    layout, why = auto_layout(PLAIN, is_quantized=False, max_rows=None, fits=True)
+    assert layout == Layout() and "widened for every product" in why
     layout, why = auto_layout(PLAIN, is_quantized=False, max_rows=None, fits=False)
     assert layout.default == Form("int4") and "memory" in why
     assert auto_layout(PLAIN, is_quantized=True, max_rows=None, fits=True)[0] == Layout()

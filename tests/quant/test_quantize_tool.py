@@ -48,6 +48,19 @@ SHIFTED = {
 VARIANTS = {"llama": {}, "biases": {"attention_bias": True, "mlp_bias": True}, "latent": LATENT, "shifted": SHIFTED}
 
 
+class QuantizedFiles(MemoryCheckpoint):
+    """Offers what a checkpoint of another tool does."""
+
+    def stored(self, name):
+        return None
+
+    def groups(self, name):
+        return None
+
+    def notes(self):
+        return []
+
+
 def opened(model: MemoryCheckpoint) -> LayerSource:
     return LayerSource(spec_from_config(model.config), model)
 
@@ -206,6 +219,7 @@ def test_one_form_for_all_needs_no_list_of_names():
         (["--scheme", "int4", "--method", "awq", "-o", "new"], "--calibrate"),
         (["--scheme", "w8a8", "--static-inputs", "-o", "new"], "--calibrate"),
         (["--scheme", "int4", "--method", "smoothquant", "--calibrate", "text.txt", "-o", "new"], "8-bit inputs"),
+        (["--scheme", "int4", "--static-inputs", "--calibrate", "text.txt", "-o", "new"], "8-bit inputs"),
         (["--scheme", "int4", "--calibrate", "none.txt", "-o", "new"], "cannot be read"),
         (["--scheme", "int4", "--calibrate", "short.txt", "-o", "new"], "longer text"),
         (["--scheme", "layers.9=int4", "-o", "new"], "nothing to do"),
@@ -229,6 +243,8 @@ def test_a_head_that_is_the_embedding_and_a_quantized_model_are_refused():
         plan_forms(tied.spec, parse_layout("int4,lm_head=int8"))
     with pytest.raises(ModelError, match="already"):
         opened(checkpoint(quantization_config={"quant_method": "gptq"}))
+    with pytest.raises(ModelError, match="already"):  # some files have their settings elsewhere
+        opened(QuantizedFiles(CONFIG, checkpoint().tensors))
     with pytest.raises(ConfigError, match="multiple of 32"):
         plan_forms(opened(checkpoint(hidden_size=40)).spec, parse_layout("int4"))
 

@@ -91,6 +91,8 @@ REFUSED = [
     (GPTQ | {"dynamic": {"+:.*": 4}}, "dynamic.+:.*=4"),
     (GPTQ | {"dynamic": {"+:(": {}}}, "no usable regular expression"),
     (GPTQ | {"dynamic": {"+:" + "a" * 2000: {}}}, "no usable regular expression"),
+    (GPTQ | {"dynamic": {"-:(([a-z_.0-9])*)*!": {}}}, "no usable regular expression"),  # would take for ever
+    (GPTQ | {"dynamic": {"-:" + ".*" * 30 + "!": {}}}, "no usable regular expression"),
     (AWQ | {"version": "gemv"}, "awq and has version='gemv', which cannot be loaded; use a checkpoint whose version"),
     (AWQ | {"bits": 8}, "bits=8, which cannot be loaded; use a checkpoint of 4 bits"),
     (FP8 | {"fmt": "e5m2"}, "fmt='e5m2'"),
@@ -171,6 +173,16 @@ def test_codes_of_more_bits_than_announced_are_refused(tmp_path):
 def test_a_scale_of_inputs_that_is_no_positive_number_is_refused(value, tmp_path):
     tensors = FORMATS["fp8"][1] | {f"{LAYER}.input_scale": torch.tensor(value)}
     assert "a scale must be a positive number" in sentence(saved(tmp_path, tensors, FP8))
+
+
+@pytest.mark.parametrize(("form", "part"), [("gptq", "scales"), ("awq", "scales"), ("fp8", "weight_scale")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_of_weights_that_are_no_numbers_are_refused(form, part, value, tmp_path):
+    config, tensors = FORMATS[form]
+    damaged = tensors[f"{LAYER}.{part}"].clone()
+    damaged[(-1,) * damaged.dim()] = value
+    said = sentence(saved(tmp_path, tensors | {f"{LAYER}.{part}": damaged}, config))
+    assert f"the scales of '{WEIGHT}' hold what is no finite number" in said
 
 
 def fuzz(number):

@@ -184,6 +184,13 @@ def test_fp8_files(tmp_path, block, names):
     assert (groups.inputs, groups.input_scale) == (("fp8", 0.25) if block is None else (None, None))
 
 
+def test_a_block_beyond_the_matrix_takes_no_more_memory_than_the_matrix(tmp_path):
+    weight = torch.ones(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    config = FP8 | {"activation_scheme": "dynamic", "weight_block_size": [10**12, 10**12]}
+    found = opened(saved(tmp_path, fp8_tensors(weight, torch.full((1, 1), 0.5), "weight_scale_inv"), config))
+    assert torch.equal(found.tensor(WEIGHT), weight.float() * 0.5)
+
+
 def test_fp8_scales_may_be_powers_of_two(tmp_path):
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     scale = torch.full((1, 1), 0.25).to(torch.float8_e8m0fnu)

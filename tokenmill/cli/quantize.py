@@ -95,6 +95,7 @@ def _write(
 
     from tokenmill.engine.build import choose_device
     from tokenmill.quant.quantize import METHODS, Method, plan_forms, quantize_model
+    from tokenmill.quant.rounding import INPUTS
     from tokenmill.quant.write import prepare_folder, write_model, write_tokenizer
 
     if name is not None and name not in METHODS:
@@ -106,8 +107,10 @@ def _write(
     forms, notes = plan_forms(source.spec, layout)
     if method.needs_text and calibrate is None:
         raise ConfigError(f"{method.name} needs to see what layers are given: name a text with --calibrate")
-    if name == "smoothquant" and not any(form.kind in ("w8a8", "fp8") for form in forms.values()):
-        raise ConfigError("smoothquant is for forms with 8-bit inputs: --scheme w8a8 or fp8")
+    if name == "smoothquant" or method.static_inputs:
+        if not any(form.kind in INPUTS for form in forms.values()):
+            what = "smoothquant" if name == "smoothquant" else "--static-inputs"
+            raise ConfigError(f"{what} is for forms with 8-bit inputs: --scheme w8a8 or fp8")
     ids = None
     if method.needs_text and calibrate is not None:
         samples, length = shape

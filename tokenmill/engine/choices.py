@@ -12,7 +12,7 @@ from tokenmill.model.weights.load import packed_as_stored, stored_forms
 from tokenmill.ops.kv_forms import form_for
 from tokenmill.plan.hardware import Hardware, cpu_hardware
 from tokenmill.plan.memory import ModelBytes
-from tokenmill.quant.choose import Place, auto_layout, choose_schemes
+from tokenmill.quant.choose import Place, auto_layout, check_effect, choose_schemes
 from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.forms import Layout, parse_layout
 from tokenmill.quant.invariant import InvariantDense
@@ -42,7 +42,12 @@ def schemes_for(
         why = f"quantization is auto: {why}"
     elif layout == Layout():
         why = "as stored" if blocks or stored else "as the model computes"
-    return choose_schemes(layout, shapes, stored, blocks, place), why
+    schemes = choose_schemes(layout, shapes, stored, blocks, place)
+    if config.quantization != "auto":
+        check_effect(layout, shapes, schemes)
+    if spec.moe is not None and layout != Layout():
+        why += "; experts stay floats"
+    return schemes, why
 
 
 def linear_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:

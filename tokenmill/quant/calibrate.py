@@ -117,10 +117,10 @@ class Calibration:
 
     def head_moments(self, final_norm: torch.Tensor) -> Moments:
         """Of what the head reads, once the hidden states have come through all layers."""
-        gram = torch.zeros(self.spec.hidden, self.spec.hidden)
-        total, largest = torch.zeros(self.spec.hidden), torch.zeros(self.spec.hidden)
+        gram = torch.zeros(self.spec.hidden, self.spec.hidden, device=self.device)
+        total, largest = torch.zeros_like(gram[0]), torch.zeros_like(gram[0])
         for part in self.hidden:
-            x = self._decoder.ops.rms_norm(part.to(self.device), final_norm.to(self.device), self.spec.norm_eps).cpu()
+            x = self._decoder.ops.rms_norm(part.to(self.device), final_norm.to(self.device), self.spec.norm_eps)
             gram += x.T @ x
             total += x.abs().sum(0)
             largest = torch.maximum(largest, x.abs().amax(0))

@@ -11,7 +11,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout
 from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.packed import Packed, can_hold
+from tokenmill.quant.packed import BLOCK, Packed, can_hold
 from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
 
 CPU_GROUP = 32  # int4: on CPUs every block of 32 holds a scale in any case
@@ -71,6 +71,8 @@ def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits:
     if place.device.type == "cpu":
         if not fits:
             return Layout(Form("int4")), "memory is short"
+        if not place.native:
+            return Layout(), "without the native library, small weights would be widened for every product"
         return Layout(Form("int8")), "half to a quarter of the bytes for every token, and next to no change"
     if not has_small_gemm(place.device):
         return Layout(), "this GPU has no kernels for it"
@@ -92,6 +94,8 @@ def describe(schemes: Schemes, names: Iterable[str]) -> str:
 
 def _complete(form: Form, columns: int, place: Place) -> Form | None:
     """With the group that suits the device, and the matrix; None: no group does, so it stays as it is."""
+    if place.native and form.kind in ("int8", "w8a8") and columns % BLOCK:
+        return None
     if form.kind != "int4" or form.group is not None:
         return form
     most = CPU_GROUP if place.native else max(GROUPS)
@@ -121,6 +125,16 @@ def _check_names(layout: Layout, shapes: Mapping[str, tuple[int, int]]) -> None:
             continue
         why = "this model's head is its embedding" if pattern == "lm_head" else "this model has no such layer"
         raise ConfigError(f"quantization names {pattern!r}, but {why}; leave it out")
+
+
+def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes: Schemes) -> None:
+    """Refuse a wish that no layer can follow; where only some cannot, the report tells."""
+    wanted = [name for name in shapes if layout.of(name)]
+    if wanted and not any(name in schemes.named for name in wanted):
+        raise ConfigError(
+            f"quantization is {layout.name!r}, but no layer can have it here: {wanted[0]} has {shapes[wanted[0]][1]} "
+            f"columns, which are no multiple of {min(GROUPS)}; leave it out, or take fp8"
+        )
 
 
 def _check_device(layout: Layout, place: Place) -> None:

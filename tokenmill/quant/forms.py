@@ -62,8 +62,10 @@ def parse_layout(wanted: str | Mapping[str, str] | None) -> Layout:
     for pattern, text in named:
         form = parse_form(text)
         if pattern == "default":
+            if default is not None:
+                raise ConfigError(f"quantization is {wanted!r}, which names {default.name} and {text} for all layers")
             default = form
-        elif pattern == "lm_head" or _LAYERS.fullmatch(pattern):
+        elif pattern == "lm_head" or (isinstance(pattern, str) and _LAYERS.fullmatch(pattern)):
             overrides.append((pattern, form))
         else:
             raise ConfigError(
@@ -81,7 +83,7 @@ def parse_form(text: object) -> Form:
         raise ConfigError(f"quantization={text!r} is not available; there are {', '.join(KINDS)}, and int4-g32-zeros")
     group, zeros = None, False
     for option in options:
-        if kind == "int4" and option in {f"g{size}" for size in GROUPS}:
+        if kind == "int4" and group is None and option in {f"g{size}" for size in GROUPS}:
             group = int(option[1:])
         elif kind == "int4" and option == "zeros":
             zeros = True

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.model.weights.checkpoint import Checkpoint
+from tokenmill.model.weights.checkpoint import Checkpoint, GroupCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, recipes
 from tokenmill.quant.joints import Params
 
@@ -36,7 +36,7 @@ class Part:
 
 class LayerSource:
     def __init__(self, spec: DecoderSpec, checkpoint: Checkpoint) -> None:
-        if checkpoint.config.get("quantization_config"):
+        if isinstance(checkpoint, GroupCheckpoint) or checkpoint.config.get("quantization_config"):
             raise ModelError("the checkpoint is quantized already; quantize the original one")
         self.spec = spec
         self.checkpoint = checkpoint

@@ -97,7 +97,7 @@ def quantize_model(
     for index in range(spec.num_layers):
         prefix = f"layers.{index}."
         wanted = {name.removeprefix(prefix): form for name, form in forms.items() if name.startswith(prefix)}
-        params = source.layer(index)
+        params = {name: one.to(device) for name, one in source.layer(index).items()}
         groups: dict[str, Groups] = {}
         if wanted and calibration is None:
             groups = {name: round_one(params[name], form, method, None) for name, form in _rounded(wanted)}
@@ -107,14 +107,15 @@ def quantize_model(
             groups = {name: round_one(params[name], form, method, known[name]) for name, form in _rounded(wanted)}
         if calibration is not None and index + 1 < spec.num_layers + ("lm_head" in forms):
             calibration.advance(index, params, groups)
-        yield Quantized(prefix, params, groups)
+        yield _on_host(Quantized(prefix, params, groups))
         if progress is not None:
             progress(index + 1, spec.num_layers)
     if "lm_head" in forms:
-        head = source.read("lm_head")
+        head = source.read("lm_head").to(device)
         moments = None if calibration is None else calibration.head_moments(source.read("final_norm"))
         own = _rounded({"lm_head": forms["lm_head"]})
-        yield Quantized("", {"lm_head": head}, {name: round_one(head, form, method, moments) for name, form in own})
+        groups = {name: round_one(head, form, method, moments) for name, form in own}
+        yield _on_host(Quantized("", {"lm_head": head}, groups))
 
 
 def round_one(weight: torch.Tensor, form: Form, method: Method, moments: Moments | None) -> Groups:
@@ -148,6 +149,20 @@ def _prepare(
             moments[joint.reader] = scale_for_inputs(params, joint, known, form)
         else:
             moments[joint.reader] = smooth(params, joint, known, method.alpha)
+
+
+def _on_host(layer: Quantized) -> Quantized:
+    groups = {
+        name: replace(
+            one,
+            codes=one.codes.cpu(),
+            scale=one.scale.cpu(),
+            zeros=None if one.zeros is None else one.zeros.cpu(),
+            input_scale=None if one.input_scale is None else one.input_scale.cpu(),
+        )
+        for name, one in layer.groups.items()
+    }
+    return Quantized(layer.prefix, {name: one.cpu() for name, one in layer.params.items()}, groups)
 
 
 def _rounded(wanted: dict[str, Form]) -> list[tuple[str, Form]]:

@@ -23,6 +23,7 @@ from tokenmill.ops.triton.weight_codes import Codes, axis, parts_of, unpack
 
 MOST_ROWS = 128  # of a product here; with more, the widened weight is faster
 MOST_ROWS_OF_A_TILE = 64
+SHARED_BYTES = 216 << 10  # of a multiprocessor, for pipelines
 PREFETCHED_LINES = tl.constexpr(16)  # of each band, while the previous kernel still runs
 LINE = tl.constexpr(64)  # words of a line of the cache
 
@@ -76,15 +77,17 @@ def choose_shape(
         return _few_shape(bands, tiles // step, device)
     block_n, num_warps = (64, 4) if rows <= 32 else (128, 8)
     steps = tiles // step
-    at_once = next(n for n in (2, 1) if steps % n == 0)
+    at_once = 2 if rows <= 16 and steps % 2 == 0 else 1
+    blocks = ceil_div(bands * 16, block_n)
     splits = 1
     if may_split:
-        # About two programs per multiprocessor, each with a few turns at least.
-        wanted = 2 * multiprocessors(device) // ceil_div(bands * 16, block_n)
-        splits = max(1, min(wanted, steps // at_once // 4, MAX_SPLITS))
+        # Two or three programs per multiprocessor, each with a few turns at least.
+        wanted = 3 * multiprocessors(device) // blocks
+        splits = 1 << (max(1, min(wanted, steps // at_once // 4, MAX_SPLITS)).bit_length() - 1)
+    # As long a pipeline as lets all programs run at once.
     stage_bytes = step * at_once * 32 * (block_n + parts_of(kind) * _rows_of_a_tile(rows))
-    num_stages = max(2, min(5, (100 << 10) // stage_bytes))
-    return GemmShape(block_n, step * at_once, 1 << (splits.bit_length() - 1), num_warps, num_stages)
+    room = SHARED_BYTES // min(4, ceil_div(blocks * splits, multiprocessors(device)))
+    return GemmShape(block_n, step * at_once, splits, num_warps, max(2, min(6, room // stage_bytes)))
 
 
 def _few_shape(bands: int, steps: int, device: torch.device) -> FewShape:

@@ -101,10 +101,11 @@ def _few_kernel(
         z = _of_groups(zeros + s_at, s_step, 0, WIDTH, GROUP, HALVES, STEPS)
     wait_for_previous(PDL)
 
-    # [t, row, warps, depth, step, k_high, eights, k_low]
-    x_step = axis(WARPS, 2, 8) + axis(DEPTH, 3, 8) * WARPS
-    x_row = tl.minimum(axis(8, 1, 8) + axis(EIGHTS, 6, 8) * 8, rows - 1).to(tl.int64)
-    x_column = axis(4, 0, 8) * 2 + axis(STEP, 4, 8) * (16 * PARTS) + axis(2, 5, 8) * 8 + axis(2, 7, 8)
+    # [t, row, warps, depth, step, part, k_high, eights, k_low], of two parts of the words
+    x_step = axis(WARPS, 2, 9) + axis(DEPTH, 3, 9) * WARPS
+    x_row = tl.minimum(axis(8, 1, 9) + axis(EIGHTS, 7, 9) * 8, rows - 1).to(tl.int64)
+    x_column = axis(4, 0, 9) * 2 + axis(STEP, 4, 9) * (16 * PARTS) + axis(2, 5, 9) * 16
+    x_column += axis(2, 6, 9) * 8 + axis(2, 8, 9)
     x_at = x + x_row * stride_x + x_step * WIDTH + x_column
     acc = tl.zeros([4, 8, WARPS, DEPTH, BANDS, 2, EIGHTS, 2], tl.float32)
     for turn in tl.range(TURNS, loop_unroll_factor=2):
@@ -117,22 +118,21 @@ def _few_kernel(
         inside = x_step + turn * AT_ONCE < STEPS
         inputs = x_at + turn * AT_ONCE * WIDTH
         v = _inputs(inputs, inside, EVEN)
-        part = _multiply(unpack(w, 0, KIND, x.dtype.element_ty), v, None)
+        part = _multiply(_two_parts(w, 0, KIND, x.dtype.element_ty), v, None)
         if zeros is not None:
-            ones = tl.full([WARPS, DEPTH, STEP, 1, 128, 2], 1.0, x.dtype.element_ty)
-            total = _multiply(ones, v, None)
-        for j in tl.static_range(1, PARTS):
-            if HALVES == 2 and j == 2:
+            total = _sums(v, None)
+        if PARTS == 4:
+            if HALVES == 2:
                 value = _view(part, BANDS, WARPS)
                 if zeros is not None:
                     value -= z[0] * _view(total, 1, WARPS)
                     total = None
                 acc += value * s[0]
                 part = None
-            v = _inputs(inputs + 16 * j, inside, EVEN)
-            part = _multiply(unpack(w, j, KIND, x.dtype.element_ty), v, part)
+            v = _inputs(inputs + 32, inside, EVEN)
+            part = _multiply(_two_parts(w, 2, KIND, x.dtype.element_ty), v, part)
             if zeros is not None:
-                total = _multiply(ones, v, total)
+                total = _sums(v, total)
         value = _view(part, BANDS, WARPS)
         if zeros is not None:
             value -= z[1] * _view(total, 1, WARPS)
@@ -185,26 +185,48 @@ def _of_groups(
 
 
 @triton.jit
-def _inputs(pointers, inside, EVEN: tl.constexpr):  # [t, row, warps, depth, step, k_high, eights, k_low]
+def _inputs(pointers, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
+def _two_parts(pairs, j: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.join(unpack(pairs, j, KIND, DTYPE), unpack(pairs, j + 1, KIND, DTYPE))
+
+
+@triton.jit
 def _multiply(w, value, acc):
-    """Tiles [warps, depth, step, bands, 256] times inputs: a matrix [16 * bands, 8 * eights] per depth and warp."""
+    """Tiles [warps, depth, step, bands, 128, k_low, part] times inputs: [16 * bands, 8 * eights] per depth and warp.
+
+    A lane's words follow one another along the inner dimension, as the compiler wants it of numbers that were made of
+    larger ones; the inputs are in the same order.
+    """
     WARPS: tl.constexpr = w.shape[0]
     DEPTH: tl.constexpr = w.shape[1]
     STEP: tl.constexpr = w.shape[2]
     BANDS: tl.constexpr = w.shape[3]
-    w = w.reshape([WARPS, DEPTH, STEP, BANDS, 8, 4, 2, 2, 2])  # ..., g, t, k_high, high, k_low
-    w = w.permute(1, 0, 3, 7, 4, 2, 5, 6, 8).reshape([DEPTH * WARPS, BANDS * 16, STEP * 16])
-    value = value.permute(3, 2, 4, 0, 5, 7, 6, 1).reshape([DEPTH * WARPS, STEP * 16, value.shape[6] * 8])
+    w = w.reshape([WARPS, DEPTH, STEP, BANDS, 8, 4, 2, 2, 2, 2])  # ..., g, t, k_high, high, k_low, part
+    w = w.permute(1, 0, 3, 7, 4, 2, 9, 5, 6, 8).reshape([DEPTH * WARPS, BANDS * 16, STEP * 32])
+    value = value.permute(3, 2, 4, 5, 0, 6, 8, 7, 1).reshape([DEPTH * WARPS, STEP * 32, value.shape[7] * 8])
     if acc is None:
         return tl.dot(w, value)
     else:
         return tl.dot(w, value, acc)
+
+
+@triton.jit
+def _sums(value, acc):
+    """Every row of this product with ones is the sum of the inputs, where it is needed; the tensor cores have time."""
+    MATRICES: tl.constexpr = value.shape[2] * value.shape[3]
+    COLUMNS: tl.constexpr = value.shape[4] * 32
+    ones = tl.full([MATRICES, 16, COLUMNS], 1.0, value.dtype)
+    value = value.permute(3, 2, 4, 5, 6, 0, 8, 7, 1).reshape([MATRICES, COLUMNS, value.shape[7] * 8])
+    if acc is None:
+        return tl.dot(ones, value)
+    else:
+        return tl.dot(ones, value, acc)
 
 
 @triton.jit

@@ -100,7 +100,8 @@ def _int8(bf16: bool, j: int) -> list[str]:
 
 def _fp8(bf16: bool, j: int) -> list[str]:
     """Exponent and mantissa moved in place, the sign on top; the factor makes up for the other bias of exponents."""
-    kind, up, mask, factor = ("bf16x2", 4, "0x07F007F0", "0x7B807B80") if bf16 else ("f16x2", 7, "0x3F803F80", "0x5C005C00")
+    kind, up, mask = ("bf16x2", 4, "0x07F007F0") if bf16 else ("f16x2", 7, "0x3F803F80")
+    factor = "0x7B807B80" if bf16 else "0x5C005C00"
     return [
         f"shl.b32 a, q, {up};" if j == 0 else f"shr.b32 a, q, {8 - up};",
         f"and.b32 a, a, {mask};",

@@ -113,7 +113,10 @@ class QuantizedCheckpoint:
         return self._format.kind(self._layers[name])
 
     def _matrix(self, name: str) -> Matrix:
-        return self._format.read(self._layers[name], self._kind(name))
+        matrix = self._format.read(self._layers[name], self._kind(name))
+        if not bool(matrix.scale.isfinite().all()):
+            raise ModelError(f"the scales of {name!r} hold what is no finite number; the file is damaged: download it again")
+        return matrix
 
     def _others(
         self, modules: dict[str, dict[str, str]], stored: set[str], wanted: dict[str, tuple[int, ...]]

@@ -26,7 +26,7 @@ def scale_of_blocks(
     scale = parts.take(part, (*FLOATS, _POWERS), counts)
     if scale.dtype == _POWERS:
         scale = scale.float()
-    return scale.repeat_interleave(block[0], dim=0)[: shape[0]].contiguous()
+    return scale.repeat_interleave(min(block[0], shape[0]), dim=0)[: shape[0]].contiguous()
 
 
 def input_scale(parts: Parts, part: str | None) -> torch.Tensor | None:  # [] float32

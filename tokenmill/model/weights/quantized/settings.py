@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from tokenmill.errors import ModelError
 
 _LONGEST_PATTERN = 1000  # a model's own are some tens of characters
+_MOST_REPEATS = 6  # each multiplies the time that a name without a fit takes by its length
+_LITERAL = re.compile(r"\\.|\[[^\]]*\]")
 
 
 class Settings:
@@ -95,6 +97,9 @@ def fits_regular(pattern: str, module: str, method: str) -> bool:
     try:
         if len(pattern) > _LONGEST_PATTERN:
             raise re.error("it is too long")
+        plain = _LITERAL.sub("x", pattern)
+        if len(re.findall(r"[*+{]", plain)) > _MOST_REPEATS or re.search(r"\)[*+{]", plain):
+            raise re.error("it repeats so much that it could take for ever")
         return re.match(pattern, module) is not None
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(

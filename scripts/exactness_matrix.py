@@ -1,0 +1,280 @@
+"""Runs every technique together with every way of scheduling, compares the answers, and writes docs/exactness.md.
+
+    python scripts/exactness_matrix.py                      # the page, in about two minutes on two cores
+    python scripts/exactness_matrix.py --mixes 20 --only int8 "kv fp8" --no-change --page ""
+
+The mixes and the ways are those of tests/engine/test_exactness_quant.py. Exits with 1 where answers differ that must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "engine"))
+
+from exactness_ways import QUANTIZED, WAYS, Engines, Outcome, Subject, write_model  # noqa: E402
+
+from tokenmill import LLM, SamplingParams  # noqa: E402
+from tokenmill.errors import TokenmillError  # noqa: E402
+from tokenmill.outputs import LogprobTable  # noqa: E402
+
+QUALITY = ROOT / "docs" / "quantization.md"
+PROMPTS = (
+    "The water wheel turns because", "A prime number is a number that", "To bake bread, you first",
+    "The moon is far away, and", "Bees make honey from", "The capital of France is",
+)  # fmt: skip
+ANSWER = 40  # tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """A technique: how it is switched on, and what it claims."""
+
+    subject: Subject
+    claim: str = "identical"
+    plain: bool = False  # compared with the plain path of floats, not with its own
+    change: dict[str, Any] = field(default_factory=dict)  # on the default model, for what is bounded
+    perplexity: str = ""  # its row in docs/quantization.md
+
+
+def bounded(name: str, subject: Subject) -> Row:
+    packed = name.startswith("packed")
+    change = {} if subject.fixture else dict(subject.options)
+    if change and not packed:
+        change["ops"] = "reference"
+    if "quantization" in change and "lm_head" in change["quantization"]:
+        change["quantization"] = "int4-g32-zeros,layers.0-9.qkv=int8,layers.0-9.o=w8a8,layers.10-29.gate_up=fp8"
+    return Row(subject, "bounded", False, change, {"int4-g32": "int4-g32 rtn"}.get(name, name))
+
+
+ROWS: dict[str, Row] = {
+    "plain path, greedy and seeded": Row(Subject()),
+    "plain torch (`ops=\"reference\"`)": Row(Subject({"ops": "reference"}), plain=True),
+    "batches that nobody enters (`batching=\"dynamic\"`)": Row(Subject({"batching": "dynamic"}), plain=True),
+    "batches that nobody leaves (`batching=\"static\"`)": Row(Subject({"batching": "static"}), plain=True),
+    "no KV cache (`kv_cache=False`)": Row(Subject({"kv_cache": False}), plain=True),
+    "memory reserved (`kv_reservation`)": Row(Subject({"kv_reservation": "max_model_len"}), plain=True),
+    "shortest answer first (`policy=\"sjf\"`)": Row(Subject({"policy": "sjf"}), plain=True),
+    "same bits (`batch_invariant`), float32": Row(Subject({"batch_invariant": True}, dtype="float32", bits=True)),
+    "a layer in bf16": Row(
+        Subject({"quantization": "layers.0=bf16"}), "bounded",
+        change={"quantization": "layers.0-14=bf16", "ops": "reference"},
+    ),
+    "packed as the default model's file": Row(Subject(), "bounded", change={"quantization": None}),
+    **{name: bounded(name, subject) for name, subject in QUANTIZED.items()},
+}  # fmt: skip
+FILE_ONLY = "packed as the default model's file"  # has no cells: random weights come in no file
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mixes", type=int, default=3, help="random mixes for each cell")
+    parser.add_argument("--only", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--no-change", action="store_true", help="leave out what needs the default model")
+    parser.add_argument("--page", default=str(ROOT / "docs" / "exactness.md"), help="where to write; '' for nowhere")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    cells: dict[str, dict[str, str]] = {}
+    changes: dict[str, tuple[int, int, float]] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.workers, spawn, one_thread) as pool:
+        model = write_model(Path(folder))
+        jobs: dict[Future[Any], str] = {}
+        said = None if arguments.no_change else pool.submit(plain_answers)
+        for name in arguments.only:
+            if name != FILE_ONLY:
+                jobs[pool.submit(row_cells, name, model, arguments.mixes)] = name
+        if said is not None and said.result() is None:
+            print("the default model is not to be had here: no changes are measured", flush=True)
+        elif said is not None:
+            for name in arguments.only:
+                if ROWS[name].change:
+                    jobs[pool.submit(change_of, ROWS[name].change, *said.result())] = name
+        for job in as_completed(jobs):
+            name, found = jobs[job], job.result()
+            if isinstance(found, dict):
+                cells[name] = found
+                text = ", ".join(f"{way}: {cell}" for way, cell in found.items())
+            else:
+                changes[name] = found
+                text = "{} of {} tokens, log-probability {:.3g}".format(*found)
+            print(f"{time.monotonic() - start:5.0f} s  {name}: {text}", flush=True)
+    if arguments.page:
+        Path(arguments.page).write_text(page(cells, changes))
+    broken = [f"{name}: {way}" for name, row in cells.items() for way, cell in row.items() if cell.startswith("**")]
+    if broken:
+        sys.exit("answers differ: " + "; ".join(broken))
+
+
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# -- cells --------------------------------------------------------------------------------------------------------
+
+
+def row_cells(name: str, model: str, mixes: int) -> dict[str, str]:
+    row = ROWS[name]
+    engines = Engines(row.subject, model, Subject() if row.plain else None)
+    found = {way: cell(engines, way, mixes) for way in WAYS}
+    engines.close()
+    return found
+
+
+def cell(engines: Engines, way: str, mixes: int) -> str:
+    try:
+        outcomes = [engines.compare(way, seed) for seed in range(mixes)]
+    except TokenmillError as error:
+        print(f"{way} with {engines.subject.options}: {error}", flush=True)
+        return "does not run"
+    happened = sum(outcome.happened > 0 for outcome in outcomes)
+    if not happened:
+        return "-"
+    if not any(outcome.differ for outcome in outcomes):
+        if not engines.subject.bits:
+            return f"identical ({happened})"
+        if not any(outcome.other_bits for outcome in outcomes):
+            return f"same bits ({happened})"
+    return differences(engines.subject, way, outcomes)
+
+
+def differences(subject: Subject, way: str, outcomes: list[Outcome]) -> str:
+    answers = sum(outcome.answers for outcome in outcomes)
+    equal = answers - sum(len(outcome.differ) for outcome in outcomes)
+    text = f"{equal} of {answers}, {max(outcome.largest for outcome in outcomes):.0e}"
+    rounds = "=bf16" in str(subject.options.get("quantization"))  # sums of its products depend on the batch
+    allowed = rounds or (WAYS[way].recomputes and not subject.recomputed)
+    return text if allowed else f"**{text}**"
+
+
+# -- changes ------------------------------------------------------------------------------------------------------
+
+
+def plain_answers() -> tuple[list[list[int]], list[int], list[list[LogprobTable]]] | None:
+    """The default model's answers from the plain path: all ids, lengths of prompts, and what was likely where."""
+    try:
+        llm = LLM("default", ops="reference", dtype="float32", max_model_len=128, device="cpu")
+    except TokenmillError:
+        return None
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    ids = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    return ids, [len(output.prompt_token_ids) for output in outputs], tables_of(llm, ids)
+
+
+def change_of(
+    options: dict[str, Any], ids: list[list[int]], lengths: list[int], expected: list[list[LogprobTable]]
+) -> tuple[int, int, float]:
+    """Over the plain path's answers: how often the likeliest token is the same, of how many, and how far it is off."""
+    llm = LLM("default", dtype="float32", max_model_len=128, device="cpu", **options)
+    equal = total = 0
+    largest = 0.0
+    for tokens, length, mine, theirs in zip(ids, lengths, tables_of(llm, ids), expected, strict=True):
+        for at in range(length, len(tokens)):
+            total += 1
+            equal += likeliest(mine[at]) == likeliest(theirs[at])
+            largest = max(largest, abs(mine[at][tokens[at]].logprob - theirs[at][tokens[at]].logprob))
+    llm.shutdown()
+    return equal, total, largest
+
+
+def tables_of(llm: LLM, ids: list[list[int]]) -> list[list[LogprobTable]]:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    outputs = llm.generate(ids, params, use_tqdm=False)
+    return [[table or {} for table in output.prompt_logprobs or []] for output in outputs]
+
+
+def likeliest(table: LogprobTable) -> int:
+    return max(table, key=lambda token: table[token].logprob)
+
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+INTRO = """\
+# Exactness
+
+What each technique does to the answer, alone and together with every way of scheduling. Written by
+
+```console
+$ python scripts/exactness_matrix.py
+```
+
+Each row is an engine with that technique, each column a way to run requests that could disturb it. A mix is a handful of
+random requests (shared beginnings, greedy and seeded, filters, penalties, biases, end tokens). Its answers are compared,
+tokens and finish reasons, with those of one request at a time, whole prompts, nothing cached.
+
+- **identical (n)**: all answers of n mixes are equal. A model with random weights is computed in float64, where
+  rounding is far below any gap between logits, so equal means equal. In the rows of other forms of floats and integers the
+  comparison is with the plain way *under the same form*; in the other rows it is with the plain path.
+- **same bits (n)**: in float32, and log-probabilities are equal to the last bit.
+- **x of y, d**: so many answers are equal, and log-probabilities differ by at most d as far as the tokens are.
+- **-**: it does not happen: there is nothing to share without a cache, and nothing to preempt when memory is reserved.
+- **does not run**: the engine does not have this combination.
+
+A mix counts only if what the column is named for happened in it: blocks were hit or copied, requests preempted, drafts
+verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; a proposer is not there yet.
+*structured output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those).
+`tests/engine/test_exactness_quant.py` runs one mix of each cell, and `test_exactness.py` beside it more of the first row.
+
+"""
+
+PACKED = """
+Packed weights are the native CPU path, in its own float32 with inputs in 8 bits. A product gives a row the same bits whatever
+else is computed, so batches, cached and cut prompts, forks and beams change nothing. Where several tokens of an answer are
+computed in one step (drafts, or once more after preemption or a failure), attention adds in another order than for a single
+token; the last bit that this changes can move an 8-bit input by a step. Tokens then differ only where two are nearly equally likely.
+
+On a GPU in 16 bits sums depend on the batch in every row except that of `batch_invariant`; `tests/gpu/` has the bounds.
+"""
+
+CHANGES = """
+## What the bounded ones change
+
+On the default model in float32, along {count} tokens that the plain path says to {prompts} prompts: how often the same token is
+likeliest, and by how much the log-probability of the plain path's token differs at most. Perplexity is
+[quantization.md](quantization.md)'s, with its standard error. Packed rows round inputs as well as weights.
+
+| technique | same token | log-probability | perplexity |
+|---|---|---|---|
+"""
+
+
+def page(cells: dict[str, dict[str, str]], changes: dict[str, tuple[int, int, float]]) -> str:
+    lines = [INTRO + "| technique | claim | " + " | ".join(WAYS) + " |", "|---" * (len(WAYS) + 2) + "|"]
+    for name in ROWS:
+        if name in cells:
+            lines.append(f"| {name} | {ROWS[name].claim} | " + " | ".join(cells[name][way] for way in WAYS) + " |")
+    text = "\n".join(lines) + "\n" + PACKED
+    if not changes:
+        return text
+    text += CHANGES.format(count=max(total for _, total, _ in changes.values()), prompts=len(PROMPTS))
+    quality = perplexities(QUALITY.read_text())
+    for name in ROWS:
+        if name in changes:
+            equal, total, largest = changes[name]
+            known = quality.get(ROWS[name].perplexity, "")
+            text += f"| {name} | {equal} of {total} | {largest:.2f} | {known} |\n"
+    return text
+
+
+def perplexities(text: str) -> dict[str, str]:
+    """The changes in the table of docs/quantization.md, by form."""
+    rows = re.findall(r"^\| ([^|]+?) \| [\d.]+ \| ([-+][^|]+?) \|", text, re.MULTILINE)
+    return {name: change for name, change in rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The doors of docs/architecture.md open one way: no room imports what is built on it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tokenmill"
+LOW = ("tokenmill.errors", "tokenmill.compat")
+FORMS = ("quant.forms", "sampling.structured", "sampling.records")
+# What an engine needs of the two rooms that have a floor above it.
+PLAN = tuple(f"tokenmill.plan.{name}" for name in ("solve", "memory", "hardware"))
+SCHEMES = [
+    "choose",
+    "device",
+    "forms",
+    "fp8",
+    "groups",
+    "handover",
+    "invariant",
+    "packed",
+    "rounding",
+    "row_scaled",
+    "scheme",
+    "w8a8",
+    "weight_only",
+]
+QUANT = tuple(f"tokenmill.quant.{name}" for name in SCHEMES)
+SETTINGS = ("tokenmill.config", "tokenmill.params", *(f"tokenmill.{name}" for name in FORMS))
+ROOMS = {  # room -> what it may import beside itself
+    "ops": (),
+    "kv": (),
+    "quant": ("tokenmill.ops",),  # its lower floor
+    "sampling": ("tokenmill.ops", "tokenmill.params"),
+    "model": ("tokenmill.ops", *QUANT),
+    "engine": ("tokenmill.kv", "tokenmill.model", "tokenmill.ops", "tokenmill.sampling", *SETTINGS, *PLAN, *QUANT),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+    allowed = (f"tokenmill.{room}", *LOW, *ROOMS[room])
+    files = sorted((PACKAGE / room).rglob("*.py"))
+    if room == "quant":
+        files = [PACKAGE / room / f"{name}.py" for name in SCHEMES]
+        allowed = (*QUANT, *LOW, *ROOMS[room])
+    assert files
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files
+        for name in imports(ast.parse(path.read_text()))
+        if not any(name == one or name.startswith(f"{one}.") for one in allowed)
+    ]
+    assert not wrong
+
+
+def test_planning_scheduling_and_simulating_need_no_torch() -> None:
+    rooms = (PACKAGE / "plan", PACKAGE / "kv", PACKAGE / "engine" / "scheduler")
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for room in rooms for path in room.glob("*.py")]
+    code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {name}" for name in sorted(names))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules of ours that are imported, whenever that happens; not those for the type checker alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tokenmill":
+            whole = node.module or ""
+            yield from (f"{whole}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "tokenmill")
+        yield from imports(node)

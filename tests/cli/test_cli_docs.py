@@ -1,0 +1,19 @@
+"""docs/usage.md lists every setting of an engine with its default, and no other."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from tokenmill.config import EngineConfig
+
+USAGE = Path(__file__).resolve().parents[2] / "docs" / "usage.md"
+
+
+def test_every_setting_is_listed_with_its_default():
+    section = USAGE.read_text().partition("## Settings of an engine")[2].partition("\n#")[0]
+    listed = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            names, defaults = (re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3])
+            listed |= dict(zip(names, defaults, strict=True))
+    assert listed == {one.name: repr(one.default).replace("'", '"') for one in fields(EngineConfig)}
