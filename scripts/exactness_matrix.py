@@ -3,7 +3,7 @@
     python scripts/exactness_matrix.py                      # the page, in about two minutes on two cores
     python scripts/exactness_matrix.py --mixes 20 --only int8 "kv fp8" --no-change --page ""
 
-The mixes and the ways are those of tests/engine/test_exactness_quant.py. Exits with 1 where answers differ that must not.
+Mixes and ways are those of tests/engine/test_exactness_quant.py. Exits with 1 where answers differ that must not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ PROMPTS = (
     "The moon is far away, and", "Bees make honey from", "The capital of France is",
 )  # fmt: skip
 ANSWER = 40  # tokens
+# What stands on the default model for forms per layer of a small one.
+PER_LAYER = {"quantization": "int4-g32-zeros,layers.0-9.qkv=int8,layers.0-9.o=w8a8,layers.10-29.gate_up=fp8"}
+HALVES = {"quantization": "layers.0-14=bf16", "ops": "reference"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def bounded(name: str, subject: Subject) -> Row:
     if change and not packed:
         change["ops"] = "reference"
     if "quantization" in change and "lm_head" in change["quantization"]:
-        change["quantization"] = "int4-g32-zeros,layers.0-9.qkv=int8,layers.0-9.o=w8a8,layers.10-29.gate_up=fp8"
+        change |= PER_LAYER
     return Row(subject, "bounded", False, change, {"int4-g32": "int4-g32 rtn"}.get(name, name))
 
 
@@ -66,10 +69,7 @@ ROWS: dict[str, Row] = {
     "memory reserved (`kv_reservation`)": Row(Subject({"kv_reservation": "max_model_len"}), plain=True),
     "shortest answer first (`policy=\"sjf\"`)": Row(Subject({"policy": "sjf"}), plain=True),
     "same bits (`batch_invariant`), float32": Row(Subject({"batch_invariant": True}, dtype="float32", bits=True)),
-    "a layer in bf16": Row(
-        Subject({"quantization": "layers.0=bf16"}), "bounded",
-        change={"quantization": "layers.0-14=bf16", "ops": "reference"},
-    ),
+    "a layer in bf16": Row(Subject({"quantization": "layers.0=bf16"}), "bounded", change=HALVES),
     "packed as the default model's file": Row(Subject(), "bounded", change={"quantization": None}),
     **{name: bounded(name, subject) for name, subject in QUANTIZED.items()},
 }  # fmt: skip
@@ -95,26 +95,27 @@ def main() -> None:
         for name in arguments.only:
             if name != FILE_ONLY:
                 jobs[pool.submit(row_cells, name, model, arguments.mixes)] = name
-        if said is not None and said.result() is None:
-            print("the default model is not to be had here: no changes are measured", flush=True)
-        elif said is not None:
-            for name in arguments.only:
-                if ROWS[name].change:
-                    jobs[pool.submit(change_of, ROWS[name].change, *said.result())] = name
         for job in as_completed(jobs):
-            name, found = jobs[job], job.result()
-            if isinstance(found, dict):
-                cells[name] = found
-                text = ", ".join(f"{way}: {cell}" for way, cell in found.items())
-            else:
-                changes[name] = found
-                text = "{} of {} tokens, log-probability {:.3g}".format(*found)
-            print(f"{time.monotonic() - start:5.0f} s  {name}: {text}", flush=True)
+            cells[jobs[job]] = job.result()
+            show(start, jobs[job], ", ".join(f"{way}: {cell}" for way, cell in job.result().items()))
+        plain = said.result() if said else None
+        if plain is None:
+            print("what is bounded was not measured: --no-change, or the default model is not to be had", flush=True)
+        else:
+            wanted = {name: ROWS[name].change for name in arguments.only if ROWS[name].change}
+            jobs = {pool.submit(change_of, options, *plain): name for name, options in wanted.items()}
+            for job in as_completed(jobs):
+                changes[jobs[job]] = job.result()
+                show(start, jobs[job], "{} of {} tokens, log-probability {:.3g}".format(*job.result()))
     if arguments.page:
         Path(arguments.page).write_text(page(cells, changes))
     broken = [f"{name}: {way}" for name, row in cells.items() for way, cell in row.items() if cell.startswith("**")]
     if broken:
         sys.exit("answers differ: " + "; ".join(broken))
+
+
+def show(start: float, name: str, text: str) -> None:
+    print(f"{time.monotonic() - start:5.0f} s  {name}: {text}", flush=True)
 
 
 def one_thread() -> None:
@@ -212,30 +213,32 @@ What each technique does to the answer, alone and together with every way of sch
 $ python scripts/exactness_matrix.py
 ```
 
-Each row is an engine with that technique, each column a way to run requests that could disturb it. A mix is a handful of
-random requests (shared beginnings, greedy and seeded, filters, penalties, biases, end tokens). Its answers are compared,
-tokens and finish reasons, with those of one request at a time, whole prompts, nothing cached.
+Each row is an engine with that technique, each column a way to run requests that could disturb it. A mix is a handful
+of random requests (shared beginnings, greedy and seeded, filters, penalties, biases, end tokens). Its answers are
+compared, tokens and finish reasons, with those of one request at a time, whole prompts, nothing cached.
 
-- **identical (n)**: all answers of n mixes are equal. A model with random weights is computed in float64, where
-  rounding is far below any gap between logits, so equal means equal. In the rows of other forms of floats and integers the
-  comparison is with the plain way *under the same form*; in the other rows it is with the plain path.
+- **identical (n)**: all answers of n mixes are equal. A model with random weights is computed in float64, where rounding
+  is far below any gap between logits, so equal means equal. In rows that are *bounded* the comparison is with the plain
+  way under the same form; in the others it is with the plain path.
 - **same bits (n)**: in float32, and log-probabilities are equal to the last bit.
 - **x of y, d**: so many answers are equal, and log-probabilities differ by at most d as far as the tokens are.
-- **-**: it does not happen: there is nothing to share without a cache, and nothing to preempt when memory is reserved.
+- **-**: it does not happen: nothing is shared without a cache, nothing is preempted where memory is reserved.
 - **does not run**: the engine does not have this combination.
 
 A mix counts only if what the column is named for happened in it: blocks were hit or copied, requests preempted, drafts
-verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; a proposer is not there yet.
-*structured output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those).
-`tests/engine/test_exactness_quant.py` runs one mix of each cell, and `test_exactness.py` beside it more of the first row.
+verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; a proposer is not
+there yet. *structured output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those).
+What is drawn without a seed has a claim on its distribution only, which `tests/sampling/` proves.
+`tests/engine/test_exactness_quant.py` runs one mix per cell, and `test_exactness.py` beside it more of the first row.
 
 """
 
 PACKED = """
-Packed weights are the native CPU path, in its own float32 with inputs in 8 bits. A product gives a row the same bits whatever
-else is computed, so batches, cached and cut prompts, forks and beams change nothing. Where several tokens of an answer are
-computed in one step (drafts, or once more after preemption or a failure), attention adds in another order than for a single
-token; the last bit that this changes can move an 8-bit input by a step. Tokens then differ only where two are nearly equally likely.
+Packed weights are the native CPU path, in its own float32 with inputs in 8 bits. A product gives a row the same bits
+whatever else is computed, so batches, cached and cut prompts, forks and beams change nothing. Where several tokens of an
+answer are computed in one step (drafts, or once more after preemption or a failure), attention adds in another order
+than for a single token; the last bit that this changes can move an 8-bit input by a step. Tokens then differ only where
+two are nearly equally likely.
 
 On a GPU in 16 bits sums depend on the batch in every row except that of `batch_invariant`; `tests/gpu/` has the bounds.
 """
@@ -243,9 +246,11 @@ On a GPU in 16 bits sums depend on the batch in every row except that of `batch_
 CHANGES = """
 ## What the bounded ones change
 
-On the default model in float32, along {count} tokens that the plain path says to {prompts} prompts: how often the same token is
-likeliest, and by how much the log-probability of the plain path's token differs at most. Perplexity is
-[quantization.md](quantization.md)'s, with its standard error. Packed rows round inputs as well as weights.
+On the default model in float32, along {count} tokens that the plain path says to {prompts} prompts: how often the same
+token is likeliest, and by how much the log-probability of the plain path's token differs at most. Weights are rounded to
+nearest as they are loaded. Perplexity is [quantization.md](quantization.md)'s, of the same rounding on other text, with its
+standard error. Packed rows round inputs as well as weights. *a form per layer* and *a layer in bf16* mean, of 30 layers,
+`{mixed}` and `{halves}`.
 
 | technique | same token | log-probability | perplexity |
 |---|---|---|---|
@@ -260,7 +265,9 @@ def page(cells: dict[str, dict[str, str]], changes: dict[str, tuple[int, int, fl
     text = "\n".join(lines) + "\n" + PACKED
     if not changes:
         return text
-    text += CHANGES.format(count=max(total for _, total, _ in changes.values()), prompts=len(PROMPTS))
+    text += CHANGES.format(
+        count=len(PROMPTS) * ANSWER, prompts=len(PROMPTS), mixed=PER_LAYER["quantization"], halves=HALVES["quantization"]
+    )
     quality = perplexities(QUALITY.read_text())
     for name in ROWS:
         if name in changes:
@@ -273,7 +280,7 @@ def page(cells: dict[str, dict[str, str]], changes: dict[str, tuple[int, int, fl
 def perplexities(text: str) -> dict[str, str]:
     """The changes in the table of docs/quantization.md, by form."""
     rows = re.findall(r"^\| ([^|]+?) \| [\d.]+ \| ([-+][^|]+?) \|", text, re.MULTILINE)
-    return {name: change for name, change in rows}
+    return dict(rows)
 
 
 if __name__ == "__main__":

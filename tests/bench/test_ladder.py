@@ -120,8 +120,8 @@ class Answers:
             "seconds": 2.0, "steps": 1, "recomputed": 0, "report": [],
             "kv": {"blocks": 1, "bytes": 1.0, "waste": 0.5}, "memory": {"peak": 1, "device": 0},
             "answers": [
-                {"index": index, "prompt": [index], "tokens": tokens, "ttft": 0.5, "e2e": 1.0, "gaps": [0.1]}
-                for index, tokens in enumerate(answers)
+                {"index": index, "prompt": [index], "tokens": tokens, "gaps": [0.1], "ttft": ttft, "e2e": 1.0 + index}
+                for index, (tokens, ttft) in enumerate(zip(answers, (0.5, 1.0, 2.5)))
             ],
         }  # fmt: skip
 
@@ -141,7 +141,8 @@ def test_differences_are_judged_where_they_begin(monkeypatch: pytest.MonkeyPatch
     assert rows[2].exactness == Exactness(equal=1, different=2, worst=0.2, first=0)
     assert [at for _, _, at in first_differences(rows)] == [None, 2, 0, None, 2]
     assert rows[0].share == 0.5 and rows[0].tokens_per_second == 4 and rows[0].seconds == 4
-    assert rows[0].ttft["mean"] == 1.0  # half of the requests, so half of the wait
+    # four requests of a second each; the two that ran had their first token 0.5 s and 0 s after their turn came
+    assert rows[0].e2e["mean"] == (1 + 2 + 3 + 4) / 4 and rows[0].ttft["mean"] == (0 + 1 + 2 + 3) / 4 + 0.25
     assert rows[3].error == "no kernel"
     assert any("native fused ops: not measured: no kernel" in line for line in lines(rows))
 

@@ -56,8 +56,13 @@ def test_a_tighter_promise_between_tokens_makes_steps_shorter():
 
 def test_quality_bounds_what_may_be_rounded():
     for quality, loss in (("exact", 0), ("near", 1), ("any", 2)):
-        found = plan(ask(gpu="l4", count=2, rate=1.0, quality=quality))
+        found = plan(ask(gpu="h100", count=2, rate=60.0, quality=quality))
         assert max(one.layout.loss for one in (found.best, *found.others)) == loss
+
+
+def test_weights_are_rounded_only_where_the_engine_multiplies_them():
+    found = plan(ask(gpu="l4", count=2, rate=1.0, quality="any"))
+    assert all(one.layout.weights.quantization is None for one in (found.best, *found.others))
 
 
 def test_a_load_beyond_all_gpus_says_how_many_would_do():

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,24 @@ def _take_in(row: Row, found: dict[str, Any], asks: list[Ask]) -> None:
     row.share = share
     row.tokens_per_second = tokens / found["seconds"]
     row.seconds = sum(tokens for _, tokens in asks) / row.tokens_per_second
-    # One by one, each waits for all before it: with k of n requests, waiting times are k/n of what they would be.
-    row.ttft = spread([one["ttft"] / share for one in answers])
+    row.ttft = spread([one["ttft"] for one in answers])
     row.itl = spread([gap for one in answers for gap in one["gaps"]])
-    row.e2e = spread([one["e2e"] / share for one in answers])
+    row.e2e = spread([one["e2e"] for one in answers])
+    if share < 1:
+        row.ttft, row.e2e = _one_by_one(answers, [tokens for _, tokens in asks], row.tokens_per_second)
     row.steps, row.recomputed = found["steps"], found["recomputed"]
     row.kv, row.memory, row.report = found["kv"], found["memory"], found["report"]
     row.answers = {one["index"]: (one["prompt"], one["tokens"]) for one in answers}
+
+
+def _one_by_one(
+    answers: list[dict[str, Any]], lengths: list[int], speed: float
+) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Times to first and to last token, had all requests run one after the other as fast as those that did."""
+    starts = [0.0, *(one["e2e"] for one in answers)]
+    first = sum(one["ttft"] - start for one, start in zip(answers, starts)) / len(answers)
+    ends = [ended / speed for ended in accumulate(lengths)]
+    return spread([start + first for start in [0.0, *ends[:-1]]]), spread(ends)
 
 
 def first_differences(rows: Sequence[Row]) -> list[tuple[Row, int, int | None]]:

@@ -95,7 +95,7 @@ class GpuFleet:
             for weights in WEIGHT_FORMS:
                 for kv in KV_FORMS:
                     layout = Layout(weights, kv, dtype, split)
-                    if layout.loss <= most_loss and (weights.efficiency != "fp8" or "fp8" in self.gpu.flops):
+                    if layout.loss <= most_loss and (weights.quantization is None or self.gpu.rounds):
                         yield layout
 
     def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:

@@ -23,6 +23,11 @@ class Gpu:
     flops: Mapping[str, float]  # by the kind of number that is multiplied: bf16, fp8, int8
     link: Link  # to the others of the same machine
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the engine's products of rounded weights run there: Hopper and later (quant/device.py)."""
+        return self.name in ("b200", "h200", "h100")
+
 
 @dataclass(frozen=True)
 class Efficiency:
