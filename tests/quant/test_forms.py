@@ -93,6 +93,16 @@ def test_what_is_not_asked_for_stays_as_it_is_stored():
     assert changed.as_stored == {"layers.1.qkv"} and changed.of("layers.0.qkv").name == "dense bfloat16"
 
 
+def test_what_is_stored_as_it_is_asked_for_is_not_rounded_again():
+    stored = {"layers.0.qkv": Form("int4", 32, zeros=True), "layers.0.o": Form("fp8"), "layers.0.down": Form("int4", 32)}
+    for place in (PLAIN, NATIVE):
+        assert choose_schemes(parse_layout("int4"), SHAPES, stored, False, place).as_stored == stored.keys() - {"layers.0.o"}
+        found = choose_schemes(parse_layout("fp8"), SHAPES, stored, False, place)
+        assert found.as_stored == {"layers.0.o"} and found.of("layers.0.o").name == "fp8"
+        other = choose_schemes(parse_layout("int4-g64"), SHAPES, stored, False, place)
+        assert not other.as_stored and other.of("layers.0.down").form == Form("int4", 64)
+
+
 def test_auto_says_why():
     layout, why = auto_layout(NATIVE, is_quantized=False, max_rows=None, fits=True)
     assert layout.default == Form("int8") and "bytes" in why

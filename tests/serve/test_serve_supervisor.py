@@ -24,7 +24,7 @@ from tokenmill.serve.settings import ServeSettings
 from tokenmill.serve.supervisor import StartFailed
 
 
-def test_a_refused_setting_comes_out_as_the_sentence_it_is() -> None:
+def test_a_refused_setting_comes_out_as_the_sentence_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         service = make({"refuse": "block_size is 7; it must be a power of two"})
         with pytest.raises(ConfigError, match="block_size is 7; it must be a power of two"):
@@ -33,6 +33,7 @@ def test_a_refused_setting_comes_out_as_the_sentence_it_is() -> None:
         await service.stop()
 
     run(main())
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

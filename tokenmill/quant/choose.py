@@ -43,11 +43,11 @@ def choose_schemes(
     as_stored = set()
     made: dict[Form, QuantScheme] = {}  # equal forms share a scheme
     for name, (_, columns) in shapes.items():
-        form = layout.of(name)
-        if form is None and name in stored:
-            form = stored[name]
-            if packing and not can_hold(form, columns):
-                continue  # floats, and no rounding again
+        form, kept = layout.of(name), stored.get(name)
+        if kept is not None and form in (None, kept, Form(kept.kind)):  # not rounded again to what it is
+            if packing and not can_hold(kept, columns) and (form is None or kept.kind != "fp8"):
+                continue  # floats
+            form = kept
             as_stored.add(name)
         elif form is not None:
             form = _complete(form, columns, place)

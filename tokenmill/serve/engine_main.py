@@ -28,7 +28,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
-from tokenmill.errors import ConfigError, InvalidRequest
+from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 from tokenmill.serve import precedence, wire
 from tokenmill.serve.flight import FlightRecorder
 from tokenmill.serve.inside import stats_of, view_of
@@ -86,7 +86,8 @@ def main(build: Builder | None = None) -> int:
         EngineLoop(served, socket, FlightRecorder(Path(orders.flight)), orders.beat_seconds).run()
         return 0
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, TokenmillError):  # whose sentence is enough, and the front says it
+            traceback.print_exc()
         text = str(error).strip() or "no message"
         socket.send(wire.encode(wire.Fatal(type(error).__name__, text)))
         return 1
