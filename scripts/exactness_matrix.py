@@ -60,6 +60,7 @@ def bounded(name: str, subject: Subject) -> Row:
     return Row(subject, "bounded", False, change, {"int4-g32": "int4-g32 rtn"}.get(name, name))
 
 
+FILE_ONLY = "packed as the default model's file"  # has no cells: random weights come in no file
 ROWS: dict[str, Row] = {
     "plain path, greedy and seeded": Row(Subject()),
     "plain torch (`ops=\"reference\"`)": Row(Subject({"ops": "reference"}), plain=True),
@@ -70,10 +71,9 @@ ROWS: dict[str, Row] = {
     "shortest answer first (`policy=\"sjf\"`)": Row(Subject({"policy": "sjf"}), plain=True),
     "same bits (`batch_invariant`), float32": Row(Subject({"batch_invariant": True}, dtype="float32", bits=True)),
     "a layer in bf16": Row(Subject({"quantization": "layers.0=bf16"}), "bounded", change=HALVES),
-    "packed as the default model's file": Row(Subject(), "bounded", change={"quantization": None}),
+    FILE_ONLY: Row(Subject(), "bounded", change={"quantization": None}),
     **{name: bounded(name, subject) for name, subject in QUANTIZED.items()},
 }  # fmt: skip
-FILE_ONLY = "packed as the default model's file"  # has no cells: random weights come in no file
 
 
 def main() -> None:
@@ -217,40 +217,46 @@ Each row is an engine with that technique, each column a way to run requests tha
 of random requests (shared beginnings, greedy and seeded, filters, penalties, biases, end tokens). Its answers are
 compared, tokens and finish reasons, with those of one request at a time, whole prompts, nothing cached.
 
-- **identical (n)**: all answers of n mixes are equal. A model with random weights is computed in float64, where rounding
-  is far below any gap between logits, so equal means equal. In rows that are *bounded* the comparison is with the plain
-  way under the same form; in the others it is with the plain path.
+- **identical (n)**: all answers of n mixes are equal. A model with random weights is computed in float64, where
+  rounding is far below any gap between logits, so equal means equal. In rows that are *bounded*, and in that of
+  `batch_invariant`, the comparison is with the plain way under the same form; in the others it is with the plain path.
 - **same bits (n)**: in float32, and log-probabilities are equal to the last bit.
 - **x of y, d**: so many answers are equal, and log-probabilities differ by at most d as far as the tokens are.
-- **-**: it does not happen: nothing is shared without a cache, nothing is preempted where memory is reserved.
-- **does not run**: the engine does not have this combination.
+- **-**: it never happened in these mixes, so nothing is proven. Without a cache or in static batches nothing is shared,
+  and nothing is preempted where memory is reserved.
+- **does not run**: the engine stops with an error.
 
 A mix counts only if what the column is named for happened in it: blocks were hit or copied, requests preempted, drafts
 verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; a proposer is not
 there yet. *structured output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those).
 What is drawn without a seed has a claim on its distribution only, which `tests/sampling/` proves.
-`tests/engine/test_exactness_quant.py` runs one mix per cell, and `test_exactness.py` beside it more of the first row.
+`tests/engine/test_exactness_quant.py` runs one mix per cell for the quantized rows (with weights and cache both
+quantized, for half of the cells), and `test_exactness.py` beside it more of the first row.
 
 """
 
 PACKED = """
 Packed weights are the native CPU path, in its own float32 with inputs in 8 bits. A product gives a row the same bits
-whatever else is computed, so batches, cached and cut prompts, forks and beams change nothing. Where several tokens of an
-answer are computed in one step (drafts, or once more after preemption or a failure), attention adds in another order
-than for a single token; the last bit that this changes can move an 8-bit input by a step. Tokens then differ only where
-two are nearly equally likely.
+whatever else is computed, so batches, cached and cut prompts, forks and beams change nothing. Where several tokens of
+an answer are computed in one step (drafts, or once more after preemption or a failure), attention runs in the kernel
+for chunks, which adds in another order than the one for single tokens: with chunks' kernel for both, bits are the same.
+So there the claim is not *identical* but near: how near is in the cells, and two tokens that are nearly equally likely
+may change places.
 
-On a GPU in 16 bits sums depend on the batch in every row except that of `batch_invariant`; `tests/gpu/` has the bounds.
+None of this is computed on a GPU. There, in 16 bits, only `batch_invariant` promises equal bits; `tests/gpu/` has the
+bounds.
 """
 
 CHANGES = """
 ## What the bounded ones change
 
 On the default model in float32, along {count} tokens that the plain path says to {prompts} prompts: how often the same
-token is likeliest, and by how much the log-probability of the plain path's token differs at most. Weights are rounded to
-nearest as they are loaded. Perplexity is [quantization.md](quantization.md)'s, of the same rounding on other text, with its
-standard error. Packed rows round inputs as well as weights. *a form per layer* and *a layer in bf16* mean, of 30 layers,
-`{mixed}` and `{halves}`.
+token is likeliest, and by how much the log-probability of the plain path's token differs at most. Weights are rounded
+to nearest as they are loaded. So few tokens tell forms apart that are far from each other, and no more: a difference of
+ten tokens between two rows says nothing. Perplexity is [quantization.md](quantization.md)'s, of the same kind of form
+on a longer text, with its standard error. Packed rows round inputs as well as weights; `fp8` rounds inputs on GPUs only.
+*a form per layer* and *a layer in bf16* mean, of 30 layers, `{mixed}` and
+`{halves}`.
 
 | technique | same token | log-probability | perplexity |
 |---|---|---|---|
@@ -265,9 +271,8 @@ def page(cells: dict[str, dict[str, str]], changes: dict[str, tuple[int, int, fl
     text = "\n".join(lines) + "\n" + PACKED
     if not changes:
         return text
-    text += CHANGES.format(
-        count=len(PROMPTS) * ANSWER, prompts=len(PROMPTS), mixed=PER_LAYER["quantization"], halves=HALVES["quantization"]
-    )
+    forms = {"mixed": PER_LAYER["quantization"], "halves": HALVES["quantization"]}
+    text += CHANGES.format(count=len(PROMPTS) * ANSWER, prompts=len(PROMPTS), **forms)
     quality = perplexities(QUALITY.read_text())
     for name in ROWS:
         if name in changes:

@@ -1,12 +1,15 @@
 """On a CUDA machine: check quantized KV caches against the reference in float64, and time attention over them.
 
-    python scripts/gpu_kv.py          # check, time against bfloat16, try other launch shapes
+    python scripts/gpu_kv.py                 # check, time against bfloat16, try other launch shapes
+    python scripts/gpu_kv.py --only decode   # rows with one query only: checks, times and launch shapes, in a minute
 
 Bytes are those of the codes and scales that are really read; a plain read of an H200 reaches 4.25 TB/s.
 """
 
 from __future__ import annotations
 
+import argparse
+import signal
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -24,7 +27,7 @@ from cases import AttentionCase, attention_case, rope_case  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales, dequantize, quantize  # noqa: E402
-from tokenmill.ops.triton import attention_decode  # noqa: E402
+from tokenmill.ops.triton import attention_decode, config  # noqa: E402
 from tokenmill.ops.triton.attention import attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
 from tokenmill.ops.triton.rope import rope_kv_write  # noqa: E402
@@ -33,17 +36,26 @@ from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask  # noqa: E402
 BF16 = torch.bfloat16
 FORMS = tuple(KV_FORMS)
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16  # of llama3-8b
-TILES = (Tile(16, 64, 2, 5), Tile(16, 64, 2, 4), Tile(16, 64, 2, 6), Tile(16, 128, 2, 4), Tile(16, 128, 4, 4))
+TILES = (Tile(4, 32, 1, 5), Tile(4, 32, 1, 4), Tile(4, 64, 1, 4), Tile(4, 32, 1, 6))
+LONE_WARPS = (1, 2, 4)  # how many more parts than of programs of several warps
 BEGUN = time.perf_counter()
 TABLE: list[str] = []
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("decode", "prefill"), help="leave out what does not concern these rows")
+    only = parser.parse_args().only
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))  # an exception ends a compiler under way, too
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    failures = sum(not check(form, *one) for one in checks() for form in FORMS)
-    failures += sum(not check_write(form) for form in FORMS)
-    time_decode()
-    time_prefill()
+    wanted = [one for one in checks() if only is None or (only == "decode") == one[0].startswith("decode")]
+    failures = sum(not check(form, *one) for one in wanted for form in FORMS)
+    if only is None:
+        failures += sum(not check_write(form) for form in FORMS)
+    if only != "prefill":
+        time_decode()
+    if only != "decode":
+        time_prefill()
     print("\n" + "\n".join([f"{failures} checks FAILED" if failures else "all checks passed", *TABLE]), flush=True)
     return int(failures > 0)
 
@@ -192,27 +204,39 @@ def cache(form: str, blocks: int) -> tuple[torch.Tensor, torch.Tensor, KVScales 
 
 
 def time_decode() -> None:
-    rule = attention_decode.decode_tile
-    for rows, context in ((64, 1024), (256, 1024), (512, 1200), (16, 8192)):
+    ragged = torch.randint(600, 1400, (256,), generator=torch.Generator().manual_seed(1)).tolist()
+    for name, contexts in (
+        ("256 x 1024", [1024] * 256),
+        ("512 x 1200", [1200] * 512),
+        ("256 x 600-1400", ragged),
+        (" 64 x 1024", [1024] * 64),
+        (" 16 x 8192", [8192] * 16),
+        ("  1 x 8192", [8192]),
+    ):
         plain = 0.0
         for form in ("bf16", *FORMS):
-            work = load(form, [1] * rows, [context] * rows)
-            us, note = work.us(), ""
+            work = load(form, [1] * len(contexts), contexts)
+            us = work.us()
             plain = plain or us
-            if form != "bf16" and rows in (64, 256, 16):
-                found = []
-                for tile in TILES:
-                    attention_decode.decode_tile = lambda *_, tile=tile: tile  # type: ignore[misc]
-                    try:
-                        found.append((work.us(), f"{tile.block_n}/{tile.num_warps}/{tile.num_stages}"))
-                    except Exception as problem:
-                        say(f"{form} {tile}: {type(problem).__name__}: {str(problem)[:100]}", keep=False)
-                attention_decode.decode_tile = rule
-                note = "; keys/warps/stages " + ", ".join(f"{name} {best:.1f}" for best, name in sorted(found)[:3])
+            note = "; keys/stages/parts " + ", ".join(sweep(form, work)) if form != "bf16" else ""
             rate = work.moved / us / 1e6
-            say(f"decode {rows:>3} x {context:<4} {form:<4} {us:7.1f} us {rate:5.2f} TB/s {rate / 4.25:4.0%} "
+            say(f"decode {name:<14} {form:<4} {us:6.1f} us {rate:5.2f} TB/s {rate / 4.25:4.0%} "
                 f"{plain / us:5.2f} x bf16{note}")  # fmt: skip
             del work
+
+
+def sweep(form: str, work: Load) -> list[str]:
+    """The best launch shapes, with their times; the rule is put back."""
+    rule, parts, found = attention_decode.decode_tile, config._LONE_WARPS, []
+    for tile in TILES:
+        attention_decode.decode_tile = lambda *_, tile=tile: tile
+        try:
+            for config._LONE_WARPS in LONE_WARPS:
+                found.append((work.us(), f"{tile.block_n}/{tile.num_stages}/{config._LONE_WARPS}"))
+        except Exception as problem:
+            say(f"{form} {tile}: {type(problem).__name__}: {str(problem)[:100]}", keep=False)
+    attention_decode.decode_tile, config._LONE_WARPS = rule, parts
+    return [f"{name} {us:.1f}" for us, name in sorted(found)[:5]]
 
 
 def time_prefill() -> None:

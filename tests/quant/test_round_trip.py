@@ -114,3 +114,19 @@ def test_the_engine_reads_the_very_numbers_that_were_written(tmp_path, layout):
                 found = read.groups(name)
                 assert torch.equal(found.codes.float(), part.of(groups.codes).float())
                 assert torch.equal(found.scale, part.of(groups.scale)) and found.inputs == groups.inputs
+
+
+def test_the_engine_computes_what_the_quantizer_calibrated_with(tmp_path):
+    """Inputs beyond the calibration text's are clipped alike, and their scale is the one in the file."""
+    from tokenmill import LLM, SamplingParams
+
+    method = Method("smoothquant", static_inputs=True, scale_dtype=torch.bfloat16)
+    expected = quantized(tmp_path, "w8a8", method).log_softmax(-1)
+    params, moved = SamplingParams(max_tokens=1, prompt_logprobs=0), []
+    with LLM(str(tmp_path), dtype="float64", device="cpu", skip_tokenizer_init=True, max_model_len=64) as llm:
+        for row, logprobs in zip(text(2, 24, seed=5).tolist(), expected):
+            output = llm.generate([{"prompt_token_ids": row}], params, use_tqdm=False)[0]
+            found = [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], row[1:])]
+            moved += [abs(one - float(at[token])) for one, at, token in zip(found, logprobs, row[1:])]
+    # Sums in another order may bring an input that lies between two codes to the other one.
+    assert sum(difference > 1e-4 for difference in moved) <= len(moved) // 8

@@ -88,5 +88,5 @@ def test_inputs_are_rounded_for_each_token():
     assert torch.equal(round_inputs(x, "int8")[0], torch.tensor([1.0, -127.0, 0.0]))
     assert torch.equal(round_inputs(x, "int8")[1], torch.zeros(3))
     assert torch.equal(round_inputs(x, "int8")[2], torch.tensor([10.0, 20.0, -254.0]))
-    assert torch.equal(round_inputs(x, "int8", torch.tensor(1.0))[2], torch.tensor([10.0, 20.0, -127.0]))
+    assert torch.equal(round_inputs(x, "int8", torch.tensor(1.0))[2], torch.tensor([10.0, 20.0, -128.0]))
     assert round_inputs(x, "fp8")[2, 2] == -254

@@ -107,10 +107,9 @@ def _write(
     forms, notes = plan_forms(source.spec, layout)
     if method.needs_text and calibrate is None:
         raise ConfigError(f"{method.name} needs to see what layers are given: name a text with --calibrate")
-    if name == "smoothquant" or method.static_inputs:
-        if not any(form.kind in INPUTS for form in forms.values()):
-            what = "smoothquant" if name == "smoothquant" else "--static-inputs"
-            raise ConfigError(f"{what} is for forms with 8-bit inputs: --scheme w8a8 or fp8")
+    if (name == "smoothquant" or method.static_inputs) and not any(form.kind in INPUTS for form in forms.values()):
+        what = "smoothquant" if name == "smoothquant" else "--static-inputs"
+        raise ConfigError(f"{what} is for forms with 8-bit inputs: --scheme w8a8 or fp8")
     ids = None
     if method.needs_text and calibrate is not None:
         samples, length = shape

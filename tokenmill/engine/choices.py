@@ -36,9 +36,7 @@ def schemes_for(
     if config.quantization == "auto":
         saved = sum(rows * columns for rows, columns in shapes.values()) * (place.dtype.itemsize - 1)
         fits = spec.weight_bytes(place.dtype.itemsize) - saved < _ROOM * hardware_of(place.device).free_bytes
-        layout, why = auto_layout(
-            place, is_quantized=blocks or bool(stored), max_rows=config.max_num_seqs, fits=fits
-        )
+        layout, why = auto_layout(place, is_quantized=blocks or bool(stored), max_rows=config.max_num_seqs, fits=fits)
         why = f"quantization is auto: {why}"
     elif layout == Layout():
         why = "as stored" if blocks or stored else "as the model computes"

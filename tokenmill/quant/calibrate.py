@@ -17,7 +17,7 @@ from tokenmill.ops.types import AttentionBatch
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.joints import Params
 from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.rounding import E4M3, FLOAT8, INT8
+from tokenmill.quant.row_scaled import FLOAT8, quantize_rows
 from tokenmill.quant.scheme import Dense, Linear, QuantizedRows, Storage
 
 STEP_TOKENS = 2048  # tokens that go through a layer together
@@ -63,12 +63,7 @@ class RoundedInputs(Dense):
 
 def round_inputs(x: torch.Tensor, kind: str, scale: torch.Tensor | None = None) -> torch.Tensor:  # [..., in]
     """To the nearest int8 or float8, with one scale for each token, or with the one given."""
-    grid = {"int8": INT8, "fp8": E4M3}[kind]
-    if scale is None:
-        scale = x.abs().amax(-1, keepdim=True) / grid.high
-        scale = torch.where(scale == 0, 1.0, scale)
-    codes = (x / scale).clamp(grid.low, grid.high)
-    return (codes.to(FLOAT8).to(x.dtype) if kind == "fp8" else codes.round()) * scale
+    return quantize_rows(x, {"int8": torch.int8, "fp8": FLOAT8}[kind], scale).widen()
 
 
 def widened(weight: torch.Tensor, groups: Groups | None) -> Linear:

@@ -130,7 +130,7 @@ def round_one(weight: torch.Tensor, form: Form, method: Method, moments: Moments
         found = round_to_nearest(weight, form, method.clip, importance=importance, scale_dtype=method.scale_dtype)
     if method.static_inputs and moments is not None and form.kind in INPUTS:
         top = moments.largest.max().clamp(min=1e-8)
-        return replace(found, input_scale=top / GRIDS[form.kind].high)
+        return replace(found, input_scale=(top / GRIDS[form.kind].high).to(method.scale_dtype).float())
     return found
 
 

@@ -31,6 +31,10 @@ class Batching:
         """Whether a request that has its last token stays until its batch ends."""
         return False
 
+    def is_done(self, request: Request) -> bool:
+        """Whether it is one of those."""
+        return False
+
     def turn(self, running: Sequence[Request]) -> Iterable[tuple[Request, Finish]]:
         """Called before each step: sends requests back to what they compute again; returns those that leave now."""
         if not self._kv_cache:
@@ -45,12 +49,14 @@ class Batching:
         """Have a request that would decode compute up to `tokens` before that again; returns how many."""
         if request.beams is not None:  # a fork starts where its parent is
             return 0
-        ready = request.num_tokens - request.num_computed == 1 and request.num_computed >= request.prompt_len
+        # Launched proposals count as computed, more of them than there are tokens.
+        ready = request.num_tokens - request.num_computed <= 1 and request.num_computed >= request.prompt_len
         request.held = ready and request.in_flight > 0  # a launched step reads what it would write again
         if request.held or not ready:
             return 0
         back = min(tokens, request.num_computed)
         request.num_computed -= back
+        request.drafts = []
         self.recomputed += back
         return back
 
@@ -97,6 +103,9 @@ class Static(Dynamic):
         request.void_until = ALWAYS
         return True
 
+    def is_done(self, request: Request) -> bool:
+        return request.id in self._done
+
     def turn(self, running: Sequence[Request]) -> Iterable[tuple[Request, Finish]]:
         if all(request.id in self._done for request in running):
             left, self._done = self._done, {}
@@ -107,13 +116,13 @@ class Static(Dynamic):
             self._lacking = {request.id: longest - request.prompt_len for request in running}
         for request in running:
             if request.id in self._done:
-                request.held = request.in_flight > 0  # as in _rewind
-                if not request.held:
+                request.held, request.drafts = request.in_flight > 0, []  # as in _rewind
+                if not request.held and request.num_computed >= len(request.tokens):  # else it was preempted, and is back
                     request.num_computed = len(request.tokens) - 1
                     self.recomputed += 1
             elif lacks := self._lacking.get(request.id):
                 self._lacking[request.id] = lacks - self._rewind(request, lacks)
-        return super().turn(running)
+        return super().turn([request for request in running if request.id not in self._done])
 
 
 BATCHING: dict[str, type[Batching]] = {"continuous": Batching, "dynamic": Dynamic, "static": Static}

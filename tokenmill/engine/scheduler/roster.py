@@ -173,6 +173,7 @@ class Roster:
         if request.beams is not None and request.held:
             self._dormant[request.id] = request
         else:
+            request.held = False  # it comes back when its launched steps are committed: whoever enters has work
             self.waiting.push(request)
 
     def _leave(self, request: Request) -> None:
@@ -221,9 +222,7 @@ class Roster:
         kept, known, times = 0, request.tokens, request.metrics.token_times
         for token in tokens:
             if token < 0:
-                if not self._tries_again(request):
-                    request.error = NOT_FINITE
-                    self._finish(request, Finish.ERROR, now, report=False)
+                self._not_finite(request, now, report=False)
                 break
             kept += 1
             known.append(token)
@@ -274,6 +273,11 @@ class Roster:
                 request.lane = self.policy.lane(request)
                 insort(self.running, request, key=importance)
 
+    def _not_finite(self, request: Request, now: float, report: bool = True) -> None:
+        if not self._tries_again(request):
+            request.error = NOT_FINITE
+            self._finish(request, Finish.ERROR, now, report)
+
     def _tries_again(self, request: Request) -> bool:
         """Its logits were no numbers. Others may have filled the blocks it started on, so it tries once on its own; and
         then once in a wider precision, where the runner has one."""
@@ -317,6 +321,10 @@ class Roster:
             if not request.finished:
                 request.error = f"its deadline passed {now - request.arrival:.3f} s after it arrived"
                 self._finish(request, Finish.DEADLINE, now)
+
+    def _is_stuck(self) -> bool:
+        """Whether all who run wait for one who does not (beams for a sibling): whoever can has to come in."""
+        return all((r.held and not r.in_flight) or self.batching.is_done(r) for r in self.running)
 
     def _may_promote(self) -> bool:
         """At most an eighth of the rows may be held by requests that rose above their class."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from math import isnan
 
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import Request
@@ -64,6 +65,8 @@ class Scheduler(Roster):
             self._make_room(now)
             if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
                 unread = [request for request in self.running if request.work() > 1 + len(request.drafts)]
+                for request in unread:
+                    request.drafts = []  # as in _deal_decodes
                 self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
             if not shares:
                 prefilling, budget = self._deal_decodes(step, shares)
@@ -91,6 +94,9 @@ class Scheduler(Roster):
                 self._acquit(request)
             if index in result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs[index]
+                if any(isnan(one.logprob) for one in result.prompt_logprobs[index]):
+                    self._not_finite(request, now)
+                    continue
             if not samples:
                 continue
             logprobs = result.logprobs.get(index, _NO_LOGPROBS)
@@ -135,8 +141,8 @@ class Scheduler(Roster):
                 self._preempt(request)
             elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
                 self.waiting.push(request)
-            if request.alone and len(involved) > 1:
-                continue  # it is convicted only by steps that it had to itself
+            if (request.alone and len(involved) > 1) or self.batching.is_done(request):
+                continue  # it is convicted only by steps that it had to itself, and never by padding
             request.failures += 1
             self._judge(request, cause, now)
         self.kv.void(newest)
@@ -155,7 +161,8 @@ class Scheduler(Roster):
             kept = {block for r in self.running if r not in victims for block in r.blocks}
             if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
                 return
-            while victims and not self._fits(rows, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
+            withheld = self.limits.max_rows - self.pace.rows
+            while victims and not self._fits(rows + withheld, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
                 self._preempt(victims.pop())
             self._promised, self._promised_above = blocks, lane
 
@@ -286,20 +293,23 @@ class Scheduler(Roster):
         parent = request.fork_from
         if parent is None or parent.state is not RUNNING or request.distrustful:
             return False
+        if request.beams is None and not self.batching.may_share:  # a parent that writes its prompt again
+            return False
         # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
         dealt_now = parent.last_step == self._number + 1
         return (parent.last_start if dealt_now else parent.num_computed) >= request.fork_tokens
 
     def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
         """The capacity gate."""
-        if not self.has_free_row or request.in_flight or request.awaits_mask:
+        if not self._free_rows or request.in_flight or request.awaits_mask:
+            return False
+        if len(self.running) >= self.pace.rows and not self._is_stuck():
             return False
         hits, need = self._admission_need(request)
         if not self._fits(1, need, self.kv.pool.num_free):
             return False
-        if not self.policy.admits(request, need, self.running, self.kv):
-            return False
-        if not self.batching.admits(request, self.running, now):
+        admits = self.policy.admits(request, need, self.running, self.kv)
+        if not (admits and self.batching.admits(request, self.running, now)) and not self._is_stuck():
             return False
         self._place(step, request, hits, lane)
         if request.metrics.first_scheduled is None:
@@ -324,7 +334,7 @@ class Scheduler(Roster):
             self.kv.admit(request, hits)
         request.fork_from = None
         request.started_on_others = request.num_computed > 0
-        if request.num_computed == 0:
+        if request.num_computed == 0 and not self.batching.is_done(request):
             request.prompt_logprobs = []  # they come again
         if self.kv.grow(request, self._room(request)) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
@@ -379,8 +389,9 @@ class Scheduler(Roster):
                 request.drafts = []
             if beams is not None and count == 1:
                 step.chosen.append((request.row, start, request.tokens[start]))
-            if start < request.prompt_len and request.params.prompt_logprobs is not None:
-                step.prompt_logprobs[request.row] = (request.params.prompt_logprobs, request.prompt_len)
+            wanted = request.params.prompt_logprobs
+            if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
+                step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
         if self._shared_prefixes is not None:
             together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
             step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))

@@ -18,6 +18,7 @@ from tokenmill.ops.triton.config import (
     power_of_two,
     prefix_splits,
     prefix_tile,
+    turns,
 )
 from tokenmill.ops.triton.kv_codes import (
     as_kernels_take_it,
@@ -30,6 +31,7 @@ from tokenmill.ops.triton.kv_codes import (
     value_channels,
     whole_values,
 )
+from tokenmill.ops.triton.kv_turned import attend_turned
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
@@ -37,7 +39,7 @@ from tokenmill.ops.types import AttentionBatch, Mask
 _FIELDS = tl.constexpr(8)  # of an item: row, first tile, end tile, part, parts to join, table row, context, first key
 # The program that ends last joins a row's parts where they are small; elsewhere a second kernel, spread over heads.
 _JOIN_IN_PLACE = 2048  # elements of one part
-_JOIN_TILE = 4096  # elements that a join holds at once
+_JOIN_TILE = 4096  # elements that a join holds at once, with two warps or more
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class DecodePlan:
     """Who reads which keys: made on the device once per step, for all layers with the same mask."""
 
     tile: Tile
+    turned: bool  # keys and values are the left operands of products
     head_tiles: int
     shared: bool  # the rows' common beginning is computed apart
     prefix_tile: Tile
@@ -82,7 +85,7 @@ def decode_attention(
             q, cache, block_size, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile,
             plan.prefix_splits,
         )  # fmt: skip
-    join_heads = power_of_two(group)
+    join_heads, join_tile = power_of_two(group), min(_JOIN_TILE, _JOIN_TILE // 2 * tile.num_warps)
     in_place = plan.head_tiles == 1 and join_heads * value_block <= _JOIN_IN_PLACE
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
@@ -90,9 +93,9 @@ def decode_attention(
         q.stride(0), q.stride(1), *cache.strides, out.stride(0), out.stride(1), batch.block_tables.stride(0),
         heads, plan.num_slots, plan.prefix_splits, mask.window or 0, mask.sinks, cap_scale, score_scale,
         GROUP=group, HEAD_TILES=plan.head_tiles, BLOCK_SIZE=block_size, **cache.constants,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        TURNED_HEADS=kv_heads if plan.turned else 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SHARED=plan.shared,
-        JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, _JOIN_TILE // (join_heads * value_block)),
+        JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, join_tile // (join_heads * value_block)),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if not in_place:
@@ -118,7 +121,8 @@ def _make_plan(
 ) -> DecodePlan:
     rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
     group = heads // kv_heads
-    tile = decode_tile(group, key_dim, value_dim, q.dtype, form)
+    turned = turns(form, key_dim, value_dim, q.dtype)
+    tile = decode_tile(group, key_dim, value_dim, q.dtype, turned)
     head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
@@ -131,6 +135,7 @@ def _make_plan(
     device = q.device
     plan = DecodePlan(
         tile=tile,
+        turned=turned,
         head_tiles=head_tiles,
         shared=splits > 0,
         prefix_tile=together,
@@ -274,6 +279,7 @@ def _decode_kernel(
     KEY_WORDS: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
+    TURNED_HEADS: tl.constexpr,  # kv heads, where codes are read in the turned way; 0 elsewhere
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -301,42 +307,52 @@ def _decode_kernel(
     in_group = (tl.program_id(0) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = in_group < GROUP
     head = kv_head * GROUP + in_group
-    k_head = head_of(k_cache, kv_head, stride_k_head, FORM)
-    v_head = head_of(v_cache, kv_head, stride_v_head, FORM)
-
-    q_offsets = row * stride_q_token + head * stride_q_head
-    queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FIRST, REST, FORM, KEY_WORDS)
     first, sink_tiles = 0, 0
     if WINDOWED:
         _, first, sink_tiles = _windowed_tiles(context, window, sinks, BLOCK_N)
-    acc = no_values(BLOCK_M, VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for tile in range(begin, end):
-        start = own + tile * BLOCK_N
-        if WINDOWED:
-            start = tl.where(tile < sink_tiles, tile, tile - sink_tiles + first) * BLOCK_N
-        position = start + tl.arange(0, BLOCK_N)
-        seen = position < context
-        if WINDOWED:
-            seen = seen & ((position >= context - window) | (position < sinks))
-        k_offsets, v_offsets = cache_offsets(
-            table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-            SAME_LAYOUT, BLOCK_SIZE,
+    if TURNED_HEADS > 0:
+        skipped = (tl.program_id(0) % HEAD_TILES) * BLOCK_M
+        acc, top, total = attend_turned(
+            q + row * stride_q_token + (kv_head * GROUP + skipped) * stride_q_head, stride_q_head, GROUP - skipped,
+            k_cache, v_cache, k_scales, v_scales, table, kv_head, begin, end, own, context, first, sink_tiles,
+            window, sinks, cap_scale, score_scale,
+            TURNED_HEADS, BLOCK_SIZE, KEY_DIM, FORM, PTX, BLOCK_M, BLOCK_N, WINDOWED, SOFTCAP,
         )  # fmt: skip
-        k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
-        scores = score_keys(
-            queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
-            KEY_WORDS, PTX,
-        )  # fmt: skip
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        acc, top, total = fold_values(
-            acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
-            VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
-        )  # fmt: skip
+        dim = tl.arange(0, VALUE_DIM)
+    else:
+        k_head = head_of(k_cache, kv_head, stride_k_head, FORM)
+        v_head = head_of(v_cache, kv_head, stride_v_head, FORM)
 
-    acc = whole_values(acc, FORM)
-    dim = value_channels(VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
+        q_offsets = row * stride_q_token + head * stride_q_head
+        queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FIRST, REST, FORM, KEY_WORDS)
+        acc = no_values(BLOCK_M, VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for tile in range(begin, end):
+            start = own + tile * BLOCK_N
+            if WINDOWED:
+                start = tl.where(tile < sink_tiles, tile, tile - sink_tiles + first) * BLOCK_N
+            position = start + tl.arange(0, BLOCK_N)
+            seen = position < context
+            if WINDOWED:
+                seen = seen & ((position >= context - window) | (position < sinks))
+            k_offsets, v_offsets = cache_offsets(
+                table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+                SAME_LAYOUT, BLOCK_SIZE,
+            )  # fmt: skip
+            k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
+            scores = score_keys(
+                queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
+                KEY_WORDS, PTX,
+            )  # fmt: skip
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            acc, top, total = fold_values(
+                acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
+                VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
+            )  # fmt: skip
+
+        acc = whole_values(acc, FORM)
+        dim = value_channels(VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
     if parts == 0:
         if SHARED:

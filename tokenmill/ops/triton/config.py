@@ -21,6 +21,7 @@ DECODE_WORKSPACE_BYTES = 32 << 20
 _DECODE_WAVES = 8
 _FEW_ROWS_WAVES = 4
 _ONE_ROW_WAVES = 1  # more parts of a lone row only make its join longer
+_LONE_WARPS = 2  # times as many programs where each is a single warp
 _MOST_PREFIX_SPLITS = 8
 
 
@@ -75,11 +76,18 @@ def split_head(dim: int) -> HeadSplit:
     return HeadSplit(first, max(16, power_of_two(rest)) if rest else 0)
 
 
-def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: str = "") -> Tile:
+def turns(form: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a decode reads codes in the turned way (kv_turned): for queries of 16 bits, and heads of a usual size."""
+    return form != "" and key_dim == value_dim and key_dim in (64, 128, 256) and dtype.itemsize == 2
+
+
+def decode_tile(group: int, key_dim: int, value_dim: int, dtype: torch.dtype, turned: bool = False) -> Tile:
     """One kv head's group of queries against a run of keys.
 
     The load of the block table takes pipeline stages too: five stages keep two tiles of keys on their way.
     """
+    if turned:
+        return Tile(min(max(4, power_of_two(group)), 16), 32, 1, 5)
     token_bytes = (key_dim + value_dim) * dtype.itemsize
     block_m = max(16, power_of_two(group))
     if dtype == torch.float32:
@@ -122,6 +130,7 @@ def decode_splits(
     programs = max(rows * kv_programs, 1)
     waves = _DECODE_WAVES if programs >= multiprocessors(device) else _FEW_ROWS_WAVES
     waves = _ONE_ROW_WAVES if rows == 1 else waves
+    waves *= _LONE_WARPS if tile.num_warps == 1 else 1
     extra = waves * multiprocessors(device) // kv_programs
     room = DECODE_WORKSPACE_BYTES // 2 // partial_bytes(heads, value_dim)
     extra = max(1, min(extra, max(room - rows, room // 2)))

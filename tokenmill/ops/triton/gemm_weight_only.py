@@ -74,7 +74,7 @@ def choose_shape(
 ) -> FewShape | GemmShape:
     """block_k of a GemmShape counts tiles."""
     if rows <= 8:
-        return _few_shape(bands, tiles // step, device)
+        return _few_shape(bands, device)
     block_n, num_warps = (64, 4) if rows <= 32 else (128, 8)
     steps = tiles // step
     at_once = 2 if rows <= 16 and steps % 2 == 0 else 1
@@ -90,11 +90,14 @@ def choose_shape(
     return GemmShape(block_n, step * at_once, splits, num_warps, max(2, min(6, room // stage_bytes)))
 
 
-def _few_shape(bands: int, steps: int, device: torch.device) -> FewShape:
-    """All programs run at once, with some 16 to 28 warps a multiprocessor."""
+def _few_shape(bands: int, device: torch.device) -> FewShape:
+    """All programs run at once, with some 14 to 28 warps a multiprocessor; many bands go two to a program, so that the
+    grid stays small enough to start before the previous kernel has ended.
+    """
     at_once = ceil_div(bands, multiprocessors(device))
-    num_warps = 8 if at_once <= 3 else 4 if at_once <= 6 else 2
-    return FewShape(1, num_warps, 2)
+    if at_once > 7:
+        return FewShape(2, 2, 2)
+    return FewShape(1, 8 if at_once <= 3 else 4, 2)
 
 
 def _rows_of_a_tile(rows: int) -> int:

@@ -44,10 +44,10 @@ def launch_few(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: to
 
 
 def _registers(programs: int, num_warps: int, device: torch.device) -> int:
-    """The most that a thread may have so that all programs run at once; where that is too few, 16 warps do."""
+    """The most that a thread may have so that all programs run at once; where that is too few, enough for any shape."""
     at_once = ceil_div(programs, multiprocessors(device))
     most = REGISTERS // (at_once * num_warps * 32) // 8 * 8
-    return min(most, 248) if most >= 64 else 128
+    return min(most, 248) if most >= 64 else 144 if num_warps <= 8 else 128
 
 
 @quick_launch

@@ -1,7 +1,15 @@
-"""Decode over codes: keys and values are the left operands of products, whose right ones are the few queries of a head.
+"""Decode over codes: keys and values are the left operands of products, and the few queries of a head the right ones.
 
-A product takes sixteen rows on its left and eight on its right: four queries fill half of the right side, but a quarter
-of the left one. A program is a single warp, so nothing waits for other warps.
+A product of the hardware has sixteen rows on its left and eight columns on its right. Turned this way, four queries
+leave few of them empty, and what is done per score (scales, softmax) is done for hardly any score that nobody needs.
+So little is left to do that one warp is a program of its own, and waits for no other warp.
+  - int8 and int4 keys are multiplied as the integers they are, and so are queries, of sixteen bits: 256 * high + low,
+    side by side on the right. Sums are exact. The scales of int4's groups multiply the sums over their channels.
+  - fp8 keys, int8 and fp8 values become float16, which holds every code; int4 values become numbers of
+    the model's dtype with their scales.
+    Two channels of a value are read as one number of sixteen bits, because the hardware turns matrices of these.
+  - The scale of an int8 or fp8 value belongs to its weight, which could leave the range of float16; so the softmax is
+    taken relative to the largest weight times scale, and only the total divides by the scale again.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
@@ -10,20 +18,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.kv_expand import FP8, INT8, expand
+from tokenmill.ops.kv_forms import INT4_GROUP
+from tokenmill.ops.triton.kv_expand import (
+    FP8,
+    INT4,
+    INT8,
+    expand_neighbours,
+    expand_pairs,
+    expand_pairs_of_halves,
+    inverse,
+    log2,
+    split_halves,
+    split_words,
+)
+from tokenmill.ops.triton.numeric import tanh
 
-INT4 = tl.constexpr(3)
-_MOST = tl.constexpr(32512)  # 127 * 256: an integer whose upper byte is at most 127 when rounded
+_GROUP = tl.constexpr(INT4_GROUP)
+_MOST = tl.constexpr(127 * 256)  # of a query as an integer: its upper byte is 127 then
 
 
 @triton.jit
-def attend_codes(
-    q,
-    first_head,  # offset of the first query
+def attend_turned(
+    q,  # the first query of the head
     stride_q_head,
-    k_cache,
+    count,  # of queries
+    k_cache,  # [heads, codes of DIM channels]
     v_cache,
-    k_scales,
+    k_scales,  # [heads, n]
     v_scales,
     table,
     kv_head,
@@ -37,7 +58,6 @@ def attend_codes(
     sinks,
     cap_scale,
     score_scale,
-    GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -47,139 +67,106 @@ def attend_codes(
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    V_INT: tl.constexpr,
-):
-    WORDS: tl.constexpr = DIM // 4
-    dim = tl.arange(0, DIM)
-    word = tl.arange(0, WORDS)
-    query = tl.arange(0, QUERIES)
-    if FORM == INT8:
-        whole = tl.load(q + (query * stride_q_head)[:, None] + dim[None, :], mask=(query < GROUP)[:, None], other=0.0)
-        unit = _unit(tl.max(tl.abs(whole.to(tl.float32)), 1))
-        byte = tl.arange(0, 2 * QUERIES)
-        q2 = tl.load(q + (byte // 2 * stride_q_head)[:, None] + dim[None, :], mask=(byte < 2 * GROUP)[:, None], other=0.0).to(tl.float32)
-        q_int = _rounded(q2 / _unit(tl.max(tl.abs(q2), 1))[:, None])
-        q_high = (q_int + 128) >> 8
-        right = tl.trans(tl.where((byte % 2 == 0)[:, None], q_high, q_int - q_high * 256).to(tl.int8))
-        rights = (right,)
-    else:
-        w4 = 8 * (word // 2) + word % 2
-        parts = ()
-        for i in tl.static_range(4):
-            parts += (tl.load(q + (query * stride_q_head)[:, None] + (w4 + 2 * i)[None, :], mask=(query < GROUP)[:, None], other=0.0).to(tl.float32),)
-        most = tl.max(tl.abs(parts[0]), 1)
-        for i in tl.static_range(1, 4):
-            most = tl.maximum(most, tl.max(tl.abs(parts[i]), 1))
-        bits = most.to(tl.int32, bitcast=True) & 0x7F800000
-        unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
-        rights = ()
-        for i in tl.static_range(4):
-            rights += (tl.trans((parts[i] / unit[:, None]).to(tl.float16)),)
+):  # [QUERIES, DIM], [QUERIES], [QUERIES] float32
+    """Tiles begin to end of a row: its values relative to the largest level, that level, and the total."""
+    queries, sums, unit = _load_queries(q, stride_q_head, count, QUERIES, DIM, FORM)
+    # Blocks of a tile, or the part of one block that is a tile.
+    RUN: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    acc = ()
+    for _ in tl.static_range(2 if FORM != INT4 else DIM // 16):
+        acc += (tl.zeros([DIM // 2 if FORM != INT4 else 16, QUERIES], tl.float32),)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, QUERIES], tl.float32)
-    acc = ()
-    for _ in tl.static_range(4):
-        acc += (tl.zeros([WORDS, QUERIES], tl.float32),)
-    factor = unit * score_scale
-    keys8 = k_cache.to(tl.pointer_type(tl.int8))
-    BLOCKS: tl.constexpr = BLOCK_N // BLOCK_SIZE
     for tile in range(begin, end):
         start = own + tile * BLOCK_N
         if WINDOWED:
             start = tl.where(tile < sink_tiles, tile, tile - sink_tiles + first) * BLOCK_N
-        number = start // BLOCK_SIZE + tl.arange(0, BLOCKS)
-        block = tl.load(table + number, mask=number * BLOCK_SIZE < context, other=0).to(tl.int64)
-        slot = tl.arange(0, BLOCK_SIZE)
-        heads = (block * (BLOCK_SIZE * KV_HEADS) + kv_head)[:, None] + (slot * KV_HEADS)[None, :]
-        offsets = tl.reshape(heads, (BLOCK_N,))
+        run = start + tl.arange(0, BLOCK_N // RUN) * RUN
+        block = tl.load(table + run // BLOCK_SIZE, mask=run < context, other=0)
+        slot = tl.arange(0, RUN)
+        if BLOCK_SIZE > BLOCK_N:
+            slot += start % BLOCK_SIZE
+        # Heads of a layer number less than 2**31, their bytes do not.
+        heads = (block * (BLOCK_SIZE * KV_HEADS) + kv_head.to(tl.int32))[:, None] + (slot * KV_HEADS)[None, :]
+        heads = tl.reshape(heads, (BLOCK_N,))
         position = start + tl.arange(0, BLOCK_N)
         seen = position < context
         if WINDOWED:
             seen = seen & ((position >= context - window) | (position < sinks))
-        if FORM == INT8:
-            keys = tl.load(keys8 + offsets[:, None] * DIM + dim[None, :])
-            k_high, k_low = tl.split(tl.reshape(tl.dot(keys, rights[0]), (BLOCK_N, QUERIES, 2)))
-            scores = (k_high * 256 + k_low).to(tl.float32)
-        else:
-            kw = tl.load(k_cache + offsets[:, None] * WORDS + word[None, :])
-            k4 = _spread_fp8(kw)
-            scores = tl.dot(k4[0], rights[0])
-            for i in tl.static_range(1, 4):
-                scores = tl.dot(k4[i], rights[i], scores)
-        k_scale = _load_scale(k_scales, offsets)
-        v_scale = _load_scale(v_scales, offsets)
-        v_scale = tl.where(seen, v_scale, 1.0)
-        levels = scores * k_scale[:, None] * factor[None, :] + _log2(v_scale, PTX)[:, None]
+
+        scores = _score(queries, sums, k_cache, k_scales, heads, DIM, FORM, PTX) * unit[None, :]
+        if SOFTCAP:
+            scores = tanh(scores * cap_scale)
+        levels = scores * score_scale
+        if FORM != INT4:
+            v_scale = tl.where(seen, _load_scale(v_scales, heads), 1.0)
+            levels += log2(v_scale, PTX)[:, None]
+        # What is not seen may be no number.
         levels = tl.where(seen[:, None], levels, float("-inf"))
-        words = tl.load(v_cache + offsets[None, :] * WORDS + word[:, None])
-        if V_INT:
-            tile_top = tl.max(levels, 0)
-            tile_base = tl.where(tile_top == float("-inf"), 0.0, tile_top)
-            weights = tl.exp2(levels - tile_base[None, :])
-            new_top = tl.maximum(top, tile_top)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            shrink = tl.exp2(top - base)
-            grow = tl.exp2(tile_base - base)
-            top = new_top
-            total = total * shrink[None, :] + weights * _inverse(v_scale, PTX)[:, None] * grow[None, :]
-            p = _rounded(weights * 32512.0)
-            p_high = (p + 128) >> 8
-            p8 = tl.reshape(tl.join(p_high, p - p_high * 256).to(tl.int8), (BLOCK_N, 2 * QUERIES))
-            v4 = _bytes4(words)
-            new = ()
-            for i in tl.static_range(4):
-                v_high, v_low = tl.split(tl.reshape(tl.dot(v4[i], p8), (WORDS, QUERIES, 2)))
-                new += (acc[i] * shrink[None, :] + (v_high * 256 + v_low).to(tl.float32) * grow[None, :],)
-            acc = new
+        new_top = tl.maximum(top, tl.max(levels, 0))
+        # A query may have seen no key yet; subtracting -inf from -inf would poison it.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(levels - base[None, :])
+        shrink = tl.exp2(top - base)[None, :]
+        top = new_top
+        if FORM == INT4:
+            total = total * shrink + weights
         else:
-            new_top = tl.maximum(top, tl.max(levels, 0))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(levels - base[None, :])
-            shrink = tl.exp2(top - base)
-            top = new_top
-            total = total * shrink[None, :] + weights * _inverse(v_scale, PTX)[:, None]
-            narrow = weights.to(tl.float16)
-            v4 = expand(words, tl.float16, FORM, PTX)
-            new = ()
-            for i in tl.static_range(4):
-                new += (tl.dot(v4[i], narrow, acc[i] * shrink[None, :]),)
-            acc = new
-    out = tl.interleave(tl.interleave(tl.trans(acc[0]), tl.trans(acc[2])), tl.interleave(tl.trans(acc[1]), tl.trans(acc[3])))
-    return out, top, tl.sum(total, 0)
+            total = total * shrink + weights * inverse(v_scale, PTX)[:, None]
+        acc = _fold(acc, shrink, weights, v_cache, v_scales, heads, seen, q.dtype.element_ty, DIM, FORM, PTX)
+    return _in_order(acc, FORM), top, tl.sum(total, 0)
 
 
 @triton.jit
-def _bytes4(words):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $4, $5, 0x5140;
-        prmt.b32 b, $6, $7, 0x5140;
-        prmt.b32 c, $4, $5, 0x7362;
-        prmt.b32 d, $6, $7, 0x7362;
-        prmt.b32 $0, a, b, 0x5410;
-        prmt.b32 $1, a, b, 0x7632;
-        prmt.b32 $2, c, d, 0x5410;
-        prmt.b32 $3, c, d, 0x7632;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r", [words], (tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _spread_fp8(words):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 a, b, c, d;
-        mov.b32 {a, b}, $4;
-        mov.b32 {c, d}, $5;
-        cvt.rn.f16x2.e4m3x2 $0, a;
-        cvt.rn.f16x2.e4m3x2 $1, b;
-        cvt.rn.f16x2.e4m3x2 $2, c;
-        cvt.rn.f16x2.e4m3x2 $3, d;
-        }""",
-        "=r,=r,=r,=r,r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+def _load_queries(
+    q, stride, count, QUERIES: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr
+):  # right operands, for int4 the sums of their columns, and the unit of each query
+    query = tl.arange(0, QUERIES)
+    rows = q + (query * stride)[:, None]
+    live = (query < count)[:, None]
+    sums = ()
+    if FORM == FP8:
+        # Matrix i holds, of every eight channels, the two that come out of the keys' expansion together.
+        column = tl.arange(0, DIM // 4)
+        pointers = rows + (column // 2 * 8 + column % 2)[None, :]
+        floats = ()
+        most = tl.zeros([QUERIES], tl.float32)
+        for i in tl.static_range(4):
+            part = tl.load(pointers + 2 * i, mask=live, other=0.0).to(tl.float32)
+            most = tl.maximum(most, tl.max(tl.abs(part), 1))
+            floats += (part,)
+        # A power of two, so that nothing is rounded: float16 has more digits than bfloat16, but less range.
+        bits = most.to(tl.int32, bitcast=True) & 0x7F800000
+        unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+        queries = ()
+        for i in tl.static_range(4):
+            queries += (tl.trans((floats[i] / unit[:, None]).to(tl.float16)),)
+        return queries, sums, unit
+    else:
+        STEP: tl.constexpr = DIM if FORM == INT8 else _GROUP
+        most = tl.zeros([QUERIES], tl.float32)
+        byte = tl.arange(0, 2 * QUERIES)
+        byte_most = tl.zeros([2 * QUERIES], tl.float32)
+        byte_rows = q + (byte // 2 * stride)[:, None]
+        byte_live = (byte // 2 < count)[:, None]
+        channel = tl.arange(0, STEP)[None, :]
+        for at in tl.static_range(0, DIM, STEP):
+            part = tl.load(rows + at + channel, mask=live, other=0.0).to(tl.float32)
+            most = tl.maximum(most, tl.max(tl.abs(part), 1))
+            part = tl.load(byte_rows + at + channel, mask=byte_live, other=0.0).to(tl.float32)
+            byte_most = tl.maximum(byte_most, tl.max(tl.abs(part), 1))
+        unit = _unit(most)
+        queries = ()
+        for at in tl.static_range(0, DIM, STEP):
+            part = tl.load(byte_rows + at + channel, mask=byte_live, other=0.0).to(tl.float32)
+            number = _rounded(part / _unit(byte_most)[:, None])
+            high = (number + 128) >> 8
+            halves = tl.where((byte % 2 == 0)[:, None], high, number - high * 256)
+            queries += (tl.trans(halves.to(tl.int8)),)
+            if FORM == INT4:
+                part = tl.load(rows + at + channel, mask=live, other=0.0).to(tl.float32)
+                sums += (tl.sum(_rounded(part / unit[:, None]), 1).to(tl.float32),)
+        return queries, sums, unit
 
 
 @triton.jit
@@ -193,24 +180,147 @@ def _rounded(x):
 
 
 @triton.jit
-def _load_scale(scales, offsets):  # [n] float32
-    words = scales.to(tl.pointer_type(tl.int32))
-    word = tl.load(words + (offsets >> 1))
-    return ((word >> ((offsets & 1) << 4).to(tl.int32)) << 16).to(tl.float32, bitcast=True)
+def _score(
+    queries, sums, k_cache, k_scales, heads, DIM: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr
+):  # [n, QUERIES]
+    far = heads.to(tl.int64)[:, None]
+    if FORM == FP8:
+        word = tl.arange(0, DIM // 4)
+        keys = expand_neighbours(tl.load(_as(k_cache, tl.int32) + far * (DIM // 4) + word[None, :]), PTX)
+        scores = tl.dot(keys[0], queries[0])
+        for i in tl.static_range(1, 4):
+            scores = tl.dot(keys[i], queries[i], scores)
+        return scores * _load_scale(k_scales, heads)[:, None]
+    elif FORM == INT8:
+        keys = tl.load(_as(k_cache, tl.int8) + far * DIM + tl.arange(0, DIM)[None, :])
+        return _product(keys, queries[0]) * _load_scale(k_scales, heads)[:, None]
+    else:
+        HALVES: tl.constexpr = DIM // 2 // _GROUP
+        numbers = _load_group_scales(k_scales, heads, None, 2 * HALVES, tl.float32, PTX)
+        scores = tl.zeros([heads.shape[0], queries[0].shape[1] // 2], tl.float32)
+        for i in tl.static_range(HALVES):
+            byte = i * _GROUP + tl.arange(0, _GROUP)
+            low, high = split_halves(tl.load(_as(k_cache, tl.int8) + far * (DIM // 2) + byte[None, :]), PTX)
+            scores += _product(low, queries[i]) * numbers[i][:, None]
+            scores += numbers[2 * HALVES + i][:, None] * sums[i][None, :]
+            scores += _product(high, queries[HALVES + i]) * numbers[HALVES + i][:, None]
+            scores += numbers[3 * HALVES + i][:, None] * sums[HALVES + i][None, :]
+        return scores
 
 
 @triton.jit
-def _log2(x, PTX: tl.constexpr):
-    """Of normal numbers, as all scales are."""
-    if PTX:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(x)
+def _product(codes, query):  # [n, QUERIES]
+    both = tl.dot(codes, query)
+    high, low = tl.split(tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2)))
+    return (high * 256 + low).to(tl.float32)
 
 
 @triton.jit
-def _inverse(x, PTX: tl.constexpr):
-    if PTX:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+def _fold(
+    acc,
+    shrink,
+    weights,  # [n, QUERIES]
+    v_cache,
+    v_scales,
+    heads,
+    seen,
+    kind: tl.constexpr,  # of int4's values
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The values of these heads added, times their weights; what was there before, times shrink."""
+    far = heads.to(tl.int64)[None, :]
+    pairs = _as(v_cache, tl.int16)
+    new = ()
+    if FORM == INT4:
+        HALVES: tl.constexpr = DIM // 2 // _GROUP
+        narrow = weights.to(kind)
+        numbers = _load_group_scales(v_scales, heads, seen, 2 * HALVES, tl.bfloat16, PTX)
+        for i in tl.static_range(HALVES):
+            pair = i * (_GROUP // 2) + tl.arange(0, _GROUP // 2)
+            parts = expand_pairs_of_halves(
+                tl.load(pairs + far * (DIM // 4) + pair[:, None]),
+                _across(numbers[i]), _across(numbers[2 * HALVES + i]),
+                _across(numbers[HALVES + i]), _across(numbers[3 * HALVES + i]), kind, PTX,
+            )  # fmt: skip
+            for k in tl.static_range(4):
+                new += (tl.dot(parts[k], narrow, acc[4 * i + k] * shrink),)
     else:
-        return 1.0 / x
+        narrow = weights.to(tl.float16)
+        pointers = pairs + far * (DIM // 2) + tl.arange(0, DIM // 2)[:, None]
+        # Bytes of fp8 may be no number.
+        codes = tl.load(pointers, mask=seen[None, :], other=0) if FORM == FP8 else tl.load(pointers)
+        parts = expand_pairs(codes, FORM, PTX)
+        for k in tl.static_range(2):
+            new += (tl.dot(parts[k], narrow, acc[k] * shrink),)
+    return new
+
+
+@triton.jit
+def _across(number):  # [n] -> [16, n] bfloat16
+    return tl.broadcast_to(number[None, :], (16, number.shape[0]))
+
+
+@triton.jit
+def _in_order(acc, FORM: tl.constexpr):  # [QUERIES, DIM]
+    """The sums of values, whose rows are every second channel, or every second of half a group pair."""
+    if FORM != INT4:
+        return tl.interleave(tl.trans(acc[0]), tl.trans(acc[1]))
+    else:
+        lows = ()
+        highs = ()
+        for i in tl.static_range(0, len(acc), 4):
+            lows += (tl.interleave(tl.trans(acc[i]), tl.trans(acc[i + 2])),)
+            highs += (tl.interleave(tl.trans(acc[i + 1]), tl.trans(acc[i + 3])),)
+        return _side_by_side(lows + highs)
+
+
+@triton.jit
+def _side_by_side(parts):
+    for _ in tl.static_range(3):
+        if len(parts) > 1:
+            wider = ()
+            for i in tl.static_range(0, len(parts), 2):
+                both = tl.permute(tl.join(parts[i], parts[i + 1]), (0, 2, 1))
+                wider += (tl.reshape(both, (both.shape[0], 2 * both.shape[2])),)
+            parts = wider
+    return parts[0]
+
+
+@triton.jit
+def _as(pointer, kind: tl.constexpr):
+    return pointer.to(tl.pointer_type(kind))
+
+
+@triton.jit
+def _load_scale(scales, heads):  # [n] float32
+    """In whole words, because smaller ones cannot be copied ahead of time."""
+    word = tl.load(_as(scales, tl.int32) + (heads >> 1))
+    return ((word >> ((heads & 1) << 4)) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_group_scales(
+    scales, heads, seen, GROUPS: tl.constexpr, kind: tl.constexpr, PTX: tl.constexpr
+):  # 2 * GROUPS of [n]
+    """The scales of a head's groups, then their minima: read as one piece."""
+    pointers = _as(scales, tl.int32) + heads.to(tl.int64)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    words = tl.load(pointers) if seen is None else tl.load(pointers, mask=seen[:, None], other=0)
+    numbers = ()
+    for i in tl.static_range(GROUPS):
+        pair = _column(words, i, GROUPS)
+        if kind == tl.float32:
+            numbers += ((pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True))
+        else:
+            numbers += split_words(pair, PTX)
+    return numbers
+
+
+@triton.jit
+def _column(matrix, NUMBER: tl.constexpr, WIDTH: tl.constexpr):  # [n, WIDTH] -> [n]
+    if WIDTH == 1:
+        return tl.reshape(matrix, (matrix.shape[0],))
+    else:
+        left, right = tl.split(tl.reshape(matrix, (matrix.shape[0], WIDTH // 2, 2)))
+        return _column(left if NUMBER % 2 == 0 else right, NUMBER // 2, WIDTH // 2)

@@ -115,7 +115,9 @@ class QuantizedCheckpoint:
     def _matrix(self, name: str) -> Matrix:
         matrix = self._format.read(self._layers[name], self._kind(name))
         if not bool(matrix.scale.isfinite().all()):
-            raise ModelError(f"the scales of {name!r} hold what is no finite number; the file is damaged: download it again")
+            raise ModelError(
+                f"the scales of {name!r} hold what is no finite number; the file is damaged: download it again"
+            )
         return matrix
 
     def _others(
