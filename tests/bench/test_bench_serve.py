@@ -247,6 +247,8 @@ def test_wrong_use_is_told() -> None:
         (["--url", "http://x", "--speed", "2"], "--trace"),
         (["--url", "http://x", "--slo", "ttft=fast"], "ttft=fast"),
         (["--url", "http://x", "--price", "cheap"], "--price is 'cheap'"),
+        (["--url", "http://x", "--burstiness", "4"], "--rate"),
+        (["--url", "http://x", "--json", "/no/such/folder/x.json"], "cannot be written"),
         (["--url", "http://x", "--longest-input", "9"], "--trace"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", *words])

@@ -9,7 +9,8 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.control import SloPace
 from tokenmill.engine.scheduler.policy import Fcfs, ShortestFirst, WaitingQueue
-from tokenmill.engine.scheduler.predict import HIGH, MEDIAN, LengthPredictor, Recent
+from tokenmill.engine.scheduler.predict import HIGH, MEDIAN, TABLES, LengthPredictor, Recent
+from tokenmill.engine.step import StepResult
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
@@ -187,13 +188,49 @@ def test_the_controller_holds_a_target_that_fixed_settings_trade():
     assert led.goodput(slo) > 0.97 * outcomes[128].goodput(slo)  # the best, which somebody would have to know
 
 
-def test_the_controller_never_stops_prompts_and_knows_its_limits():
-    limits = Limits(8, 256)
-    pace = SloPace(limits, itl=1e-6)  # cannot be met
-    work = fixed("w", 40, 300, 20, 50.0)
+def test_the_controller_never_stops_prompts():
+    work = fixed("w", 40, 300, 20, 50.0)  # under a target that cannot be met
     replica = ReplicaSpec(MACHINE, policy=Fcfs, prefix_caching=False, slo_itl_ms=1e-3, slo_ttft_ms=100)
     assert len(simulate(ClusterSpec(replica), work).served) == 40
-    assert (pace.step_tokens, pace.rows) == (256, 8)
+
+
+def paced(itl, base, per_row, seconds=60.0):
+    """Tokens per second and the share of late gaps in the second half, with always more requests than rows."""
+    limits = Limits(64, 512)
+    scheduler = Scheduler(limits, KVManager(4000, 16, False), pace=SloPace(limits, itl))
+    now, number, made, late = 0.0, 0, 0, 0
+    while now < seconds:
+        while len(scheduler.requests) < 100:
+            scheduler.add(Request(str(number), [number % 1000] * 100, PARAMS, max_tokens=50, seed=0, arrival=now))
+            number += 1
+        step = scheduler.schedule(now)
+        took = base + per_row * step.num_singles + 1e-5 * (step.num_tokens - step.num_singles)
+        now += took
+        scheduler.commit(step, StepResult([[5] * bool(samples) for samples in step.samples]), now)
+        if now > seconds / 2:
+            made += sum(step.samples)
+            late += step.num_singles * (took > itl)
+    return made / (seconds / 2), late / made
+
+
+@pytest.mark.parametrize(("itl", "rows"), [(0.012, 8), (0.015, 20), (0.030, 60)])
+def test_the_controller_keeps_as_many_rows_as_the_target_allows(itl, rows):
+    """A start with full steps is late, which must not hold it down to a row for ever."""
+    speed, late = paced(itl, base=0.010, per_row=0.0002)
+    assert late < 0.01
+    assert speed > 0.8 * rows / (0.010 + 0.0002 * rows)
+
+
+def test_a_target_that_a_lone_row_misses_holds_nobody_back():
+    assert paced(0.005, base=0.010, per_row=0.0)[0] > 1000
+
+
+def test_salts_that_never_come_back_are_forgotten():
+    predictor = LengthPredictor()
+    for number in range(2 * TABLES):
+        predictor.learn(end(ask(str(number), 10, salt=str(number)), 7))
+    assert len(predictor._tables) == TABLES
+    assert predictor.total(ask("x", 10, salt="new")) == 7
 
 
 def test_settings_are_checked():

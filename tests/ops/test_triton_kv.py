@@ -70,8 +70,19 @@ def test_every_head_shape_equals_reference(heads, form, triton_device):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_shared_prefix_equals_reference(form, triton_device):
-    case = attention_case([1] * 3, [95, 85, 130], key_dim=32, shared=10, dtype=HALF, device=triton_device)
+@pytest.mark.parametrize(
+    ("heads", "block_size", "softcap"), [(7, 64, None), (40, 16, 20.0), (2, 4, None)], ids=["wide", "tiles", "narrow"]
+)
+def test_singles_read_blocks_and_groups_of_any_size(heads, block_size, softcap, form, triton_device):
+    """Blocks larger and smaller than a tile of keys; more queries than a program has; few of them."""
+    shape = {"heads": heads, "kv_heads": 1, "key_dim": 64, "block_size": block_size, "mask": Mask(softcap=softcap)}
+    check(attention_case([1, 1], [70, 33], dtype=HALF, device=triton_device, **shape), form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [32, 64])
+def test_a_shared_prefix_equals_reference(dim, form, triton_device):
+    case = attention_case([1] * 3, [95, 85, 130], key_dim=dim, shared=10, dtype=HALF, device=triton_device)
     case.batch.shared_members = torch.tensor([2, 0, -1], dtype=torch.int32, device=triton_device)
     case.batch.shared_tokens = torch.tensor([80, 0, 80], dtype=torch.int32, device=triton_device)
     check(case, form)

@@ -57,7 +57,16 @@ def test_what_is_not_available_yet_is_not_applied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [("--gpu", "tpu"), ("--slo", "ttft"), ("--price", "free"), ("--quality", "best"), ("--requests", "9")]
+    "words",
+    [
+        ("--gpu", "tpu"),
+        ("--slo", "ttft"),
+        ("--price", "free"),
+        ("--quality", "best"),
+        ("--requests", "9"),
+        ("--max-model-len", "-4"),
+        ("--apply", "/no/such/folder/x.toml"),
+    ],
 )
 def test_a_wrong_word_is_answered_with_a_sentence(model, words):
     done = run(model, *(() if words[0] == "--gpu" else ("--gpu", "l4")), *words)

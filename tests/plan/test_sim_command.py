@@ -53,6 +53,11 @@ def test_one_run_with_everything_on(trace):
         (("--prefill", 1), "nobody is left"),
         (("--seconds", 5), "give both"),
         (("--autoscale", "1-4"), "LEAST:MOST:PER"),
+        (("--autoscale", "4:2:8"), "MOST no fewer"),
+        (("--autoscale", "1:2:0"), "PER above 0"),
+        (("--compare", "splits"), "--replicas 2"),
+        (("--plot", "/no/such/folder/x.svg"), "cannot be written"),
+        (("--slo", "ttft=500"), "ttft=500ms or 500s"),
         (("--controller", "--slo", "ttft=1s"), "itl"),
     ],
 )

@@ -67,7 +67,7 @@ class Run:
 
     @property
     def output_tokens(self) -> int:
-        return sum(answer.output_tokens for answer in self.answers)
+        return sum(answer.output_tokens for answer in self.good)  # as prompts: what broke off is no throughput
 
 
 def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:

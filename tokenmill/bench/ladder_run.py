@@ -152,7 +152,8 @@ def first_differences(rows: Sequence[Row]) -> list[tuple[Row, int, int | None]]:
                 reference[index] = tokens
                 continue
             known = reference[index]
-            at = next((at for at, pair in enumerate(zip(known, tokens)) if pair[0] != pair[1]), None)
+            shorter = min(len(known), len(tokens)) if len(known) != len(tokens) else None
+            at = next((at for at, pair in enumerate(zip(known, tokens)) if pair[0] != pair[1]), shorter)
             found.append((row, index, at))
     return found
 
@@ -169,6 +170,10 @@ def _compare(model: str, plan: Plan, rows: list[Row], dtype: str, report: Report
             row.exactness.equal += 1
             continue
         prompt, known = lowest[index]
+        if at in (len(known), len(row.answers[index][1])):  # one ends where the other goes on: no near tie
+            row.exactness.different += 1
+            row.exactness.first = at if row.exactness.first is None else min(row.exactness.first, at)
+            continue
         cases.append(([*prompt, *known[:at]], known[at], row.answers[index][1][at]))
         places.append((row, at))
     if not cases:

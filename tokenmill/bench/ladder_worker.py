@@ -111,14 +111,14 @@ def measure(llm: LLM, asks: list[Ask], limit: float | None, tell: Tell) -> dict[
 
 
 def judge(llm: LLM, cases: list[tuple[list[int], int, int]]) -> list[float]:
-    """By how much the expected token was likelier than the chosen one, in log-probability; at least so much."""
+    """How far apart the expected and the chosen token are, in log-probability; at least so much."""
     gaps = []
     for ids, expected, chosen in cases:
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=WIDTH, detokenize=False)
         table = (llm.generate([ids], params, use_tqdm=False)[0].outputs[0].logprobs or [{}])[0]
         known = {token: one.logprob for token, one in table.items()}
         least = min(known.values())
-        gaps.append(known.get(expected, least) - known.get(chosen, least))
+        gaps.append(abs(known.get(expected, least) - known.get(chosen, least)))
     return gaps
 
 

@@ -55,6 +55,7 @@ def offline(
     from tokenmill.bench.table import lines
     from tokenmill.bench.workloads import Mix
 
+    given.check_targets(json, plot)
     per_hour = parse_price(price)
     wanted = requests or (None if trace else 64)
     work = given.workload(trace, wanted, input, output, longest_input, longest_output)
@@ -108,6 +109,7 @@ def latency(
     from tokenmill.bench.latency import MIN_TOKENS, figures, lines, repeated
     from tokenmill.bench.workloads import Mix
 
+    given.check_targets(json, plot)
     per_hour = parse_price(price)
     sizes = [int(size) for size in given.numbers(batch, "batch", 1)]
     if output < MIN_TOKENS:

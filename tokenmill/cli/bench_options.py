@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill.cli.terminal import note
+from tokenmill.cli.terminal import check_writable, note
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ Json = Annotated[Path | None, typer.Option("--json", help="Every figure; - is st
 Plot = Annotated[Path | None, typer.Option(help="Folder for pictures (SVG).", rich_help_panel=_OUT)]
 
 STDOUT = Path("-")
+
+
+def check_targets(json: Path | None, plot: Path | None, *files: Path | None) -> None:
+    """Refuse places for results that cannot be written, before anything is measured."""
+    check_writable(None if json == STDOUT else json, *files, folder=plot)
 
 
 def workload(

@@ -106,7 +106,8 @@ def serve(
         raise ConfigError("--against-offline serves MODEL itself, so that both do the same work; leave --url out")
     if url is None and (name is not None or key is not None):
         raise ConfigError("--name and --key are for a server that runs already; name it with --url")
-    promise, per_hour = parse_slo(slo) if slo is not None else None, parse_price(price)
+    given.check_targets(json, plot)
+    promise, per_hour = parse_slo(slo) if slo else None, parse_price(price)
     wanted = requests or (None if trace is not None else streams)
     work = given.workload(trace, wanted, input, output, longest_input, longest_output)
     mixes = _mixes(work, rate, burstiness, speed, trace)
@@ -152,6 +153,8 @@ def serve(
     given.give_out(data, _told(points, load.streams, promise), json)
     if plot is not None:
         _draw(plot, points, promise)
+    if url is not None and any("connect" in point.figures["errors"] for point in points):
+        note(f"{url} could not be reached; is a server running there?")
     if any(point.figures["errors"] or _differs(point.figures) for point in points):
         raise typer.Exit(1)
 
@@ -162,6 +165,8 @@ def _mixes(work: Any, rate: str | None, burstiness: float, speed: float | None, 
 
     if speed is not None and trace is None:
         raise ConfigError("--speed is for the times of a trace; name one with --trace, or use --rate")
+    if rate is None and burstiness != 1:
+        raise ConfigError(f"--burstiness is {burstiness:g}, which is for random times; give --rate, too")
     if rate is None:
         return [Mix(work, speed=speed, burstiness=burstiness)]
     return [Mix(work, one, burstiness, speed) for one in given.numbers(rate, "rate", 1e-3)]

@@ -55,6 +55,7 @@ def ladder(
     from tokenmill.bench.ladder_show import lines, page, waterfall
     from tokenmill.bench.workloads import Mix
 
+    given.check_targets(json, plot, html)
     options = {"load_format": load_format, "skip_tokenizer_init": load_format == "dummy"}
     options |= {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
     with progress() as report:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.cli import options
-from tokenmill.cli.terminal import note, progress
+from tokenmill.cli.terminal import check_writable, note, progress
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ def plan(
 
     if quality not in QUALITIES:
         raise ConfigError(f"--quality is {quality!r}; it must be {', '.join(QUALITIES)}")
+    if max_model_len is not None and max_model_len < 1:
+        raise ConfigError(f"--max-model-len is {max_model_len}; it must be 1 or more, or unset")
+    check_writable(apply)
     promise, work, cost = parse_slo(slo), _workload(workload, requests, rate), _price(price)
     shape, fleet = _fleet(model, gpu, available, calibrate)
     found = make_plan(Ask(shape, fleet, work, promise, quality, cost, max_model_len))

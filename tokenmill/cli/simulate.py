@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.terminal import note, progress
+from tokenmill.cli.terminal import check_writable, note, progress
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def simulate(
     from tokenmill.plan.step_cost import machine_named
     from tokenmill.plan.traces import read_trace
 
+    check_writable(plot, out)
     if policy not in POLICIES:
         raise ConfigError(f"there is no policy {policy!r}; it may be one of {', '.join(POLICIES)}")
     if seconds is not None and rate is None:
@@ -114,6 +115,7 @@ def simulate(
     if out is not None:
         figures = {name: outcome.figures(promise) for name, outcome in zip(names, outcomes)}
         out.write_text(json.dumps(figures, indent=1) + "\n")
+        note(f"wrote {out}")
     if plot is not None:
         plot.write_text(picture(compare or "", rows_of, outcomes, promise))
         note(f"wrote {plot}")
@@ -126,6 +128,9 @@ def _autoscale(text: str | None, startup: float) -> Autoscale | None:
         return None
     try:
         least, most, per = text.split(":")
-        return Autoscale(int(least), int(most), float(per), startup=startup)
+        found = Autoscale(int(least), int(most), float(per), startup=startup)
     except ValueError:
         raise ConfigError(f"--autoscale is {text!r}; it is written as LEAST:MOST:PER, such as 4:64:32") from None
+    if not (1 <= found.least <= found.most and found.per_replica > 0):
+        raise ConfigError(f"--autoscale is {text!r}; LEAST is 1 or more, MOST no fewer, and PER above 0")
+    return found

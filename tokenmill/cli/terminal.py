@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -40,6 +44,18 @@ def note(text: str) -> None:
     """One line to stderr, so that stdout holds nothing but the answer."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def check_writable(*files: Path | None, folder: Path | None = None) -> None:
+    """Refuse a file or folder for results that cannot be made, before hours are spent on what goes into it."""
+    for file in files:
+        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+            raise ConfigError(f"{file} cannot be written; name a file in a folder that is there")
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}; name another one") from None
 
 
 def size(num_bytes: float) -> str:

@@ -61,8 +61,10 @@ def _routers(spec: ClusterSpec, slo: Slo) -> Rows:
 
 
 def _splits(spec: ClusterSpec, slo: Slo) -> Rows:
+    if spec.replicas < 2:
+        raise ConfigError("a split needs a replica for prompts and one for answers; give --replicas 2 or more")
     for share in SPLITS:
-        prefill = round(share * spec.replicas)
+        prefill = min(round(share * spec.replicas), spec.replicas - 1)  # somebody has to decode
         name = f"{prefill} prefill, {spec.replicas - prefill} decode" if prefill else "together"
         yield name, replace(spec, prefill=prefill), share
 

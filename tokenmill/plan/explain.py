@@ -93,6 +93,8 @@ def lacks(plan: Plan, other: Choice) -> str:
         return f"breaks the promise for a lone request (TTFT {_ms(other.estimate.ttft_high)}, ITL " + (
             f"{_ms(other.estimate.itl_high)})"
         )
+    if math.isinf(plan.ask.wanted):
+        return f"{carries} on {other.gpus} GPUs, the plan {best.rate:.2f} on {best.gpus}"
     if other.rate < plan.ask.wanted and plan.enough:
         return f"{carries} on {other.gpus} GPUs, {plan.ask.wanted:.2f} are wanted with {RESERVE - 1:.0%} in reserve"
     if not plan.enough:

@@ -44,6 +44,8 @@ def parse_slo(text: str | None) -> Slo:
             amount = float(number) * (1e-3 if value.endswith("ms") else 1.0)
         except ValueError:
             amount = -1.0
+        if name in ("ttft", "itl") and amount > 0 and value == number:
+            raise ConfigError(f"--slo has {part.strip()!r}, which may be s or ms; write {name}={number}ms or {number}s")
         if name not in ("ttft", "itl", "p") or not amount > 0 or (name == "p" and not amount < 100):
             raise ConfigError(f"--slo has {part.strip()!r}; it is written as ttft=500ms,itl=50ms,p=90")
         found["share" if name == "p" else name] = amount / 100 if name == "p" else amount

@@ -48,7 +48,7 @@ def read_azure(path: Path, limit: int | None = None) -> Workload:
                 moment, prompt, output = (row[name] for name in AZURE_COLUMNS)
                 rows.append((_moment(moment), int(prompt), int(output)))
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}, line {number}: {error!r} in {row}") from None
+                raise ConfigError(f"{path}, line {number}: {_wrong(error)}") from None
     return _workload(path.stem, rows)
 
 
@@ -63,7 +63,7 @@ def read_mooncake(path: Path, limit: int | None = None) -> Workload:
                 rows.append((entry["timestamp"] / 1000, int(entry["input_length"]), int(entry["output_length"])))
                 hashes.append(tuple(entry.get("hash_ids", ())))
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}, request {number}: {error!r}") from None
+                raise ConfigError(f"{path}, request {number}: {_wrong(error)}") from None
     return _workload(path.stem, rows, hashes if any(hashes) else None)
 
 
@@ -104,6 +104,10 @@ def _workload(name: str, rows: list[tuple[float, int, int]], hashes: list[tuple[
         None if hashes is None else tuple(hashes[at] for at in order),
         HASH_BLOCK,
     )
+
+
+def _wrong(error: Exception) -> str:
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _moment(text: str) -> float:

@@ -164,7 +164,10 @@ def prepare_folder(folder: Path) -> None:
     """A new or empty folder: files of another model beside these would be read with them."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; name another folder with -o")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}; name another with -o") from None
 
 
 class _Shards:

@@ -117,7 +117,7 @@ class Static(Dynamic):
         for request in running:
             if request.id in self._done:
                 request.held, request.drafts = request.in_flight > 0, []  # as in _rewind
-                if not request.held and request.num_computed >= len(request.tokens):  # else it was preempted, and is back
+                if not request.held and request.num_computed >= len(request.tokens):  # else it was preempted is back
                     request.num_computed = len(request.tokens) - 1
                     self.recomputed += 1
             elif lacks := self._lacking.get(request.id):

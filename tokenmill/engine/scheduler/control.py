@@ -39,7 +39,8 @@ class SloPace(Pace):
     A linear model of step seconds (what a step decodes, prompt tokens, what both look at) is fitted to the steps as
     they come, and says how many prompt tokens fit into the next step. A margin on the target closes the loop: it falls
     while more than 1 % of steps are late and rises while fewer are, so the model need not be right. Where decoding
-    alone takes all the time there is, newcomers wait, unless first tokens miss a target of their own more often.
+    alone takes all the time there is, newcomers wait, unless first tokens miss a target of their own more often, or the
+    target is one that even a row alone misses.
     """
 
     def __init__(self, limits: Limits, itl: float, ttft: float | None = None) -> None:
@@ -55,6 +56,7 @@ class SloPace(Pace):
         self._spread = np.eye(5) * 1e2
         self._depth = 0.0  # tokens that each prompt token of the last chunks looked at
         self._seen = 0
+        self._reachable = True  # False: a row alone was late, and nothing has been in time since
 
     def committed(self, step: Step, deltas: Sequence[Delta], now: float) -> None:
         rows, context, prompt, pairs = facts_of(step)
@@ -65,6 +67,7 @@ class SloPace(Pace):
             gap = times[-1] - times[-2]
             self._learn(np.array([1.0, rows, context, prompt, pairs]) * self._units, gap)
             self._judge(gap > self.itl, rows)
+            self._reachable |= gap <= self.itl
         for delta in deltas:
             if self.ttft is not None and len(delta.request.metrics.token_times) == len(delta.tokens) > 0:
                 late = (delta.request.metrics.ttft or 0.0) > self.ttft
@@ -91,10 +94,15 @@ class SloPace(Pace):
     def _set_pace(self, rows: int, context: int) -> None:
         base, per_row, per_context, per_prompt, per_pair = (self._prices * self._units).tolist()
         per_prompt = max(per_prompt, 0.0) + max(per_pair, 0.0) * self._depth
-        left = self.itl * self.margin - (base + max(per_row, 0.0) * rows + max(per_context, 0.0) * context)
+        # As fitted, whatever their signs: where rows hardly vary only the sum is known, and that is right.
+        decoding = base + per_row * rows + per_context * context
+        left = self.itl * self.margin - decoding
         chunk = int(left / max(per_prompt, 1e-9)) if left > 0 else 0
         self.step_tokens = min(rows + max(chunk, MIN_CHUNK), self._most_tokens)
-        hold = left <= 0 and self._late_first <= max(self._late, ALLOWED)
+        if rows == 1 and decoding > self.itl:
+            self._reachable = False
+        full = decoding + per_prompt * MIN_CHUNK > self.itl * MARGINS[1]
+        hold = full and self._reachable and self._late_first <= max(self._late, ALLOWED)
         self.rows = max(rows, 1) if hold else self._most_rows
 
 

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 
 from tokenmill.engine.request import Finish, Request
 
+TABLES = 4096  # that are kept: salts are made up by whoever asks
 WINDOW = 512  # lengths that a table remembers: what the server saw long ago is forgotten
 ENOUGH = 16  # lengths that make a table worth asking
 FINE, COARSE = 0.1, 0.7  # widths of the classes of prompt length, as logarithms: 10 % and a factor of two
@@ -95,7 +96,11 @@ class LengthPredictor:
                 moved = self._levels[level] + STIFFNESS * (level - (length <= tokens))
                 self._levels[level] = min(max(moved, 0.02), 0.98)
         for key in _keys(request):
-            self._tables.setdefault(key, Recent()).add(length)
+            table = self._tables.pop(key, None) or Recent()
+            table.add(length)
+            self._tables[key] = table  # last: the first is the one that learned nothing for longest
+        while len(self._tables) > TABLES:
+            del self._tables[next(iter(self._tables))]
 
     def coverage(self, level: float) -> float:
         """The share of answers that stayed within what was promised at their arrival; `level` if all is well."""
@@ -103,7 +108,7 @@ class LengthPredictor:
 
 
 def _keys(request: Request) -> Iterator[Hashable]:
-    """From the particular to the general. There are few: a logarithm has few values."""
+    """From the particular to the general. But for the salt there are few: a logarithm has few values."""
     size = math.log(max(request.prompt_len, 1))
     limit = request.params.max_tokens
     asked = -1 if limit is None else int(math.log2(max(limit, 1)))

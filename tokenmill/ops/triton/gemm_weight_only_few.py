@@ -108,7 +108,7 @@ def _few_kernel(
     x_column += axis(2, 6, 9) * 8 + axis(2, 8, 9)
     x_at = x + x_row * stride_x + x_step * WIDTH + x_column
     acc = tl.zeros([4, 8, WARPS, DEPTH, BANDS, 2, EIGHTS, 2], tl.float32)
-    for turn in tl.range(TURNS, loop_unroll_factor=2):
+    for turn in tl.range(TURNS, num_stages=1, loop_unroll_factor=2):
         after = (turn + 1) * AT_ONCE
         next_w = _words(w_at, w_step, after, STEP, STEPS, False)
         next_s = _of_groups(scale + s_at, s_step, after, WIDTH, GROUP, HALVES, STEPS)
