@@ -254,7 +254,8 @@ On the default model in float32, along {count} tokens that the plain path says t
 token is likeliest, and by how much the log-probability of the plain path's token differs at most. Weights are rounded
 to nearest as they are loaded. So few tokens tell forms apart that are far from each other, and no more: a difference of
 ten tokens between two rows says nothing. Perplexity is [quantization.md](quantization.md)'s, of the same kind of form
-on a longer text, with its standard error. Packed rows round inputs as well as weights; `fp8` rounds inputs on GPUs only.
+on a longer text, with its standard error. Packed rows round inputs as well as weights; `fp8` rounds inputs on GPUs
+only.
 *a form per layer* and *a layer in bf16* mean, of 30 layers, `{mixed}` and
 `{halves}`.
 

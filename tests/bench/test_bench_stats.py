@@ -62,6 +62,11 @@ def test_figures_by_hand() -> None:
     assert found["tpot"]["mean"] == pytest.approx((0.15 + 0.1) / 2), "events may hold several tokens"
 
 
+def test_what_broke_off_is_no_throughput() -> None:
+    found = of_run(run_of(one([0.1, 0.2]), one([0.1, 0.2, 0.3], error="no end")))
+    assert (found["prompt_tokens"], found["output_tokens"]) == (10, 2)
+
+
 def test_goodput_counts_who_got_what_was_promised() -> None:
     promise = Slo(ttft=0.25, itl=0.1, share=0.5)
     fast, late, slow = one([0.2, 0.25, 0.5]), one([0.3, 0.35]), one([0.1, 0.3, 0.5, 0.55])

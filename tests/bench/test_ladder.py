@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_tiny
+from tiny import write_tiny
 from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
@@ -145,6 +145,15 @@ def test_differences_are_judged_where_they_begin(monkeypatch: pytest.MonkeyPatch
     assert rows[0].e2e["mean"] == (1 + 2 + 3 + 4) / 4 and rows[0].ttft["mean"] == (0 + 1 + 2 + 3) / 4 + 0.25
     assert rows[3].error == "no kernel"
     assert any("native fused ops: not measured: no kernel" in line for line in lines(rows))
+
+
+def test_an_answer_that_ends_too_early_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = {"bottom": [[1, 2, 3]], "kv-cache": [[1, 2]], "static": [[1, 2, 3]]}
+    monkeypatch.setattr(ladder_run, "_asked", Answers(tokens, gaps=[]))
+    plan = Plan("cpu", SIZES)
+    rungs = [rung for rung in plan.rungs() if rung.name in tokens]
+    rows = climb("m", plan, rungs, [([0], 3)], [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)
+    assert rows[1].exactness == Exactness(different=1, first=2) and rows[2].exactness == Exactness(equal=1)
 
 
 def test_rounding_on_purpose_is_judged_more_mildly_from_there_on() -> None:

@@ -194,9 +194,7 @@ def _compare(model: str, plan: Plan, rows: list[Row], dtype: str, report: Report
             counts.different += 1
 
 
-def _asked(
-    model: str, options: dict[str, Any], question: dict[str, Any], title: str, report: Report
-) -> dict[str, Any]:
+def _asked(model: str, options: dict[str, Any], question: dict[str, Any], title: str, report: Report) -> dict[str, Any]:
     """One worker's answer."""
     root = str(Path(tokenmill.__file__).parents[1])  # a checkout need not be installed
     with tempfile.TemporaryFile() as log:

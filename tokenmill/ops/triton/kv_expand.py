@@ -98,6 +98,8 @@ def expand_halves(twins, low_scale, low_least, high_scale, high_least, kind, PTX
 def expand_neighbours(words, PTX: tl.constexpr):
     """Words of four fp8 codes as four matrices of float16: bytes 0 and 1 of a word with an even number and the next
     word are two neighbours in the first, bytes 2 and 3 of the former in the second, and of the latter in the others.
+
+    Only where a thread holds words two by two along a key, as the left operand of a product has them.
     """
     if PTX:
         return tl.inline_asm_elementwise(
