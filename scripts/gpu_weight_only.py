@@ -29,7 +29,7 @@ from tokenmill.ops.triton.gemm_small import GemmShape, counters_for
 from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape, weight_only_gemm, widened
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
-from tokenmill.quant.forms import Form, parse_form
+from tokenmill.quant.forms import Form
 from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.scheme import Dense, Linear, QuantScheme
 from tokenmill.quant.weight_only import WeightOnly
@@ -39,22 +39,23 @@ CUDA = torch.device("cuda", 0)
 ROTATE_BYTES = 256 << 20  # several times the L2
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # columns, inner
 HEAD_BYTES = 128256 * 4096 * 2
-ROWS = [1, 8, 16, 32, 64]
+ROWS = [1, 4, 8, 16, 32, 64]
+LAYER_ROWS = [1, 4, 8, 16, 32, 64, 128]
 PEAK = 4.25  # TB/s
 
 Shape = FewShape | GemmShape
 INT4 = Form("int4", 128)
 OTHERS = [Form("int4", 128, True), Form("int4", 32), Form("int4", 32, True), Form("int8"), Form("fp8", 128)]
-# bands, warps, depth
-FEW = [(1, 8, 1), (1, 8, 2), (1, 8, 4), (1, 4, 2), (1, 4, 4), (1, 16, 1), (1, 16, 2), (1, 2, 2), (1, 2, 4), (1, 4, 1),
-       (2, 2, 2), (2, 4, 1), (2, 4, 2), (2, 8, 1), (2, 8, 2), (2, 16, 1), (4, 4, 1)]  # fmt: skip
-FEW_OF_16 = [(1, 8, 2), (2, 8, 1), (2, 4, 2)]
+# bands, warps, depth, and registers where programs are so many that they do not all run at once
+FEW = [(1, 4, 4), (1, 4, 2), (1, 8, 2), (1, 8, 4), (1, 4, 8), (1, 16, 1), (2, 4, 1), (2, 4, 2), (2, 8, 1), (4, 4, 1)]
+FEW_OF_MANY = [(1, 4, 4, 80), (1, 4, 4, 88), (1, 4, 2, 80), (2, 4, 1, 96), (2, 4, 2, 144), (2, 2, 2, 144),
+               (4, 4, 1, 144), (4, 2, 1, 128), (1, 4, 8, 168)]  # fmt: skip
 GEMM: dict[int, list[tuple[int, int, int, int]]] = {  # rows of a tile -> block_n, steps, warps, stages
-    16: [(64, 1, 4, 6), (64, 2, 4, 4), (64, 4, 4, 3), (128, 2, 8, 4)],
-    32: [(64, 1, 4, 5), (64, 2, 4, 3), (128, 1, 8, 5), (128, 2, 8, 3)],
-    64: [(64, 1, 4, 4), (128, 1, 8, 4), (128, 2, 8, 3), (128, 1, 4, 4), (256, 1, 8, 4)],
+    16: [(64, 2, 4, 4), (64, 4, 4, 3), (64, 2, 4, 6)],
+    32: [(64, 2, 4, 3), (128, 2, 8, 3)],
+    64: [(64, 1, 4, 4), (128, 1, 8, 4)],
 }
-SPLITS = (1, 2, 4)
+SPLITS = (1, 4)
 
 
 class Case:
@@ -101,24 +102,24 @@ class Case:
         return choose_shape(self.x.shape[0], bands, tiles, codes.step, codes.kind, CUDA, may_split=True)
 
 
-def shapes_for(rows: int, inner: int) -> list[Shape]:
+def shapes_for(rows: int, columns: int, inner: int) -> list[Shape]:
     """Of int4-g128: what is worth a try."""
-    steps = inner // 128
-    few = [] if rows > 16 else FEW if rows <= 8 else FEW_OF_16
+    wide = columns > 16384
+    few = [] if rows > 4 else FEW if not wide else [*FEW_OF_MANY, *FEW[:1]]
     made: list[Shape] = [FewShape(*shape) for shape in few]
-    if rows > 8:
-        made += [
-            GemmShape(n, 2 * k, splits, warps, stages)
-            for n, k, warps, stages in GEMM[_rows_of_a_tile(rows)]
-            for splits in SPLITS
-            if steps % k == 0 and steps // k >= 2 * splits
-        ]
+    made += [
+        GemmShape(n, 2 * k, splits, warps, stages)
+        for n, k, warps, stages in GEMM[_rows_of_a_tile(rows)]
+        for splits in SPLITS
+        if inner // 128 % k == 0 and wide == (splits == 1)
+    ]
     return made
 
 
 def compact(shape: Shape) -> str:
     if isinstance(shape, FewShape):
-        return f"{shape.bands}b{shape.num_warps}w{shape.depth}"
+        registers = f"r{shape.registers}" if shape.registers else ""
+        return f"{shape.bands}b{shape.num_warps}w{shape.depth}{registers}"
     return f"{shape.block_n}x{shape.block_k}/{shape.splits} w{shape.num_warps}s{shape.num_stages}"
 
 
@@ -127,29 +128,37 @@ def compact(shape: Shape) -> str:
 Task = tuple[Form, int, int, int, Shape | None, torch.dtype]
 
 
-def prepare(sweep: bool, jobs: int) -> bool:
+def prepare(only: str | None, jobs: int) -> bool:
     """Fill Triton's cache from several processes, which check as well: one after the other would take minutes."""
-    tasks: list[Task] = [
-        (form, rows, columns, inner, None, dtype)
-        for form in [INT4, *OTHERS]
-        for dtype in (BF16, torch.float16)
-        for rows in ((3, 11, 33, 100) if dtype == BF16 else (1, 40))
-        for columns, inner in ((4096, 4096), (1008, 640))
-        if dtype == BF16 or inner == 640
-    ]
-    if sweep:
+    tasks: list[Task] = []
+    if only in (None, "check", "forms"):
+        tasks += [
+            (form, rows, columns, inner, None, dtype)
+            for form in [INT4, *OTHERS]
+            for dtype in (BF16, torch.float16)
+            for rows in ((1, 3, 11, 33, 100) if dtype == BF16 else (1, 40))
+            for columns, inner in ((4096, 4096), (1008, 640))
+            if dtype == BF16 or inner == 640
+        ]
+    if only in (None, "int4"):
         tasks += [
             (INT4, rows, columns, inner, shape, BF16)
-            for columns, inner in LLAMA[1::2]  # all that is compiled for the others is compiled for these
-            for rows in (8, 16, 32, 64)
-            for shape in shapes_for(rows, inner)
+            for columns, inner in LLAMA
+            for rows in ROWS[1:]
+            for shape in [None, *shapes_for(rows, columns, inner)]
         ]
+    if only in (None, "layers"):
+        sizes = [(form, rows, size) for form in (INT4, Form("int8")) for rows in LAYER_ROWS for size in LLAMA]
+        tasks += [(form, rows, columns, inner, None, BF16) for form, rows, (columns, inner) in sizes]
+    if only in (None, "forms"):
+        tasks += [(form, 1, *size, shape, BF16) for form in OTHERS for size in LLAMA[1:3] for shape in few_of(size)]
     # What compiles alike goes to the same process.
     heaps: list[list[Task]] = [[] for _ in range(jobs)]
     kinds: dict[str, int] = {}
     for task in tasks:
-        form, rows, _, _, shape, dtype = task
-        key = f"{form.name} {min(rows, 65)} {shape} {dtype}"
+        form, rows, columns, inner, shape, dtype = task
+        key = f"{form.name} {_rows_of_a_tile(rows)} {shape} {dtype}"
+        key += "" if isinstance(shape, GemmShape) else f" {columns} {inner}"
         heaps[kinds.setdefault(key, len(kinds)) % jobs].append(task)
     failed = False
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -203,10 +212,13 @@ def int4_table(timer: Timer) -> None:
             case.resize(rows)
             plain = timer.microseconds(partial(multiply_dense, case.x, case.arrivals), dense)
             rule = timer.microseconds(case.ours, case.numbers)
-            tried = {s: timer.microseconds(partial(case.ours, shape=s), case.numbers) for s in shapes_for(rows, inner)}
+            tried = {
+                s: timer.microseconds(partial(case.ours, shape=s), case.numbers)
+                for s in shapes_for(rows, columns, inner)
+            }
             ranked = sorted((us, compact(shape)) for shape, us in tried.items() if us == us)
             best = min(rule, ranked[0][0])
-            next_best = ", ".join(f"{name} {us:.1f}" for us, name in ranked[1:5])
+            next_best = ", ".join(f"{name} {us:.1f}" for us, name in ranked[1:8])
             print(
                 f"{columns:>7} x {inner:<5} {rows:>4} {plain:>8.1f} {rule:>8.1f} {rate(case, rule)} {best:>8.1f} "
                 f"{rate(case, best)}  {ranked[0][1]} {ranked[0][0]:.1f} ({next_best}) rule {compact(case.ruled())}",
@@ -224,17 +236,27 @@ def rate(case: Case, us: float) -> str:
     return f"{speed:4.2f} {speed / PEAK:4.0%}"
 
 
+def few_of(size: tuple[int, int]) -> list[Shape]:
+    """Of other forms than int4-g128, for one row."""
+    found = [(1, 4, 4), (1, 8, 2), (1, 4, 2), (2, 4, 1)]
+    return [FewShape(*shape, 104 if size[0] > 16384 else None) for shape in found]
+
+
 def forms_table(timer: Timer) -> None:
-    print("\nother forms by rule, us (part of 4.25 TB/s); rows 1, 8, 32, 64", flush=True)
+    print("\nother forms by rule, us (part of 4.25 TB/s); rows 1, 8, 32, 64; the best shape for one row", flush=True)
     for form in OTHERS:
         for columns, inner in LLAMA[1:3]:
             case = Case(form, 1, columns, inner)
+            tried = [
+                (timer.microseconds(partial(case.ours, shape=s), case.numbers), s) for s in few_of((columns, inner))
+            ]
+            best, shape = min((pair for pair in tried if pair[0] == pair[0]), key=lambda pair: pair[0])
             line = f"{form.name:>15} {columns:>6} x {inner:<5}"
             for rows in (1, 8, 32, 64):
                 case.resize(rows)
                 us = timer.microseconds(case.ours, case.numbers)
                 line += f" {us:7.1f} ({case.total / us / 1e6 / PEAK:4.0%})"
-            print(line, flush=True)
+            print(f"{line}  {compact(shape)} {best:.1f}", flush=True)
             del case
 
 
@@ -260,7 +282,6 @@ def layers_table(timer: Timer) -> None:
     print("\none layer of Llama-3-8B without attention, us; then 32 of them with a bf16 head at 4 TB/s, ms", flush=True)
     schemes: dict[str, QuantScheme] = {
         "bf16": Dense(), "fp8": Fp8(), "int8": WeightOnly(Form("int8")), "int4-g128": WeightOnly(INT4),
-        "int4-g128-zeros": WeightOnly(parse_form("int4-g128-zeros")),
     }  # fmt: skip
     head = HEAD_BYTES / 4e6
     for name, scheme in schemes.items():
@@ -268,7 +289,7 @@ def layers_table(timer: Timer) -> None:
         stacks = [[linear(scheme, columns, inner) for columns, inner in LLAMA] for _ in range(copies)]
         numbers = torch.arange(copies)[:, None]
         line = f"{name:>16}"
-        for rows in (1, 4, 8, 16, 32, 64, 96, 128, 256):
+        for rows in LAYER_ROWS:
             us = timer.microseconds(Layers(rows, stacks, True), numbers)
             line += f"  {rows}: {us:6.1f} {(32 * us + head) / 1000:5.2f}"
         print(line, flush=True)
@@ -289,7 +310,7 @@ def main() -> int:
     arguments = parser.parse_args()
     begun = time.perf_counter()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    failed = prepare(arguments.only in (None, "int4"), arguments.jobs)
+    failed = prepare(arguments.only, arguments.jobs)
     print(f"checks {'FAILED' if failed else 'passed'}, compiled ({time.perf_counter() - begun:.0f} s)", flush=True)
     gc.disable()  # a collection would wait inside a capture
     timer = Timer()

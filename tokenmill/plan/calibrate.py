@@ -48,7 +48,7 @@ GPU_START = Rates(
     row_s=5e-7,
     step_s=3e-5,
     layer_s=2e-5,
-    eager_s=7e-5,
+    eager_s=4e-4,
     overlapped=True,
 )
 

@@ -130,7 +130,10 @@ def _of_range(
     low: torch.Tensor, high: torch.Tensor, form: Form, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     grid = GRIDS[form.kind]
-    scale = (high - low) / (grid.high - grid.low) if form.zeros else torch.maximum(-low, high) / grid.reach
+    extent, reach = (high - low, grid.high - grid.low) if form.zeros else (torch.maximum(-low, high), grid.reach)
+    # By a tensor: a GPU multiplies with a number's reciprocal, and the largest weight, half way between two codes, may
+    # then get the other one.
+    scale = extent / torch.full_like(extent, reach)
     # A scale that its dtype rounds to nothing would make every weight infinite.
     scale = torch.where(scale == 0, 1.0, scale.clamp(min=torch.finfo(scale_dtype).tiny)).to(scale_dtype)
     if not form.zeros:

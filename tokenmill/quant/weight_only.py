@@ -123,7 +123,7 @@ class WeightOnly:
 
         rows = x if x.dim() == 2 else x.flatten(0, -2)
         codes = Codes(storage["weight"], storage["scale"], storage.get("zeros"), self.form.kind)
-        if rows.shape[0] > kernels.MOST_ROWS or rows.shape[0] == 0:
+        if rows.shape[0] > kernels.most_rows(codes) or rows.shape[0] == 0:
             return F.linear(x, kernels.widened(codes, x.dtype), bias)
         out = kernels.weight_only_gemm(rows, codes, bias, arrivals=storage["arrivals"])
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)

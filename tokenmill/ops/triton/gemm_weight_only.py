@@ -1,6 +1,6 @@
 """Products with weights of four or eight bits: the codes are read once and become floats in registers.
 
-Up to 8 rows have a kernel of their own (gemm_weight_only_few.py). More go through the tensor cores with the weight as
+A row or a few have a kernel of their own (gemm_weight_only_few.py). More go through the tensor cores with the weight as
 the left operand (`_gemm_kernel`), split over the inner dimension where there are too few tiles. Codes are multiplied as
 exact small numbers, and each group's sum is scaled in float32. For many rows a weight is worth widening: `widened`
 writes it out as 16-bit floats for the matrix library.
@@ -19,9 +19,10 @@ from tokenmill.ops.triton.config import multiprocessors, power_of_two
 from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, axis, parts_of, unpack
+from tokenmill.ops.triton.weight_codes import TILE, Codes, axis, parts_of, unpack
 
-MOST_ROWS = 128  # of a product here; with more, the widened weight is faster
+MOST_ROWS, MOST_ROWS_OF_COSTLY = 192, 128  # costly: with zeros or with groups of 32
+FEW_ROWS, FEW_INNER = 4, 4096  # at most, of what the kernel of few rows multiplies faster than the other
 MOST_ROWS_OF_A_TILE = 64
 SHARED_BYTES = 216 << 10  # of a multiprocessor, for pipelines
 PREFETCHED_LINES = tl.constexpr(16)  # of each band, while the previous kernel still runs
@@ -44,9 +45,18 @@ def weight_only_gemm(
         shape = choose_shape(rows, bands, tiles, codes.step, codes.kind, x.device, may_split=arrivals is not None)
     if isinstance(shape, FewShape):
         launch_few(x, codes, bias, out, shape)
+    elif shape.splits > 1:
+        # A counter belongs to a tile, so rows of several tiles take turns; later ones find the codes in the cache.
+        for part, result in zip(x.split(MOST_ROWS_OF_A_TILE), out.split(MOST_ROWS_OF_A_TILE), strict=True):
+            _launch_gemm(part, codes, bias, result, arrivals, shape)
     else:
         _launch_gemm(x, codes, bias, out, arrivals, shape)
     return out
+
+
+def most_rows(codes: Codes) -> int:
+    """Of a product here; with more, the library with the widened weight is faster."""
+    return MOST_ROWS_OF_COSTLY if codes.zeros is not None or codes.group == 32 else MOST_ROWS
 
 
 def widened(codes: Codes, dtype: torch.dtype) -> torch.Tensor:  # [columns, inner]
@@ -72,36 +82,33 @@ def choose_shape(
     *,
     may_split: bool,
 ) -> FewShape | GemmShape:
-    """block_k of a GemmShape counts tiles."""
-    if rows <= 8:
-        return _few_shape(bands, device)
-    block_n, num_warps = (64, 4) if rows <= 32 else (128, 8)
-    steps = tiles // step
-    at_once = 2 if rows <= 16 and steps % 2 == 0 else 1
+    """What was fastest on an H200 (scripts/gpu_weight_only.py). block_k of a GemmShape counts tiles."""
+    processors = multiprocessors(device)
+    wide = bands * 16 >= 2 * 64 * processors  # enough to do without parts
+    if tiles * TILE * parts_of(kind) <= FEW_INNER and rows <= (1 if wide else FEW_ROWS):
+        # Many of the small steps of groups of 32 would want more registers than a wide matrix has.
+        return FewShape(1, 4, 2 if wide and step == 1 else 4)
+    block_n, num_warps = (128, 8) if wide and rows > 16 else (64, 4)
     blocks = ceil_div(bands * 16, block_n)
+    at_once = 4 if rows <= 32 else 2  # tiles
     splits = 1
-    if may_split:
+    if may_split and not wide:
         # Two or three programs per multiprocessor, each with a few turns at least.
-        wanted = 3 * multiprocessors(device) // blocks
-        splits = 1 << (max(1, min(wanted, steps // at_once // 4, MAX_SPLITS)).bit_length() - 1)
-    # As long a pipeline as lets all programs run at once.
-    stage_bytes = step * at_once * 32 * (block_n + parts_of(kind) * _rows_of_a_tile(rows))
-    room = SHARED_BYTES // min(4, ceil_div(blocks * splits, multiprocessors(device)))
-    return GemmShape(block_n, step * at_once, splits, num_warps, max(2, min(6, room // stage_bytes)))
-
-
-def _few_shape(bands: int, device: torch.device) -> FewShape:
-    """All programs run at once, with some 14 to 28 warps a multiprocessor; many bands go two to a program, so that the
-    grid stays small enough to start before the previous kernel has ended.
-    """
-    at_once = ceil_div(bands, multiprocessors(device))
-    if at_once > 7:
-        return FewShape(2, 2, 2)
-    return FewShape(1, 8 if at_once <= 3 else 4, 2)
+        wanted = (3 if rows <= 32 else 2) * processors // blocks
+        splits = 1 << (max(1, min(wanted, tiles // (4 * max(step, at_once)), MAX_SPLITS)).bit_length() - 1)
+    crowded = blocks * splits > 2 * processors
+    if rows <= 16 and not crowded:
+        at_once = 8
+    steps = next(size for size in (8, 4, 2, 1) if size * step <= max(step, at_once) and tiles // step % size == 0)
+    # As long a pipeline as lets two or three programs share a multiprocessor.
+    stage_bytes = step * steps * 32 * (block_n + parts_of(kind) * _rows_of_a_tile(rows))
+    room = SHARED_BYTES // (3 if crowded else 2)
+    most = 3 if 16 < rows <= 32 else 4
+    return GemmShape(block_n, step * steps, splits, num_warps, max(2, min(most, room // stage_bytes)))
 
 
 def _rows_of_a_tile(rows: int) -> int:
-    return min(MOST_ROWS_OF_A_TILE, max(8, power_of_two(rows)))
+    return min(MOST_ROWS_OF_A_TILE, max(16, power_of_two(rows)))
 
 
 def _launch_gemm(
@@ -118,7 +125,8 @@ def _launch_gemm(
     row_blocks, blocks = ceil_div(rows, block_m), ceil_div(bands * 16, shape.block_n)
     assert tiles % shape.block_k == 0 and shape.block_k % codes.step == 0
     all_turns = tiles // shape.block_k
-    turns = ceil_div(all_turns, shape.splits if row_blocks == 1 else 1)  # more rows than a tile: there is enough to do
+    assert row_blocks == 1 or shape.splits == 1
+    turns = ceil_div(all_turns, shape.splits)
     splits = ceil_div(all_turns, turns)  # none of them without a turn
     partial = None
     if splits > 1:

@@ -30,6 +30,7 @@ class FewShape:
     bands: int
     num_warps: int
     depth: int
+    registers: int | None = None  # of a thread at most; None: by rule
 
 
 def launch_few(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, shape: FewShape) -> None:
@@ -39,7 +40,7 @@ def launch_few(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: to
         x, codes.words, codes.scale, codes.zeros, bias, out, x.shape[0], bands, x.stride(0),
         TILES=tiles, KIND=codes.kind, PARTS=codes.parts, GROUP=codes.group, STEP=codes.step, BANDS=shape.bands,
         WARPS=shape.num_warps, DEPTH=shape.depth, EIGHTS=ceil_div(x.shape[0], 8), num_warps=shape.num_warps,
-        maxnreg=_registers(programs, shape.num_warps, x.device),
+        maxnreg=shape.registers or _registers(programs, shape.num_warps, x.device),
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def _registers(programs: int, num_warps: int, device: torch.device) -> int:
     """The most that a thread may have so that all programs run at once; where that is too few, enough for any shape."""
     at_once = ceil_div(programs, multiprocessors(device))
     most = REGISTERS // (at_once * num_warps * 32) // 8 * 8
-    return min(most, 248) if most >= 64 else 144 if num_warps <= 8 else 128
+    return min(most, 248) if most >= 64 else 128
 
 
 @quick_launch
@@ -108,7 +109,9 @@ def _few_kernel(
     x_column += axis(2, 6, 9) * 8 + axis(2, 8, 9)
     x_at = x + x_row * stride_x + x_step * WIDTH + x_column
     acc = tl.zeros([4, 8, WARPS, DEPTH, BANDS, 2, EIGHTS, 2], tl.float32)
-    for turn in tl.range(TURNS, num_stages=1, loop_unroll_factor=2):
+    # One stage: the compiler's own pipeline would take the inputs through shared memory, piece by piece.
+    # A turn that is left over after pairs would have the words in another layout than the loop.
+    for turn in tl.range(TURNS, num_stages=1, loop_unroll_factor=2 - TURNS % 2):
         after = (turn + 1) * AT_ONCE
         next_w = _words(w_at, w_step, after, STEP, STEPS, False)
         next_s = _of_groups(scale + s_at, s_step, after, WIDTH, GROUP, HALVES, STEPS)
