@@ -20,8 +20,9 @@ from typing import Any
 
 from h200_workloads import COMMON, SHAPES, Work, fixed
 
-WEIGHTS = ("bf16", "int8", "int4", "w8a8", "fp8")
+WEIGHTS = ("bf16", "int8", "int4", "int4,lm_head=int4", "w8a8", "fp8")
 CACHES = ("auto", "int8", "fp8", "int4")
+TOGETHER = (("bf16", "auto"), ("fp8", "fp8"), ("w8a8", "int8"))  # weights and cache, for many rows with long contexts
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -34,12 +35,16 @@ def main() -> None:
     parser.add_argument("--no-load", action="store_true", help="leave out the full load with each kind of cache")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found: dict[str, Any] = {"weights": {}, "caches": {}}
+    found: dict[str, Any] = {"weights": {}, "together": {}, "caches": {}}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(COMMON | SHAPES[arguments.shape]))
         for name in arguments.only:
             found["weights"][name] = weights(folder, None if name == "bf16" else name, arguments.batches)
             print(name, json.dumps(found["weights"][name]), flush=True)
+        for form, cache in () if arguments.no_load else TOGETHER:
+            name = f"{form} + kv {cache}"
+            found["together"][name] = deep(folder, None if form == "bf16" else form, cache)
+            print("256 rows at 1k:", name, f"{found['together'][name]:.2f} ms", flush=True)
         for name in () if arguments.no_load else arguments.caches:
             found["caches"][name] = load(folder, name)
             print("cache", name, json.dumps(found["caches"][name]), flush=True)
@@ -56,6 +61,13 @@ def weights(folder: str, quantization: str | None, batches: list[int]) -> dict[s
         steps[str(batch)] = run(llm, fixed(batch, 32, 48, 10))[1]
     run(llm, fixed(16, 4096, 1, 5))
     return {"decode_ms": steps, "prefill_s": min(fresh(llm, fixed(16, 4096, 1, 5)) for _ in range(2))}
+
+
+def deep(folder: str, quantization: str | None, kv_cache_dtype: str) -> float:
+    """Milliseconds of a decode step of 256 rows with 1,024 keys each and more."""
+    llm = engine(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    run(llm, fixed(256, 64, 8, 9))
+    return run(llm, fixed(256, 1024, 48, 10))[1]
 
 
 def load(folder: str, kv_cache_dtype: str) -> dict[str, float]:
@@ -106,6 +118,8 @@ def table(found: dict[str, Any], batches: list[int]) -> None:
         if plain and name != "bf16":
             ratios = [plain["decode_ms"][str(batch)] / cell for batch, cell in zip(batches, cells, strict=True)]
             print(f"{'x':>10s}" + "".join(f"{one:10.2f}" for one in [*ratios, plain["prefill_s"] / one["prefill_s"]]))
+    for name, milliseconds in found["together"].items():
+        print(f"256 rows at 1k, {name:>16s} {milliseconds:8.2f} ms")
     for name, one in found["caches"].items():
         print(f"cache {name:>6s} {one['seconds']:8.2f} s {one['out_tokens_per_second']:10.0f} out tok/s")
 

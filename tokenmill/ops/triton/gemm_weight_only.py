@@ -88,6 +88,8 @@ def choose_shape(
     if tiles * TILE * parts_of(kind) <= FEW_INNER and rows <= (1 if wide else FEW_ROWS):
         # Many of the small steps of groups of 32 would want more registers than a wide matrix has.
         return FewShape(1, 4, 2 if wide and step == 1 else 4)
+    if rows == 1 and kind == "int4" and step > 1 and not wide:  # a long sum: more warps share it
+        return FewShape(1, 8, 2)
     block_n, num_warps = (128, 8) if wide and rows > 16 else (64, 4)
     blocks = ceil_div(bands * 16, block_n)
     at_once = 4 if rows <= 32 else 2  # tiles
