@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tokenmill.errors import ConfigError
 from tokenmill.plan.cost import CostModel, Form, Link
-from tokenmill.plan.gpus import Gpu, rates_of
+from tokenmill.plan.gpus import WEIGHT_ONLY_ROWS, Gpu, rates_of
 from tokenmill.plan.hardware import Hardware
 from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
 from tokenmill.plan.precision import ITEMSIZE, KV_FORMS, WEIGHT_FORMS, KVForm, WeightForm, form_of, rank_bytes
@@ -99,6 +99,9 @@ class GpuFleet:
                         yield layout
 
     def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+        weights = layout.weights.quantization
+        if weights in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
+            raise ConfigError(f"with more than {WEIGHT_ONLY_ROWS} rows {weights} is slower than floats")
         form = layout_form(shape, layout)
         model = rank_bytes(shape, form, layout.split, ITEMSIZE[layout.dtype])
         hardware = Hardware("cuda", self.gpu.name, self.gpu.memory, self.gpu.memory)
