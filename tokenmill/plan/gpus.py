@@ -67,7 +67,7 @@ GPUS = {
 EFFICIENCIES = {
     "dense": Efficiency("bf16", weights=0.837, linear=0.771, measured=True),
     "fp8": Efficiency("fp8", weights=0.784, linear=0.758, measured=True),
-    # By hand from docs/performance.md, "Quantized", not fitted: 20-28 % too slow at one row, within 17 % at 4 to 64 rows.
+    # By hand from docs/performance.md, "Quantized", not fitted: 20-28 % too slow at one row, within 17 % at 4 to 64.
     # Weights alone for WEIGHT_ONLY_ROWS at most.
     "int8": Efficiency("bf16", weights=0.66, linear=0.74, measured=False),
     "int4": Efficiency("bf16", weights=0.49, linear=0.75, measured=False),
