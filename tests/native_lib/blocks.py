@@ -36,11 +36,16 @@ def packed(raw: np.ndarray, type_id: int, order: np.ndarray | None = None) -> Pa
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Inputs as the kernels see them: 8 bits in groups of 32, and 8 more in groups that are large in their row."""
-    groups = x.view(x.shape[0], -1, 32)
+    """Inputs as the kernels see them: 8 bits in groups of 32, without up to two that are large in their row."""
+    groups = x.view(x.shape[0], -1, 32).clone()
     top = groups.abs().amax(-1, keepdim=True)
-    scaled = torch.where(top > 0, groups * (127 / top), 0.0)
-    coarse = scaled.round()
-    fine = ((scaled - coarse) * 256).round().clamp(-127, 127) / 256
-    refined = top.square() > 2 * top.square().mean(1, keepdim=True)
-    return (torch.where(refined, coarse + fine, coarse).double() * (top.double() / 127)).view(x.shape)
+    limit = 1.5 * top.square().mean(1, keepdim=True)
+    outliers = torch.zeros_like(groups)
+    for _ in range(2):
+        taken = (groups.abs() == top) & (top.square() > limit)
+        taken &= taken.cumsum(-1) == 1  # the first of equals
+        outliers[taken] = groups[taken]
+        groups[taken] = 0
+        top = groups.abs().amax(-1, keepdim=True)
+    codes = torch.where(top > 0, groups * (127 / top), 0.0).round()
+    return (codes.double() * (top.double() / 127) + outliers).view(x.shape)

@@ -113,47 +113,45 @@ static inline void prefetch(const uint8_t* chunk) {
 struct InputBlock {
     int8_t q[GROUP];
     float d;
-    float sum;           // of the inputs as quantized, with their refinement
+    float sum;           // of the inputs as quantized, with their outliers
     int32_t minus_sum;   // - sum of q
     int32_t minus_half;  // - sum of the first 16
 };
 static_assert(sizeof(InputBlock) == 48, "kernels address its fields by broadcast loads");
 
-// Where a block is large among those of its row, 8 bits would be most of the row's error: what is left of it, x - d * q,
-// is quantized again. These further products are added when all others of a row have been: most blocks have none, and
-// the loop over all of them has no branch.
-struct Refinement {
-    InputBlock block;  // its d is that of the block / 256, its sum is not used
-    int32_t group;
-    int32_t row;  // in its tile
+// Where one input is large among those of its row, it would cost its whole block precision: it is taken out, zero in its
+// block, and multiplied as it is. These products are added when all others of a row have been: most blocks have none,
+// and the loop over all of them has no branch. Rows tend to have their outliers in the same columns.
+constexpr int QUAD = 4;
+struct Outlier {
+    uint32_t group;
+    uint32_t column;  // in its group
+    float x[QUAD];    // of the rows of a quad; 0 where it is none
 };
 
-// A block is refined if the square of its largest value is more than so many times the mean of those in its row. With the
-// default model these are one in nine, and the loss of perplexity is a seventh of what it is without.
-constexpr float REFINE_ABOVE = 2.0f;
+// An input is taken out if its square is more than so many times the mean of the largest squares of its row's blocks.
+// With the default model that is one in 200, and the loss of perplexity is a seventh of what it is without.
+constexpr float OUTLIER_ABOVE = 1.5f;
+constexpr int MOST_OUTLIERS = 2;  // of a block
+constexpr int64_t most_outliers(int64_t groups) { return QUAD * MOST_OUTLIERS * groups; }  // of a quad
 
-// At most so many blocks of a row are more than REFINE_ABOVE times their mean.
-constexpr int64_t most_refined(int64_t groups) { return groups / 2 + 1; }
-static_assert(REFINE_ABOVE >= 2, "more blocks could be refined than there is room for");
-
-// Tiles of up to TILE rows: block (group g, row r) of a tile of n rows is number g * n + r. The refinements of QUAD rows
-// are in one list.
-constexpr int TILE = 16, QUAD = 4;
+// Tiles of up to TILE rows: block (group g, row r) of a tile of n rows is number g * n + r.
+constexpr int TILE = 16;
 struct Inputs {
     InputBlock* blocks;
-    Refinement* refinements;  // [quad][QUAD * most_refined]
-    int64_t* refined;         // [quad] how many there are
-    float* floats;            // for dense matrices: column k of row r is number k * n + r
+    Outlier* outliers;  // [quad][most_outliers]
+    int64_t* taken;     // [quad] how many there are
+    float* floats;      // for dense matrices: column k of row r is number k * n + r
 };
 
 // The rows of a tile that a kernel takes.
 struct Rows {
     const InputBlock* blocks;  // of the first row's group 0
     int64_t stride;            // to the next group's
-    int first;                 // row in the tile
-    const Refinement* refinements;
-    const int64_t* refined;
-    int64_t room;  // refinements from quad to quad
+    int first;                 // row in its quad
+    const Outlier* outliers;   // of its quad
+    const int64_t* taken;
+    int64_t room;  // outliers from quad to quad
 };
 
 constexpr float LARGEST = 3.402823466e38f;  // finite float
@@ -163,16 +161,6 @@ constexpr float SMALLEST = 1e-30f;          // blocks of smaller values are zero
 static inline void spoil(InputBlock& out) {
     out = InputBlock{};
     out.d = out.sum = __builtin_nanf("");
-}
-
-// Calls use(refinement) for those of ROWS rows.
-template <int ROWS, class Use>
-static inline void each_refinement(const Rows& rows, Use use) {
-    for (int quad = 0; quad < (ROWS + QUAD - 1) / QUAD; ++quad) {
-        const Refinement* list = rows.refinements + quad * rows.room;
-        for (int64_t i = 0; i < rows.refined[quad]; ++i)
-            if (ROWS >= QUAD || static_cast<unsigned>(list[i].row - rows.first) < ROWS) use(list[i]);
-    }
 }
 
 // Some rows of a matrix, in one form.

@@ -140,8 +140,8 @@ struct ChunkScales {
     }
 };
 
-// Adds one group to the totals of ROWS rows. FINE: as further bits of inputs, whose sum has been counted already.
-template <class C, int ROWS, bool FINE = false>
+// Adds one group to the totals of ROWS rows.
+template <class C, int ROWS>
 static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m256 other, const InputBlock* blocks,
                              __m256 totals[ROWS]) {
     __m256i sums[ROWS], others[ROWS];
@@ -166,10 +166,42 @@ static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m2
             }
             const __m256 sum = _mm256_cvtepi32_ps(sums[row]);
             totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(sum, scale), d, totals[row]);
-            if constexpr (!C::HAS_ZERO && !FINE)
+            if constexpr (!C::HAS_ZERO)
                 totals[row] = _mm256_fmadd_ps(other, _mm256_broadcast_ss(&x.sum), totals[row]);
         }
     }
+}
+
+// The weights of one column in a half of the rows, without their minimums.
+template <class C>
+static inline __m256 weights_of(const uint8_t* panel, uint32_t group, uint32_t column, int half) {
+    const uint32_t j = column / 4, byte = 8 * (column % 4);
+    const uint8_t* at = panel + C::codes_at(group) + 32 * half;
+    const auto bits = [byte](const uint8_t* words, uint32_t from, int mask) {
+        const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+        const __m128i count = _mm_cvtsi32_si128(static_cast<int>(byte + from));
+        return _mm256_and_si256(_mm256_srl_epi32(raw, count), _mm256_set1_epi32(mask));
+    };
+    __m256i codes;
+    if constexpr (C::BITS == 8) {
+        codes = bits(at + 64 * j, 0, 255);
+    } else {
+        codes = bits(at + 64 * (j % 4), j & 4, 15);
+        if constexpr (C::BITS == 5) {
+            int32_t word;
+            __builtin_memcpy(&word, panel + C::codes_at(group) + 256 + 8 * j + 4 * half, 4);
+            const __m256i from = _mm256_add_epi32(_mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), _mm256_set1_epi32(static_cast<int>(byte / 8)));
+            const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), from), _mm256_set1_epi32(1));
+            codes = _mm256_or_si256(codes, _mm256_slli_epi32(high, 4));
+        }
+        if constexpr (C::BITS == 6)
+            codes = _mm256_or_si256(codes, _mm256_slli_epi32(bits(at + 256 + 64 * (j / 4), 2 * (j % 4), 3), 4));
+    }
+    if constexpr (C::HAS_ZERO) codes = _mm256_sub_epi32(codes, _mm256_set1_epi32(1 << C::ZERO_SHIFT));
+    const ChunkScales<C> scales(panel + C::scales_at(group), 8 * half);
+    const bool second = C::SCALES == K_SIXTEENTHS && j >= 4;
+    const int in = static_cast<int>(group % C::CHUNK);
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(codes), second ? scales.other(in) : scales.scale(in));
 }
 
 // Both halves of each chunk in turn, so that memory is read from end to end; totals[half][row].
@@ -190,14 +222,14 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& r
         at += C::CHUNK_BYTES;
         blocks += groups * rows.stride;
     }
-    each_refinement<ROWS>(rows, [&](const Refinement& fine) {
-        const int g = fine.group % C::CHUNK, row = fine.row - rows.first;
+    for (const Outlier* one = rows.outliers; one < rows.outliers + rows.taken[0]; ++one)
         for (int half = 0; half < 2; ++half) {
-            const ChunkScales<C> scales(panel + C::scales_at(fine.group), 8 * half);
-            add_group<C, 1, true>(panel + C::codes_at(fine.group), half, scales.scale(g), scales.other(g), &fine.block,
-                                  &totals[half][row]);
+            const __m256 weights = weights_of<C>(panel, one->group, one->column, half);
+            for (int row = 0; row < ROWS; ++row) {
+                const __m256 x = _mm256_broadcast_ss(&one->x[rows.first + row]);
+                totals[half][row] = _mm256_fmadd_ps(weights, x, totals[half][row]);
+            }
         }
-    });
 }
 
 struct DenseF32 {
@@ -295,17 +327,15 @@ static inline int round_half(const float* x, float inverse, int8_t* q) {
     return total(_mm256_add_epi32(codes[0], codes[1]));
 }
 
-// The same with what that rounding left, in 256ths.
-static inline int round_rest(const float* x, float inverse, int8_t* q) {
-    __m256i kept[2];
-    for (int i = 0; i < 2; ++i) {
-        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse));
-        const __m256 rest = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(_mm256_cvtps_epi32(scaled)));
-        const __m256i codes = _mm256_cvtps_epi32(_mm256_mul_ps(rest, _mm256_set1_ps(256.0f)));
-        kept[i] = _mm256_max_epi32(_mm256_min_epi32(codes, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127));
+// Where the value of this magnitude is among 32.
+static inline int place_of(const float* x, float size) {
+    uint32_t found = 0;
+    for (int i = 0; i < 4; ++i) {
+        const __m256 sizes = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + 8 * i));
+        const int equal = _mm256_movemask_ps(_mm256_cmp_ps(sizes, _mm256_set1_ps(size), _CMP_EQ_OQ));
+        found |= static_cast<uint32_t>(equal) << 8 * i;
     }
-    store_bytes(kept[0], kept[1], q);
-    return total(_mm256_add_epi32(kept[0], kept[1]));
+    return __builtin_ctz(found);
 }
 
 }  // namespace TM_NS

@@ -131,8 +131,8 @@ static inline __m512i zero_term(int32_t minus) {
     return _mm512_setzero_si512();
 }
 
-// Adds one group to the sums of ROWS rows. FINE: as further bits of inputs, whose sum has been counted already.
-template <class C, int ROWS, bool FINE = false>
+// Adds one group to the sums of ROWS rows.
+template <class C, int ROWS>
 static inline void add_group(const __m512i* codes, __m512 scale, __m512 other, const InputBlock* blocks,
                              __m512 sums[ROWS]) {
     __m512i dot[ROWS];
@@ -155,34 +155,62 @@ static inline void add_group(const __m512i* codes, __m512 scale, __m512 other, c
         for (int row = 0; row < ROWS; ++row) {
             const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[row]), scale);
             sums[row] = _mm512_fmadd_ps(sum, _mm512_set1_ps(blocks[row].d), sums[row]);
-            if constexpr (!C::HAS_ZERO && !FINE)
+            if constexpr (!C::HAS_ZERO)
                 sums[row] = _mm512_fmadd_ps(other, _mm512_set1_ps(blocks[row].sum), sums[row]);
         }
     }
 }
 
-// Adds the refinements of ROWS rows.
+// The weights of one column, without their minimums.
+template <class C>
+static inline __m512 weights_of(const uint8_t* panel, uint32_t group, uint32_t column) {
+    const uint32_t j = column / 4, byte = 8 * (column % 4);
+    const uint8_t* at = panel + C::codes_at(group);
+    const auto bits = [byte](__m512i words, uint32_t from, int mask) {
+        const __m128i count = _mm_cvtsi32_si128(static_cast<int>(byte + from));
+        return _mm512_and_si512(_mm512_srl_epi32(words, count), _mm512_set1_epi32(mask));
+    };
+    __m512i codes;
+    if constexpr (C::BITS == 8) {
+        codes = bits(load(at + 64 * j), 0, 255);
+    } else {
+        codes = bits(load(at + 64 * (j % 4)), j & 4, 15);
+        if constexpr (C::BITS == 5) {
+            const uint64_t* masks = reinterpret_cast<const uint64_t*>(at + 256);
+            codes = _mm512_or_si512(codes, bits(_mm512_maskz_set1_epi8(masks[j], 16), 0, 16));
+        }
+        if constexpr (C::BITS == 6)
+            codes = _mm512_or_si512(codes, _mm512_slli_epi32(bits(load(at + 256 + 64 * (j / 4)), 2 * (j % 4), 3), 4));
+    }
+    if constexpr (C::HAS_ZERO) codes = _mm512_sub_epi32(codes, _mm512_set1_epi32(1 << C::ZERO_SHIFT));
+    const ChunkScales<C> scales(panel + C::scales_at(group));
+    const bool second = C::SCALES == K_SIXTEENTHS && j >= 4;
+    const int in = static_cast<int>(group % C::CHUNK);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(codes), second ? scales.other(in) : scales.scale(in));
+}
+
+// Adds the outliers of ROWS rows.
 template <class C, int ROWS>
-static inline void refine(const uint8_t* panel, const Rows& rows, __m512 sums[ROWS]) {
-    float totals[ROWS][PANEL];
-    for (int row = 0; row < ROWS; ++row) _mm512_storeu_ps(totals[row], sums[row]);
-    each_refinement<ROWS>(rows, [&](const Refinement& fine) {
-        __m512i codes[8];
-        unpack<C::BITS>(panel + C::codes_at(fine.group), codes);
-        const ChunkScales<C> scales(panel + C::scales_at(fine.group));
-        const int g = fine.group % C::CHUNK;
-        float* total = totals[fine.row - rows.first];
-        __m512 sum[1] = {_mm512_loadu_ps(total)};
-        add_group<C, 1, true>(codes, scales.scale(g), scales.other(g), &fine.block, sum);
-        _mm512_storeu_ps(total, sum[0]);
-    });
-    for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_loadu_ps(totals[row]);
+static inline void add_outliers(const uint8_t* panel, const Rows& rows, __m512 sums[ROWS]) {
+    constexpr int TOGETHER = ROWS < QUAD ? ROWS : QUAD;
+#pragma GCC unroll 4
+    for (int quad = 0; quad < ROWS / TOGETHER; ++quad) {
+        const Outlier* list = rows.outliers + quad * rows.room;
+        for (const Outlier* one = list; one < list + rows.taken[quad]; ++one) {
+            const __m512 weights = weights_of<C>(panel, one->group, one->column);
+            for (int row = 0; row < TOGETHER; ++row) {
+                __m512& sum = sums[quad * QUAD + row];
+                sum = _mm512_fmadd_ps(weights, _mm512_set1_ps(one->x[rows.first + row]), sum);
+            }
+        }
+    }
 }
 
 // sums[row] = a panel times ROWS rows.
 template <class C, int ROWS>
 static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& rows, __m512 sums[ROWS]) {
     constexpr int TURNS = ROWS < 4 ? ROWS : 4;
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
     const uint8_t* at = panel;
     const InputBlock* blocks = rows.blocks;
@@ -202,7 +230,7 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& r
             blocks += rows.stride;
         }
     }
-    refine<C, ROWS>(panel, rows, sums);
+    add_outliers<C, ROWS>(panel, rows, sums);
 }
 
 struct DenseF32 {
@@ -273,14 +301,12 @@ static inline int round_half(const float* x, float inverse, int8_t* q) {
     return _mm512_reduce_add_epi32(codes);
 }
 
-// The same with what that rounding left, in 256ths.
-static inline int round_rest(const float* x, float inverse, int8_t* q) {
-    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse));
-    const __m512 rest = _mm512_sub_ps(scaled, _mm512_cvtepi32_ps(_mm512_cvtps_epi32(scaled)));
-    const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(256.0f)));
-    const __m512i kept = _mm512_max_epi32(_mm512_min_epi32(codes, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(kept));
-    return _mm512_reduce_add_epi32(kept);
+// Where the value of this magnitude is among 32.
+static inline int place_of(const float* x, float size) {
+    const __m512 sizes = _mm512_set1_ps(size);
+    const uint32_t low = _mm512_cmpeq_ps_mask(_mm512_abs_ps(_mm512_loadu_ps(x)), sizes);
+    const uint32_t high = _mm512_cmpeq_ps_mask(_mm512_abs_ps(_mm512_loadu_ps(x + 16)), sizes);
+    return __builtin_ctz(low | high << 16);
 }
 
 }  // namespace TM_NS

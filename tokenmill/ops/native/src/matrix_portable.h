@@ -54,8 +54,8 @@ static inline void group_scales(const uint8_t* panel, int64_t g, float scale[2][
     }
 }
 
-// Adds what a group gives with one input block to totals. FINE: as further bits, whose sum has been counted already.
-template <class C, bool FINE>
+// Adds what a group gives with one input block to totals.
+template <class C>
 static inline void add_group(const uint8_t* panel, int64_t g, const InputBlock& x, float totals[PANEL]) {
     constexpr int ZERO = C::HAS_ZERO ? 1 << C::ZERO_SHIFT : 0;
     uint8_t codes[GROUP][PANEL];
@@ -76,8 +76,23 @@ static inline void add_group(const uint8_t* panel, int64_t g, const InputBlock& 
         else
             sum = static_cast<float>(sums[0][lane] + sums[1][lane]) * scale[0][lane];
         totals[lane] += sum * x.d;
-        if constexpr (!FINE) totals[lane] += minimum[lane] * x.sum;
+        totals[lane] += minimum[lane] * x.sum;
     }
+}
+
+// Adds the weights of one column times an input of each row, without their minimums.
+template <class C, int ROWS>
+static inline void add_outlier(const uint8_t* panel, const Outlier& one, int first, float totals[ROWS][PANEL]) {
+    constexpr int ZERO = C::HAS_ZERO ? 1 << C::ZERO_SHIFT : 0;
+    uint8_t codes[GROUP][PANEL];
+    float scale[2][PANEL], minimum[PANEL];
+    unpack<C::BITS>(panel + C::codes_at(one.group), codes);
+    group_scales<C>(panel, one.group, scale, minimum);
+    for (int row = 0; row < ROWS; ++row)
+        for (int lane = 0; lane < PANEL; ++lane) {
+            const float weight = static_cast<float>(codes[one.column][lane] - ZERO) * scale[one.column / 16][lane];
+            totals[row][lane] += weight * one.x[first + row];
+        }
 }
 
 template <class C, int ROWS>
@@ -86,10 +101,8 @@ static void product(const uint8_t* panel, int64_t columns, const Rows& rows, flo
     float totals[ROWS][PANEL] = {};
     for (int64_t g = 0; g < columns / GROUP; ++g)
         for (int row = 0; row < ROWS; ++row)
-            add_group<C, false>(panel, g, rows.blocks[g * rows.stride + row], totals[row]);
-    each_refinement<ROWS>(rows, [&](const Refinement& fine) {
-        add_group<C, true>(panel, fine.group, fine.block, totals[fine.row - rows.first]);
-    });
+            add_group<C>(panel, g, rows.blocks[g * rows.stride + row], totals[row]);
+    for (int64_t i = 0; i < rows.taken[0]; ++i) add_outlier<C, ROWS>(panel, rows.outliers[i], rows.first, totals);
     for (int row = 0; row < ROWS; ++row)
         for (int lane = 0; lane < width; ++lane)
             out[row * out_stride + lane] = bias ? totals[row][lane] + bias[lane] : totals[row][lane];
@@ -149,16 +162,11 @@ static inline int round_half(const float* x, float inverse, int8_t* q) {
     return sum;
 }
 
-// The same with what that rounding left, in 256ths.
-static inline int round_rest(const float* x, float inverse, int8_t* q) {
-    int sum = 0;
-    for (int i = 0; i < 16; ++i) {
-        const float scaled = x[i] * inverse;
-        const int code = static_cast<int>(__builtin_lrintf((scaled - __builtin_rintf(scaled)) * 256.0f));
-        q[i] = static_cast<int8_t>(code > 127 ? 127 : code < -127 ? -127 : code);
-        sum += q[i];
-    }
-    return sum;
+// Where the value of this magnitude is among 32.
+static inline int place_of(const float* x, float size) {
+    int place = 0;
+    while (__builtin_fabsf(x[place]) != size) ++place;
+    return place;
 }
 
 }  // namespace TM_NS

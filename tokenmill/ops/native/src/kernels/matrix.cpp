@@ -38,26 +38,26 @@ static Plan plan_of(const MatmulArgs& a, int64_t rows) {
 
 // Inputs are prepared in both ways where segments of both kinds want them.
 struct InputSizes {
-    int64_t blocks = 0, refinements = 0, refined = 0, floats = 0;  // bytes
+    int64_t blocks = 0, outliers = 0, taken = 0, floats = 0;  // bytes
 
     explicit InputSizes(const Plan& plan) {
         if (plan.quantized) {
             const int64_t quads = (plan.m + QUAD - 1) / QUAD;
             blocks = round_up(plan.m * plan.groups * int64_t(sizeof(InputBlock)), 64);
-            refinements = round_up(quads * QUAD * most_refined(plan.groups) * int64_t(sizeof(Refinement)), 64);
-            refined = round_up(quads * int64_t(sizeof(int64_t)), 64);
+            outliers = round_up(quads * most_outliers(plan.groups) * int64_t(sizeof(Outlier)), 64);
+            taken = round_up(quads * int64_t(sizeof(int64_t)), 64);
         }
         if (plan.dense) floats = round_up(plan.m * plan.k * 4, 64);
     }
-    size_t total() const { return static_cast<size_t>(blocks + refinements + refined + floats); }
+    size_t total() const { return static_cast<size_t>(blocks + outliers + taken + floats); }
 };
 
 static Inputs inputs_at(char* memory, const Plan& plan) {
     const InputSizes sizes(plan);
-    char* const refinements = memory + sizes.blocks;
-    char* const refined = refinements + sizes.refinements;
-    return {reinterpret_cast<InputBlock*>(memory), reinterpret_cast<Refinement*>(refinements),
-            reinterpret_cast<int64_t*>(refined), reinterpret_cast<float*>(refined + sizes.refined)};
+    char* const outliers = memory + sizes.blocks;
+    char* const taken = outliers + sizes.outliers;
+    return {reinterpret_cast<InputBlock*>(memory), reinterpret_cast<Outlier*>(outliers), reinterpret_cast<int64_t*>(taken),
+            reinterpret_cast<float*>(taken + sizes.taken)};
 }
 
 static bool each_its_own(const Plan& plan) { return plan.m * plan.k <= OWN_INPUTS; }
@@ -68,45 +68,64 @@ static size_t matmul_scratch(const void* args, int64_t rows) {
     return each_its_own(plan) ? 0 : InputSizes(plan).total();
 }
 
-// Quantizes one row to blocks that are `stride` apart; returns the end of the refinements.
-static Refinement* quantize_row(const float* x, int64_t groups, InputBlock* blocks, int64_t stride, int row,
-                                Refinement* refinement) {
-    float squares = 0;
-    for (int64_t g = 0; g < groups; ++g) {
-        const float top = blocks[g * stride].d = largest(x + g * GROUP);
-        squares += top * top;
+// Notes an outlier of a row of a quad; `group` is where those of its group begin. Returns the end of the list.
+static Outlier* take_out(float x, int64_t group, int column, int row, Outlier* group_begin, Outlier* end) {
+    Outlier* one = group_begin;
+    while (one < end && one->column != static_cast<uint32_t>(column)) ++one;
+    if (one == end) *end++ = {static_cast<uint32_t>(group), static_cast<uint32_t>(column), {}};
+    one->x[row] = x;
+    return end;
+}
+
+// Quantizes 32 inputs, of which `block.d` is the largest magnitude; those whose square is above the limit become outliers.
+// Returns the end of their list.
+static inline Outlier* quantize_block(const float* x, float limit, int64_t group, int row, InputBlock& block,
+                                      Outlier* group_begin, Outlier* end) {
+    float top = block.d, taken = 0, kept[GROUP];
+    if (!(top <= LARGEST)) {
+        spoil(block);
+        return end;
     }
-    const float limit = REFINE_ABOVE * squares / static_cast<float>(groups);
-    for (int64_t g = 0; g < groups; ++g) {
-        InputBlock& block = blocks[g * stride];
-        const float top = block.d;
-        if (!(top <= LARGEST)) {
-            spoil(block);
-            continue;
-        }
-        const bool some = top > SMALLEST;
-        const float inverse = some ? 127.0f / top : 0.0f, d = some ? top / 127.0f : 0.0f;
-        const float* part = x + g * GROUP;
-        const int half = round_half(part, inverse, block.q), sum = half + round_half(part + 16, inverse, block.q + 16);
-        block.d = d;
-        block.minus_sum = -sum;
-        block.minus_half = -half;
-        block.sum = d * static_cast<float>(sum);
-        if (some && top * top > limit) {
-            InputBlock& fine = refinement->block;
-            const int fine_half = round_rest(part, inverse, fine.q);
-            const int fine_sum = fine_half + round_rest(part + 16, inverse, fine.q + 16);
-            fine.d = d / 256.0f;
-            fine.sum = 0.0f;
-            fine.minus_sum = -fine_sum;
-            fine.minus_half = -fine_half;
-            block.sum += fine.d * static_cast<float>(fine_sum);
-            refinement->group = static_cast<int32_t>(g);
-            refinement->row = row;
-            ++refinement;
+    if (top * top > limit) {
+        __builtin_memcpy(kept, x, sizeof kept);
+        x = kept;
+        for (int n = 0; n < MOST_OUTLIERS && top * top > limit; ++n) {
+            const int column = place_of(kept, top);
+            end = take_out(kept[column], group, column, row, group_begin, end);
+            taken += kept[column];
+            kept[column] = 0;
+            top = largest(kept);
         }
     }
-    return refinement;
+    const bool some = top > SMALLEST;
+    const float inverse = some ? 127.0f / top : 0.0f, d = some ? top / 127.0f : 0.0f;
+    const int half = round_half(x, inverse, block.q), sum = half + round_half(x + 16, inverse, block.q + 16);
+    block.d = d;
+    block.sum = d * static_cast<float>(sum) + taken;
+    block.minus_sum = -sum;
+    block.minus_half = -half;
+    return end;
+}
+
+// Quantizes up to QUAD rows to blocks that are `stride` apart from group to group; returns how many outliers there are.
+static int64_t quantize_rows(const float* x, int64_t x_stride, int rows, int64_t groups, InputBlock* blocks, int64_t stride,
+                             Outlier* outliers) {
+    float limits[QUAD];
+    for (int row = 0; row < rows; ++row) {
+        float squares = 0;
+        for (int64_t g = 0; g < groups; ++g) {
+            const float top = blocks[g * stride + row].d = largest(x + row * x_stride + g * GROUP);
+            squares += top * top;
+        }
+        limits[row] = OUTLIER_ABOVE * squares / static_cast<float>(groups);
+    }
+    Outlier* end = outliers;
+    for (int64_t g = 0; g < groups; ++g) {
+        Outlier* const group_begin = end;
+        for (int row = 0; row < rows; ++row)
+            end = quantize_block(x + row * x_stride + g * GROUP, limits[row], g, row, blocks[g * stride + row], group_begin, end);
+    }
+    return end - outliers;
 }
 
 // The rows of the quads [begin, end).
@@ -114,19 +133,19 @@ static void prepare(const MatmulArgs& a, const Plan& plan, const Inputs& to, int
     for (int64_t quad = begin; quad < end; ++quad) {
         const int64_t first = quad * QUAD / TILE * TILE;  // of the tile
         const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
-        Refinement* const list = to.refinements + quad * QUAD * most_refined(plan.groups);
-        Refinement* next = list;
-        for (int64_t row = quad * QUAD; row < plan.m && row < (quad + 1) * QUAD; ++row) {
-            const float* x = a.x + row * a.x_stride;
-            const int place = static_cast<int>(row - first);
-            if (plan.quantized)
-                next = quantize_row(x, plan.groups, to.blocks + first * plan.groups + place, size, place, next);
-            if (plan.dense) {
-                float* floats = to.floats + first * plan.k + place;
-                for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[k];
-            }
+        const int64_t begin_row = quad * QUAD;
+        const int rows = static_cast<int>(plan.m - begin_row < QUAD ? plan.m - begin_row : QUAD);
+        const int place = static_cast<int>(begin_row - first);
+        const float* x = a.x + begin_row * a.x_stride;
+        if (plan.quantized) {
+            InputBlock* const blocks = to.blocks + first * plan.groups + place;
+            Outlier* const outliers = to.outliers + quad * most_outliers(plan.groups);
+            to.taken[quad] = quantize_rows(x, a.x_stride, rows, plan.groups, blocks, size, outliers);
         }
-        if (plan.quantized) to.refined[quad] = next - list;
+        for (int row = 0; plan.dense && row < rows; ++row) {
+            float* floats = to.floats + first * plan.k + place + row;
+            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[row * a.x_stride + k];
+        }
     }
 }
 
@@ -191,9 +210,9 @@ static void multiply_tile(const MatmulArgs& a, const Plan& plan, const Inputs& i
             dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride, width,
                                       bias);
         } else {
-            const int64_t quad = (first + row) / QUAD, room = QUAD * most_refined(plan.groups);
-            const Rows taken{inputs.blocks + first * plan.groups + row, size, static_cast<int>(row),
-                             inputs.refinements + quad * room, inputs.refined + quad, room};
+            const int64_t quad = (first + row) / QUAD, room = most_outliers(plan.groups);
+            const Rows taken{inputs.blocks + first * plan.groups + row, size, static_cast<int>(row % QUAD),
+                             inputs.outliers + quad * room, inputs.taken + quad, room};
             quantized_product(form, rows)(packed, plan.k, taken, out, a.out_stride, width, bias);
         }
         row += rows;
