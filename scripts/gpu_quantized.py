@@ -3,7 +3,8 @@
     python scripts/gpu_quantized.py --json found.json          # llama3-8b's shape, random weights
     python scripts/gpu_quantized.py --only bf16 int4 --batches 1 16 --no-load
 
-One engine after the other in one process; a decode step is the median time between tokens of a whole batch.
+One engine after the other in one process; a decode step is the median time between tokens while all requests decode:
+not while prompts are still read, nor when the first have ended.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def deep(folder: str, quantization: str | None, kv_cache_dtype: str) -> float:
     """Milliseconds of a decode step of 256 rows with 1,024 keys each and more."""
     llm = engine(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     run(llm, fixed(256, 64, 8, 9))
-    return run(llm, fixed(256, 1024, 48, 10))[1]
+    return run(llm, fixed(256, 1024, 96, 10))[1]  # the first has 32 tokens before the last prompt is read
 
 
 def load(folder: str, kv_cache_dtype: str) -> dict[str, float]:
@@ -89,13 +90,11 @@ def engine(folder: str, **settings: Any) -> Any:
 
     gc.collect()  # the engine before this one
     torch.cuda.empty_cache()
-    return LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=512, **settings
-    )
+    return LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=512, **settings)
 
 
 def run(llm: Any, work: Work) -> tuple[float, float]:
-    """Seconds in all, and milliseconds between two tokens."""
+    """Seconds in all, and milliseconds between two tokens while all requests decode."""
     from tokenmill import SamplingParams
 
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False) for _, answer in work]
@@ -104,9 +103,15 @@ def run(llm: Any, work: Work) -> tuple[float, float]:
     took = time.perf_counter() - start
     errors = {output.error for output in outputs if output.error}
     assert not errors, errors
-    times = outputs[-1].metrics.token_times[4:]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    gaps = full_gaps([output.metrics.token_times for output in outputs])
     return took, 1e3 * statistics.median(gaps) if gaps else 0.0
+
+
+def full_gaps(times: list[list[float]], settle: int = 3) -> list[float]:
+    """Seconds between steps in which every request decodes, from the times of each one's tokens; not the first few."""
+    first, last = max(one[0] for one in times), min(one[-1] for one in times)
+    shared = [moment for moment in times[-1] if first <= moment <= last]
+    return [later - earlier for earlier, later in itertools.pairwise(shared)][settle:]
 
 
 def table(found: dict[str, Any], batches: list[int]) -> None:

@@ -1,6 +1,9 @@
 """Climbs the ladder on a public model's shape with random weights; further words go to `tokenmill ladder`.
 
+    python scripts/h200_ladder.py llama3-8b --seconds 6 --json ladder.json                # 3 to 4 minutes
     python scripts/h200_ladder.py llama3-8b --html ladder.html --plot docs/plots --json ladder.json
+
+The JSON is written anew after every rung: a run that is cut short keeps what it has.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tokenmill.plan.batch import Room, run_batch
 from tokenmill.plan.calibrate import CPU_START, GPU_START, fit_steps, form_of_built
 from tokenmill.plan.cost import CostModel
 from tokenmill.plan.gpus import EFFICIENCIES, rates_of, recognize
-from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Point, Probe, measure
+from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Point, Probe, Timed
 
 CPU_CHECKS = (
     Point(1, 256), Point(2, 128), Point(6, 512), Point(12, 64), Point(24, 128), Point(40, 384), Point(56, 200),
@@ -73,8 +73,9 @@ def main() -> None:
     _generate(llm, [(40, 4)] * 3, clock)
     took = {name: min(_generate(llm, work, clock) for _ in range(2)) for name, work in batches.items()}
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    seen = measure(probe, GPU_POINTS if on_gpu else CPU_POINTS, arguments.budget)
-    fresh = measure(probe, GPU_CHECKS if on_gpu else CPU_CHECKS, arguments.budget)
+    print("batches, seconds:", json.dumps(took), flush=True)
+    seen = _measure(probe, GPU_POINTS if on_gpu else CPU_POINTS, arguments.budget)
+    fresh = _measure(probe, GPU_CHECKS if on_gpu else CPU_CHECKS, arguments.budget)
 
     form, _ = form_of_built(built, probe.shape)
     fitted = fit_steps(probe.shape, form, seen, GPU_START if on_gpu else CPU_START)
@@ -126,6 +127,15 @@ def _shape_folder(name: str, folder: Path) -> str:
 
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[name]))
     return str(folder)
+
+
+def _measure(probe: Probe, points: tuple[Point, ...], budget: float) -> list[Timed]:
+    """One by one, and told at once: a run that is cut short keeps what it has."""
+    found = []
+    for point in filter(probe.fits, points):
+        found.append(probe.time(point, budget))
+        print(f"{point.name:34} {found[-1].seconds * 1e3:9.2f} ms", flush=True)
+    return found
 
 
 def _requests(work: int | list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -35,12 +35,20 @@ def test_common_options_of_other_engines_are_understood() -> None:
         ("tokenizer", None),
         ("tokenizer", "m"),
         ("quantization", None),
-        ("quantization", "awq"),  # a checkpoint says so itself
         ("enable_lora", False),
     ],
 )
 def test_options_that_change_no_answer_are_dropped(option: str, value: object) -> None:
     assert EngineConfig.from_options(model="m", **{option: value}) == EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kept"),
+    [("awq", "awq"), ("awq_marlin", "awq"), ("gptq_marlin", "gptq"), ("compressed-tensors",) * 2, ("gguf", "gguf")],
+)
+def test_a_checkpoints_format_is_kept_to_be_compared_with_the_checkpoint(theirs: str, kept: str) -> None:
+    assert EngineConfig.from_options(quantization=theirs).quantization == kept
+    assert EngineConfig.from_options(quantization=theirs, batch_invariant=True).batch_invariant
 
 
 @pytest.mark.parametrize(

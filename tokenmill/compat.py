@@ -20,8 +20,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
 }
 
-# Formats of checkpoints, which say so themselves: they are loaded as they are stored.
-_STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")
+# Formats of checkpoints under the names of another engine's kernels for them.
+_KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 
 # These tune machinery that this engine does not have, and no value of them changes an answer.
 _WITHOUT_EFFECT = ("disable_log_stats", "max_seq_len_to_capture", "swap_space")
@@ -38,8 +38,8 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
         _check_neutral("tokenizer", found.pop("tokenizer"), own, "the tokenizer comes with the model")
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))
-    if found.get("quantization") in _STORED_FORMATS:
-        del found["quantization"]
+    if isinstance(wanted := found.get("quantization"), str):
+        found["quantization"] = _KERNELS.get(wanted, wanted)
     if str(found.get("kv_cache_dtype")) in ("fp8_e4m3", "torch.float8_e4m3fn"):
         found["kv_cache_dtype"] = "fp8"
     for option in ("dtype", "kv_cache_dtype"):

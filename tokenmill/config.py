@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill.compat import did_you_mean, translate
 from tokenmill.errors import ConfigError
-from tokenmill.quant.forms import parse_layout
+from tokenmill.quant.forms import STORED, parse_layout
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -95,9 +95,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
-        if self.quantization != "auto":
+        if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
-        if self.batch_invariant and self.quantization is not None:
+        if self.batch_invariant and self.quantization not in (None, *STORED):
             raise ConfigError(
                 f"batch_invariant is set and quantization is {self.quantization!r}, whose products depend on the "
                 "batch; leave one of them out"

@@ -77,7 +77,7 @@ SETTING_REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "more memory than there is": ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization is 1.5", "at most 1"]),
     "memory as text": ({"gpu_memory_utilization": "half"}, ["gpu_memory_utilization is 'half'", "at most 1"]),
     "quantization to come": ({"quantization": "int3"}, ["quantization='int3'", "there are int8, int4"]),
-    "a layer that is not there": ({"quantization": "int8,layers.99=bf16"}, ["'layers.99'", "leave it out"]),
+    "a layer that is not there": ({"quantization": "int8,layers.99=bf16"}, ["'layers.99'", "name no others"]),
     "longer than the model": ({"max_model_len": 513}, ["max_model_len is 513", "512 positions", "512 or less"]),
     "fewer tokens than rows": (
         {"max_num_batched_tokens": 4, "max_num_seqs": 8},

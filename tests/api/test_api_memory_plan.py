@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from live_memory import largest_step, peak_bytes
 
 from tokenmill import LLM, EngineConfig, SamplingParams
+from tokenmill.engine.choices import model_bytes
 from tokenmill.errors import ConfigError
+from tokenmill.model.families import spec_from_config
 from tokenmill.plan.hardware import GIB, Hardware, cpu_hardware
 from tokenmill.plan.memory import ATTENTION_WORKSPACE, ModelBytes
 from tokenmill.plan.solve import Settings, solve
@@ -168,6 +170,7 @@ def test_a_step_full_of_prompt_stays_within_its_planned_activations(
     tiny_model: str, tmp_path: Path, family: dict[str, Any], dtype: str
 ) -> None:
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "kv_cache_memory": 64 << 20, "dtype": dtype}
+    options["adaptive_precision"] = False  # what it may need is another test's
     with open_dummy(tmp_path / "wide", tiny_model, WIDE | family, **options) as llm:
         peak, tokens, _ = largest_step(llm, [[7] * 1500], SamplingParams(temperature=0, max_tokens=1))
         planned = llm._built.settings.memory.activations
@@ -219,6 +222,59 @@ def test_prompt_logprobs_stay_within_the_plan(tiny_model: str, tmp_path: Path) -
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
         peak, tokens, _ = largest_step(llm, [[7] * 500], params)
         assert tokens == 500 and peak <= llm._built.settings.memory.activations
+
+
+def test_float32_copies_of_a_narrow_model_are_planned_to_the_byte(tiny_model: str) -> None:
+    import torch
+
+    config = json.loads((Path(tiny_model) / "config.json").read_text()) | WIDE | MIXTRAL | {"vocab_size": 30_000}
+    spec = spec_from_config(config)
+    unguarded, guarded = (model_bytes(spec, torch.bfloat16, guarded=one) for one in (False, True))
+    assert (unguarded.guard, unguarded.guard_per_token) == (0, 0)
+    experts, router, norms = 4 * 3 * 576 * 192, 4 * 192, 2 * 192
+    assert guarded.guard == 4 * 30_000 * 192 + 4 * experts + 8 * (router + norms)
+    assert guarded.guard_per_token == 2 * spec.activation_elements
+    large = dataclasses.replace(spec, vocab_size=1 << 20)  # no matrix is widened whole beyond some size
+    assert model_bytes(large, torch.bfloat16, guarded=True).guard == (64 << 20) + 4 * experts + 8 * (router + norms)
+    machine = Hardware("cuda", "a GPU", 80 * GIB, 80 * GIB)
+    plain, careful = (solve(EngineConfig(), one, 2048, machine) for one in (unguarded, guarded))
+    tables = guarded.rope_per_position * 2048
+    expected = guarded.guard + tables + careful.max_step_tokens * guarded.guard_per_token
+    assert careful.memory.guard == expected and plain.memory.guard == 0
+    fixed = [one.memory.activations + one.memory.workspace for one in (plain, careful)]
+    assert fixed[1] - fixed[0] == expected
+    assert any("adaptive_precision" in line for line in careful.memory.lines(1))
+    assert not any("adaptive_precision" in line for line in plain.memory.lines(1))
+    with pytest.raises(ConfigError, match="set adaptive_precision=False"):
+        solve(EngineConfig(), guarded, 2048, Hardware("cpu", "2 cores", 200 << 20, 200 << 20))
+
+
+@pytest.mark.parametrize("at_once", [64 << 20, 1 << 20])
+@pytest.mark.parametrize("tokens", [16, 1024])
+@pytest.mark.parametrize("family", [{}, MIXTRAL], ids=["llama", "mixtral"])
+def test_a_step_in_float32_stays_within_the_plan_of_a_narrow_model(
+    tiny_model: str, tmp_path: Path, family: dict[str, Any], tokens: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 30,000 rows is 23 MB in float32: far more than the activations of few tokens."""
+    monkeypatch.setattr("tokenmill.plan.memory.WIDENED_AT_ONCE", at_once)
+    monkeypatch.setattr("tokenmill.engine.runner.guard.WIDENED_AT_ONCE", at_once)
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": tokens, "kv_cache_memory": 64 << 20, "dtype": "bfloat16"}
+    with open_dummy(tmp_path / "narrow", tiny_model, WIDE | family | {"vocab_size": 30_000}, **options) as llm:
+        runner, memory = llm._front.engine.runner, llm._built.settings.memory
+        launch = runner.launch
+
+        def widened(step: Any) -> Any:
+            step.wide = list(range(len(step.rows)))
+            return launch(step)
+
+        runner.launch = widened  # type: ignore[method-assign]
+        peak, most, _ = largest_step(llm, [[7] * 1030], SamplingParams(temperature=0, max_tokens=3))
+        wider = tokens * 2 * llm._built.spec.activation_elements  # which is among the activations
+    assert most == tokens and memory.guard > wider
+    planned = memory.activations + memory.guard - wider
+    assert planned / 3 < peak <= planned
+    if tokens == 16 and at_once > 4 * 30_000 * 192:
+        assert peak > memory.activations, "what this is about"
 
 
 def test_the_default_model_stays_within_its_planned_activations(default_model: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tokenmill.bench.cost import cost, parse_price
 from tokenmill.bench.figures import Answer, Run, of_point, of_run, tokens_over_time
 from tokenmill.bench.stats import over_repeats, percentile, resampled, spread, student
-from tokenmill.bench.table import lines
+from tokenmill.bench.table import against_rate, lines
 from tokenmill.errors import ConfigError
 from tokenmill.plan.queueing import Slo
 
@@ -65,6 +65,19 @@ def test_figures_by_hand() -> None:
 def test_what_broke_off_is_no_throughput() -> None:
     found = of_run(run_of(one([0.1, 0.2]), one([0.1, 0.2, 0.3], error="no end")))
     assert (found["prompt_tokens"], found["output_tokens"]) == (10, 2)
+
+
+def test_requests_that_timed_out_are_counted_beside_the_latencies_of_the_others() -> None:
+    failed = [Answer(60.0, error=kind) for kind in ("timeout", "deadline_exceeded", "status 504", "status 429")]
+    found = of_point([run_of(one([0.1, 0.2]), *failed), run_of(one([0.3, 0.4]), failed[0])])
+    assert (found["requests"], found["completed"], found["timed_out"]) == (7, 2, 4)
+    assert [repeat["timed_out"] for repeat in found["repeats"]] == [3, 1]
+    assert found["latencies_of"] == "completed requests" and found["e2e"]["p99"] < 1
+    told = list(lines(found, "1 stream"))
+    assert "latencies   of 2 completed requests; timed out: 4" in told
+    fine = of_point([run_of(one([0.1, 0.2]))])
+    head, *rows = against_rate([fine | {"rate": 1.0}, found | {"rate": 2.0}])
+    assert head.endswith("timed out") and [row.split()[-1] for row in rows] == ["0", "4"]
 
 
 def test_goodput_counts_who_got_what_was_promised() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
 from tokenmill.bench.ladder import BOUNDED, Plan, Rung, Sizes, fitted, requests
-from tokenmill.bench.ladder_run import Exactness, Row, WorkerFailed, climb, first_differences
+from tokenmill.bench.ladder_process import Worker, WorkerFailed, workers
+from tokenmill.bench.ladder_run import Exactness, Row, climb, first_differences
 from tokenmill.bench.ladder_show import cells, lines, page, waterfall
 from tokenmill.cli.app import app
 from tokenmill.config import EngineConfig
@@ -91,14 +93,38 @@ def test_the_whole_ladder_on_a_tiny_model(tmp_path: Path) -> None:
     ET.parse(tmp_path / "plots" / "ladder_cpu.svg")
 
 
-def test_too_little_time_scales_and_says_so(tmp_path: Path) -> None:
+def test_too_little_time_begins_fewer_requests_and_says_so(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny", max_position_embeddings=4096)
-    words = ["--output", "60", "--rungs", "bottom", "--seconds", "0.1", "--json", str(tmp_path / "l.json")]
+    rungs = "bottom,static,continuous"
+    words = ["--output", "60", "--rungs", rungs, "--seconds", "0.1", "--json", str(tmp_path / "l.json")]
     text, code = ladder(model, *TINY, *words)
     assert code == 0, text
-    rung = json.loads((tmp_path / "l.json").read_text())["rungs"][0]
-    assert 0 < rung["share"] < 1 and "| ~" in text and "scaled to all" in text
-    assert rung["seconds"] > 0.1
+    found = {rung["name"]: rung for rung in json.loads((tmp_path / "l.json").read_text())["rungs"]}
+    assert "| ~" in text and f"no KV cache, one at a time: {found['bottom']['ran']} of 8" in text
+    for rung in found.values():
+        assert 0 < rung["ran"] < rung["asked"] == 8 and rung["seconds"] > 0.1
+        assert f" {rung['ran']}/8 |" in text
+    assert found["static"]["ran"] == 2  # one batch of as many as memory is reserved for; the others never began
+    # What was begun was ended, and the answers are those of the rung below.
+    assert found["static"]["exactness"]["equal"] + found["static"]["exactness"]["near"] == found["bottom"]["ran"]
+
+
+def test_one_worker_serves_all_rungs_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Worker] = []
+    monkeypatch.setattr(Worker, "__init__", lambda self, start=Worker.__init__: (started.append(self), start(self))[1])
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=1024)
+    plan = Plan("cpu", SIZES, options={"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True})
+    asks: list[Any] = [[[5, 6, 7], 4], [[8, 9], 4]]
+    question = {"asks": asks, "warm": asks, "limit": 9.0, "single": False, "repeats": 1}
+    with workers(shared=True) as asked:
+        found = [asked(model, plan.settings(name), question, name, lambda *_: None) for name in ("static", "paging")]
+        assert len(started) == 1
+        with pytest.raises(WorkerFailed, match="ConfigError"):
+            asked(model, plan.settings("paging") | {"max_num_seqs": -1}, question, "", lambda *_: None)
+        found.append(asked(model, plan.settings("paging"), question, "", lambda *_: None))
+        assert len(started) == 2
+    assert len({json.dumps([one["tokens"] for one in run["answers"]]) for run in found}) == 1
+    assert all(worker._process.poll() is not None for worker in started)
 
 
 class Answers:
@@ -112,6 +138,7 @@ class Answers:
     def __call__(self, model: str, options: Any, question: dict[str, Any], title: str, report: Any) -> dict[str, Any]:
         if "judge" in question:
             self.judged = question["judge"]
+            assert question["limit"] == 1
             return {"gaps": self.gaps}
         answers = next(self.turn)
         if not answers:
@@ -126,30 +153,59 @@ class Answers:
         }  # fmt: skip
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, worker: Answers) -> None:
+    monkeypatch.setattr(ladder_run, "workers", lambda shared: nullcontext(worker))
+
+
 def test_differences_are_judged_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     same, other, third = [1, 2, 3, 4], [1, 2, 9, 4], [7, 2, 3, 4]
     tokens = {"bottom": [same, same], "kv-cache": [same, other, same], "static": [third, same, other], "fused-ops": []}
     worker = Answers(tokens, gaps=[0.0005, 0.2, 0.02])
-    monkeypatch.setattr(ladder_run, "_asked", worker)
+    stand_in(monkeypatch, worker)
     plan = Plan("cpu", SIZES)
     rungs = [rung for rung in plan.rungs() if rung.name in tokens]
     asks: list[Any] = [([index], 4) for index in range(4)]
-    rows = climb("m", plan, rungs, asks, [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)
+    kept: list[list[str | None]] = []
+    rows = climb(
+        "m", plan, rungs, asks, [], limit=1, repeats=1, dtype="float32", report=lambda *_: None,
+        keep=lambda rows: kept.append([row.error for row in rows]),
+    )  # fmt: skip
+    assert kept == [[None], [None, None], [None, None, None], [None, None, None, "no kernel"]]
     # the third request is first answered by the second rung: that one is the measure
     assert worker.judged == [([1, 1, 2], 3, 9), ([0], 1, 7), ([2, 1, 2], 3, 9)]
     assert rows[1].exactness == Exactness(equal=1, near=1, worst=0.0005, first=2)
     assert rows[2].exactness == Exactness(equal=1, different=2, worst=0.2, first=0)
     assert [at for _, _, at in first_differences(rows)] == [None, 2, 0, None, 2]
-    assert rows[0].share == 0.5 and rows[0].tokens_per_second == 4 and rows[0].seconds == 4
+    assert (rows[0].ran, rows[0].asked) == (2, 4) and rows[0].tokens_per_second == 4 and rows[0].seconds == 2
     # four requests of a second each; the two that ran had their first token 0.5 s and 0 s after their turn came
     assert rows[0].e2e["mean"] == (1 + 2 + 3 + 4) / 4 and rows[0].ttft["mean"] == (0 + 1 + 2 + 3) / 4 + 0.25
     assert rows[3].error == "no kernel"
     assert any("native fused ops: not measured: no kernel" in line for line in lines(rows))
 
 
+def test_what_the_judge_had_no_time_for_is_neither_near_nor_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = {"bottom": [[1, 2], [1, 2]], "kv-cache": [[1, 3], [4, 2]]}
+    stand_in(monkeypatch, Answers(tokens, gaps=[0.0005]))
+    plan = Plan("cpu", SIZES)
+    rungs = [rung for rung in plan.rungs() if rung.name in tokens]
+    asks: list[Any] = [([0], 2), ([1], 2)]
+    rows = climb("m", plan, rungs, asks, [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)
+    assert rows[1].exactness == Exactness(near=1, unjudged=1, worst=0.0005, first=0)
+    assert rows[1].exactness.text == "1 near, 1 unjudged"
+
+
+@pytest.mark.parametrize(("name", "longest"), [("static", 25), ("recorded", 99), ("kv-cache", 4)])
+def test_a_gpu_warms_up_with_all_sizes_but_not_all_tokens(name: str, longest: int) -> None:
+    plan = Plan("cuda", SIZES)
+    warm: list[Any] = [([1], 99)] * 64
+    found = ladder_run._warm_up("cuda", plan.settings(name), warm, single=name == "kv-cache")
+    assert max(tokens for _, tokens in found) == longest
+    assert len(found) == (1 if name == "kv-cache" else 64)
+
+
 def test_an_answer_that_ends_too_early_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = {"bottom": [[1, 2, 3]], "kv-cache": [[1, 2]], "static": [[1, 2, 3]]}
-    monkeypatch.setattr(ladder_run, "_asked", Answers(tokens, gaps=[]))
+    stand_in(monkeypatch, Answers(tokens, gaps=[]))
     plan = Plan("cpu", SIZES)
     rungs = [rung for rung in plan.rungs() if rung.name in tokens]
     rows = climb("m", plan, rungs, [([0], 3)], [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)

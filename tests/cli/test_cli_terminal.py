@@ -52,6 +52,16 @@ def test_log_gets_one_line_and_only_for_what_takes_long(monkeypatch):
     assert log.getvalue() == "(loading ...)\n(downloading ...)\n"
 
 
+def test_a_log_of_what_takes_minutes_gets_a_line_every_so_many_seconds(monkeypatch):
+    log, now = io.StringIO(), 100.0
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    with terminal.progress(every=5.0) as report:
+        for done, now in enumerate((100.0, 104.0, 106.0, 108.0, 112.0)):  # noqa: B007
+            report(done, 30, "layers")
+    assert log.getvalue() == "(layers: 2 of 30)\n(layers: 4 of 30)\n"
+
+
 def test_terminal_gets_a_bar_that_shows_the_name_as_it_is(monkeypatch):
     screen = FakeTerminal()
     monkeypatch.setattr(sys, "stderr", screen)

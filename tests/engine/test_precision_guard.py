@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.model.families import spec_from_config
+from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.model.weights.names import recipes
+from tokenmill.model.widened import WidenedWeights
+from tokenmill.quant.scheme import Dense, Schemes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,6 +29,13 @@ CONFIG = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
+}
+MIXTURE = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
 }
 HOT = 7  # a token whose residual is beyond float16 after the second layer
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -77,6 +87,30 @@ def test_an_overflow_is_computed_again_in_float32_and_told(overflowing_model, ca
     assert guarded[1] == answers(overflowing_model, prompts[1:], dtype="float16")[0], "the other is what it is alone"
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1 and "layer 1 gives what is no number in float16" in told[0]
+
+
+def test_widening_matrices_in_parts_changes_no_answer(overflowing_model, monkeypatch):
+    prompts = [[3, HOT, 9], [11, 12, 13, 14]]
+    exact = answers(overflowing_model, prompts, dtype="float32", kv_cache_dtype="float16")
+    monkeypatch.setattr("tokenmill.engine.runner.guard.WIDENED_AT_ONCE", 4 * 32 * 5)  # five rows of most matrices
+    assert answers(overflowing_model, prompts, dtype="float16")[0] == exact[0]
+
+
+def test_a_layers_experts_take_the_room_of_the_one_before():
+    spec = spec_from_config(CONFIG | MIXTURE)
+    store = dummy_weights(spec, torch.bfloat16, torch.device("cpu"), 0, Schemes(Dense()))
+    wide = WidenedWeights(store, 4 * 64 * 7)
+    layers = []
+    for index in range(spec.num_layers):
+        layer, narrow = wide.layer(index), store.layer(index)
+        assert torch.equal(layer.mlp.gate_up, narrow.mlp.gate_up.float())
+        assert torch.equal(layer.mlp.down, narrow.mlp.down.float())
+        x = torch.randn(3, 64)
+        expected = torch.nn.functional.linear(x, narrow.attention.qkv.storage["weight"].float())
+        assert torch.allclose(layer.attention.qkv(x), expected, atol=1e-5)
+        layers.append(layer.mlp)
+    assert len({mlp.gate_up.data_ptr() for mlp in layers}) == len({mlp.down.data_ptr() for mlp in layers}) == 1
+    assert layers[0].gate_up.data_ptr() != layers[0].down.data_ptr()
 
 
 def test_without_the_guard_the_request_fails_and_says_why(overflowing_model):

@@ -16,6 +16,24 @@ def test_replayed_steps_give_the_tokens_of_plain_ones(checkpoint: str) -> None:
     assert agreement(answers(checkpoint, device="cuda", cuda_graphs=True), plain) >= 0.95
 
 
+def test_a_batch_that_ends_is_replayed_at_sizes_that_are_recorded(checkpoint: str) -> None:
+    """64 requests of which 4 end in every step: each size comes up for two steps."""
+    prompts = [[number + 5] * (1 + number % 30) for number in range(64)]
+    lengths = [12 + number // 4 for number in range(64)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    found, counts = [], []
+    for recorded in (False, True):
+        options = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True, "cuda_graphs": recorded}
+        with LLM(checkpoint, max_num_seqs=64, max_num_batched_tokens=2048, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            graphs = llm._built.engine.runner._graphs  # type: ignore[attr-defined]
+            counts.append((graphs.plain_runs, graphs.replays) if graphs is not None else None)
+    assert agreement(found[1], found[0]) >= 0.95
+    plain, replays = counts[1] or (0, 0)
+    assert replays >= 20 and plain <= 5, counts
+
+
 def test_steady_decode_hardly_allocates_and_never_waits(checkpoint: str) -> None:
     """Counted by the allocator, and by torch's own check for synchronizing calls while steps are launched."""
     with LLM(checkpoint, device="cuda", skip_tokenizer_init=True, max_num_seqs=16) as llm:

@@ -13,19 +13,39 @@ from tokenmill.errors import ConfigError
 from tokenmill.ops import reference
 from tokenmill.ops.native import library, ops
 from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Dense
+from tokenmill.quant.scheme import Dense, Schemes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_packed_models_keep_halves_and_others_what_they_compute_in() -> None:
-    assert choose_kv_dtype("auto", torch.float32, Packed(), CPU)[0] == torch.float16
+    packed, dense = Schemes(Packed()), Schemes(Dense())
+    assert choose_kv_dtype("auto", torch.float32, packed, CPU)[0] == torch.float16
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        assert choose_kv_dtype("auto", dtype, Dense(), CPU)[0] == dtype
-    assert choose_kv_dtype("float32", torch.float32, Packed(), CPU)[0] == torch.float32
-    assert choose_kv_dtype("bfloat16", torch.bfloat16, Dense(), GPU)[0] == torch.bfloat16
+        assert choose_kv_dtype("auto", dtype, dense, CPU)[0] == dtype
+    assert choose_kv_dtype("float32", torch.float32, packed, CPU)[0] == torch.float32
+    assert choose_kv_dtype("bfloat16", torch.bfloat16, dense, GPU)[0] == torch.bfloat16
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'float16', but the model computes in bfloat16"):
-        choose_kv_dtype("float16", torch.bfloat16, Dense(), GPU)
+        choose_kv_dtype("float16", torch.bfloat16, dense, GPU)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cache", "stored"),
+    [
+        ("fp32", "auto", torch.float32),
+        ("fp32,layers.0=int8", "auto", torch.float32),
+        ({"layers.0-1": "fp32"}, "auto", torch.float32),
+        ("fp32", "float16", torch.float16),
+        ("bf16", "auto", torch.float16),
+        ("int8,layers.0=fp32", "auto", torch.float16),
+    ],
+)
+def test_float32_weights_have_a_float32_cache_unless_another_is_set(
+    native: library.Library, tiny_model: str, quantization: str | dict[str, str], cache: str, stored: torch.dtype
+) -> None:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 2, "max_model_len": 64}
+    with LLM(tiny_model, device="cpu", quantization=quantization, kv_cache_dtype=cache, **options) as llm:
+        assert llm._front.engine.runner.state.arena.dtype == stored
 
 
 @pytest.mark.parametrize(("wanted", "stored"), [("auto", "float16"), ("float32", "float32"), ("bfloat16", "bfloat16")])

@@ -164,7 +164,9 @@ def test_a_rank_alone_is_the_engine_itself(name):
     spec, shape = plan_models.spec(name), plan_models.shape(name)
     layout = next(iter(GpuFleet(GPUS["h200"], 1).layouts(shape, 0)))
     mine = rank_bytes(shape, layout_form(shape, layout), ONE_GPU, 2)
-    theirs = model_bytes(spec, torch.bfloat16)
+    theirs = model_bytes(spec, torch.bfloat16, guarded=True)
+    assert theirs.guard <= mine.guard < theirs.guard * 1.01
+    assert theirs.guard_per_token <= mine.guard_per_token <= theirs.guard_per_token + 1
     assert theirs.weights <= mine.weights < theirs.weights * 1.01
     assert theirs.kv_per_token <= mine.kv_per_token <= theirs.kv_per_token + 1
     assert theirs.activation_per_token <= mine.activation_per_token <= theirs.activation_per_token + 1
@@ -181,7 +183,7 @@ def test_sizes_of_a_plan_are_accepted_by_the_engine():
                 max_num_seqs=fit.room.max_rows, max_num_batched_tokens=fit.room.step_tokens, max_model_len=4096
             )
             hardware = Hardware("cuda", "l4", GPUS["l4"].memory, GPUS["l4"].memory)
-            solved = solve(config, model_bytes(spec, torch.bfloat16), spec.max_positions, hardware)
+            solved = solve(config, model_bytes(spec, torch.bfloat16, guarded=True), spec.max_positions, hardware)
             assert solved.num_blocks >= fit.memory.num_blocks
     with pytest.raises(ConfigError, match="does not fit"):
         fleet.place(shape, layout, longest=100_000, rows=1024, step_tokens=16384)

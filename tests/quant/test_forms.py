@@ -50,10 +50,24 @@ def test_what_is_not_known_is_refused_with_what_there_is(wanted):
         EngineConfig(quantization=wanted)
 
 
-def test_layers_that_a_model_does_not_have_are_refused():
-    for wanted in ("int8,layers.4=bf16", "int8,lm_head=int4"):
-        with pytest.raises(ConfigError, match="leave it out"):
-            choose_schemes(parse_layout(wanted), SHAPES, {}, False, PLAIN)
+def test_a_head_that_a_model_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="its embedding; leave it out"):
+        choose_schemes(parse_layout("int8,lm_head=int4"), SHAPES, {}, False, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ("layers.0-99=int8", "'layers.0-99'.*has 4 layers, 0 to 3"),
+        ("int4,layers.4.down=int8", "has 4 layers, 0 to 3"),
+        ("layers.3-1=int8", "3 is after 1"),
+        ("layers.0-3.gate=int8", "no such matrix"),
+    ],
+)
+def test_a_range_beyond_the_last_layer_is_refused_with_their_number(wanted, why):
+    with pytest.raises(ConfigError, match=why):
+        choose_schemes(parse_layout(wanted), SHAPES, {}, False, PLAIN)
+    choose_schemes(parse_layout("layers.0-3=int8"), SHAPES, {}, False, PLAIN)
 
 
 def test_a_group_that_does_not_divide_is_refused_and_an_unset_one_is_solved():

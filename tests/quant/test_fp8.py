@@ -132,7 +132,7 @@ def test_the_engine_answers_with_fp8_on_a_cpu(tiny_model):
     assert len(answers[0].token_ids) == 12 and answers[0].token_ids == answers[1].token_ids
 
 
-@pytest.mark.parametrize("wanted", ["awq", "FP8", "", "int3"])
+@pytest.mark.parametrize("wanted", ["hqq", "FP8", "", "int3"])
 def test_other_schemes_are_refused_with_what_there_is(wanted):
     with pytest.raises(ConfigError, match="there are int8, int4, w8a8, fp8"):
         EngineConfig(quantization=wanted)

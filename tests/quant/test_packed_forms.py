@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_models import checkpoint, write
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.ops.native.library import Library, load
@@ -69,6 +70,38 @@ def test_the_bytes_are_the_bytes_planned():
         planned = scheme.nbytes(64, 256, torch.float32)
         assert sum(panels.nbytes for panels in storage.values()) == planned
         assert planned <= 64 * 256 * bits / 8
+
+
+def test_floats_in_panels_that_are_not_full_are_planned_as_they_lie():
+    for kind in ("bf16", "fp16", "fp32"):
+        for rows, columns in ((40, 40), (17, 33)):  # panels have 16 rows and whole cache lines
+            scheme = Packed(Form(kind))
+            storage = scheme.allocate(rows, columns, torch.float32, CPU)
+            scheme.write(storage, 0, torch.randn(rows, columns))
+            assert sum(panels.nbytes for panels in storage.values()) == scheme.nbytes(rows, columns, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        (torch.bfloat16, "layers.0=int8"),
+        (torch.float16, "layers.0=int8"),
+        (torch.float32, "layers.0=int8"),
+        (torch.bfloat16, "bf16"),
+        (torch.bfloat16, "layers.1=fp32"),
+    ],
+)
+def test_the_plan_holds_what_a_packed_model_of_floats_holds(tmp_path, dtype, quantization):
+    model = checkpoint()
+    model.tensors = {name: tensor.to(dtype) for name, tensor in model.tensors.items()}
+    with LLM(str(write(model, tmp_path / "model")), skip_tokenizer_init=True, device="cpu", max_num_seqs=2,
+             quantization=quantization) as llm:  # fmt: skip
+        weights, spec = llm._front.engine.runner.decoder.weights, llm._built.spec
+        layers = [weights.layer(index) for index in range(spec.num_layers)]
+        linears = [weights.embed, weights.lm_head, *(one for layer in layers for one in layer.linears())]
+        norms = [weights.final_norm, *(norm for one in layers for norm in (one.before_attention, one.before_mlp))]
+        held = [tensor for linear in linears for tensor in linear.storage.values()] + norms
+        assert sum(tensor.nbytes for tensor in held) == llm._built.settings.memory.weights
 
 
 def test_columns_that_fill_no_block_stay_floats():

@@ -158,9 +158,38 @@ def test_a_report_has_every_figure(folder, tmp_path):
     assert lines[0]["bytes"] == opened(checkpoint()).spec.weight_bytes(4) > 2 * lines[1]["bytes"]
 
 
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["--scheme", "int8"], ["int8"]),
+        (["--scheme", "w8a8"], ["w8a8", "w8a8 smoothquant"]),
+        (["--scheme", "w8a8", "--method", "smoothquant"], ["w8a8 smoothquant"]),
+        (["--scheme", "int8,layers.0=bf16", "--lm-head", "int8"], ["int8, layers.0=bf16, lm_head=int8"]),
+        (["--scheme", "int4-g32-zeros", "--only", "gptq"], ["int4-g32-zeros gptq"]),
+    ],
+)
+def test_a_report_of_a_scheme_is_of_that_scheme(folder, tmp_path, args, names):
+    result = run("--report", folder, "--text", tmp_path / "text.txt", "--tokens", 256, "--samples", 8, "--length", 32,
+                 "--no-speed", "--json", *args)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    baseline, *lines = json.loads(result.stdout)
+    assert baseline["name"] == "fp32" and [line["name"] for line in lines] == names
+    assert all(0 < line["divergence"] < 1 and line["bytes"] < baseline["bytes"] for line in lines)
+
+
+def test_layers_that_stay_narrow_floats_are_judged_as_such():
+    source = opened(checkpoint())
+    forms, _ = plan_forms(source.spec, parse_layout("layers.0=bf16,lm_head=fp16"))
+    layers = list(quantize_model(source, forms, Method(), None, CPU))
+    for layer, name, dtype in ((layers[0], "down", torch.bfloat16), (layers[-1], "lm_head", torch.float16)):
+        kept, original = layer.params[name], source.read(layer.prefix + name)
+        assert torch.equal(kept, original.to(dtype).float()) and not torch.equal(kept, original)
+
+
 def test_bytes_are_those_of_the_files(tmp_path):
     source = opened(checkpoint())
-    for number, name in enumerate(("int4-g32-zeros", "int4-g32", "int8", "w8a8", "fp8")):
+    names = ("int4-g32-zeros", "int4-g32", "int8", "w8a8", "fp8", "int8,layers.0=fp32,layers.1.down=fp16")
+    for number, name in enumerate(names):
         forms, _ = plan_forms(source.spec, parse_layout(name))
         method, path = Method(scale_dtype=torch.bfloat16), tmp_path / str(number)
         path.mkdir()
@@ -222,9 +251,13 @@ def test_one_form_for_all_needs_no_list_of_names():
         (["--scheme", "int4", "--static-inputs", "--calibrate", "text.txt", "-o", "new"], "8-bit inputs"),
         (["--scheme", "int4", "--calibrate", "none.txt", "-o", "new"], "cannot be read"),
         (["--scheme", "int4", "--calibrate", "short.txt", "-o", "new"], "longer text"),
-        (["--scheme", "layers.9=int4", "-o", "new"], "nothing to do"),
+        (["--scheme", "layers.0-9=int4", "-o", "new"], "this model has 2 layers, 0 to 1"),
         (["--scheme", "int4", "-o", "model"], "not empty"),
         (["--report"], "--text"),
+        (["--report", "--text", "text.txt", "-o", "new"], "-o is for writing a model"),
+        (["--report", "--text", "text.txt", "--method", "hqq"], "there are rtn, gptq, awq, smoothquant"),
+        (["--report", "--text", "text.txt", "--scheme", "int8", "--method", "gptq"], "there are fp32, int8"),
+        (["--report", "--text", "text.txt", "--scheme", "int8,layers.7=int4"], "this model has 2 layers"),
         (["--report", "--text", "text.txt", "--only", "int5"], "there are fp32"),
     ],
 )
@@ -235,6 +268,53 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, tmp_path, monkeypatc
     assert result.exit_code == 2
     assert sentence in " ".join(result.output.split())
     assert not (tmp_path / "new").exists()
+
+
+class Broken(RuntimeError):
+    """Something that goes wrong after a while."""
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("there", [[], ["deep"], ["deep", "deep/new"]], ids=["nothing", "its parent", "the folder"])
+def test_what_fails_leaves_what_was_there_and_nothing_else(folder, tmp_path, monkeypatch, there, error):
+    def breaks(files, checkpoint, target):
+        assert list(target.glob("*.safetensors")), "the weights are written by now"
+        raise error
+
+    monkeypatch.setattr(writing, "write_tokenizer", breaks)
+    for name in there:
+        (tmp_path / name).mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    result = run(folder, "--scheme", "int8", "-o", tmp_path / "deep" / "new")
+    assert result.exit_code != 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_others_put_beside_it_survives_a_failure(tmp_path):
+    with pytest.raises(Broken), writing.new_folder(tmp_path / "deep" / "new") as target:
+        (target / "model.safetensors").write_text("half of it")
+        (tmp_path / "deep" / "notes.txt").write_text("mine")
+        raise Broken
+    assert [one.name for one in tmp_path.rglob("*")] == ["deep", "notes.txt"]
+
+
+def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with writing.new_folder(tmp_path / "link") as target:
+        for name in ("config.json", "model.safetensors"):
+            (target / name).write_text(name)
+        assert not (tmp_path / "real" / "config.json").exists(), "no model before it is whole"
+    assert sorted(one.name for one in (tmp_path / "real").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_log_is_told_how_far_it_is(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenmill.cli.quantize.EVERY", 0.0)
+    result = run(folder, "--scheme", "int8", "-o", tmp_path / "new")
+    assert "(quantizing with rtn, layers done: 1 of 2)" in result.stderr
+    assert "(quantizing with rtn, layers done: 2 of 2)" in result.stderr
+    monkeypatch.setattr("tokenmill.cli.quantize.EVERY", 60.0)
+    assert "layers done" not in run(folder, "--scheme", "int8", "-o", tmp_path / "quick").stderr
 
 
 def test_a_head_that_is_the_embedding_and_a_quantized_model_are_refused():

@@ -105,7 +105,7 @@ def _roof(config: EngineConfig) -> Roof:
     dtype = choose_dtype(config.dtype, spec, device)[0]
     native = native_for(config, dtype, device, lambda done, total, what: None)
     schemes = schemes_for(config, spec, checkpoint, Place(device, dtype, isinstance(native, Library)))[0]
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes.default, device)[0]
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes, device)[0]
     sizes = model_bytes(spec, dtype, schemes, checkpoint, kv_dtype)
     return Roof(
         shape=shape_of(spec, files.name),

@@ -13,6 +13,8 @@ from tokenmill.bench.stats import Interval, over_repeats, resampled, spread
 from tokenmill.plan.queueing import Slo
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
+# Errors that say that time ran out: the client's own limit, a server's, or a deadline that the engine kept.
+TIMEOUTS = ("timeout", "status 408", "status 504", "deadline_exceeded", "deadline")
 RATES = ("output_tokens_per_second", "total_tokens_per_second", "requests_per_second")
 
 
@@ -66,6 +68,10 @@ class Run:
         return Counter(answer.error for answer in self.answers if answer.error is not None)
 
     @property
+    def timed_out(self) -> int:
+        return sum(self.errors[kind] for kind in TIMEOUTS)
+
+    @property
     def output_tokens(self) -> int:
         return sum(answer.output_tokens for answer in self.good)  # as prompts: what broke off is no throughput
 
@@ -88,12 +94,14 @@ def of_run(run: Run, promise: Slo | None = None) -> dict[str, Any]:
         "seconds": run.seconds,
         "requests": len(run.answers),
         "completed": len(good),
+        "timed_out": run.timed_out,
         "prompt_tokens": prompt,
         "cached_tokens": sum(answer.cached_tokens for answer in good),
         "output_tokens": run.output_tokens,
         "output_tokens_per_second": run.output_tokens / run.seconds,
         "total_tokens_per_second": (prompt + run.output_tokens) / run.seconds,
         "requests_per_second": len(good) / run.seconds,
+        "latencies_of": "completed requests",  # who waited longest may be among the others
         **{name: spread(values) for name, values in samples(good).items()},
         "late": spread([answer.late for answer in run.answers]),
     }

@@ -1,30 +1,23 @@
-"""Climbs the ladder: a process per rung, figures from each, and every answer held against the bottom's."""
+"""Climbs the ladder: an engine per rung, figures from each, and every answer held against the bottom's."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-import tokenmill
 from tokenmill.bench.ladder import Plan, Rung
+from tokenmill.bench.ladder_process import Asked, Report, WorkerFailed, workers
 from tokenmill.bench.stats import spread
 
-Report = Callable[[int, int, str], None]
 Ask = tuple[str | list[int], int]
 
 # Gaps in log-probability under which another token is a near tie: what rounding in this precision can turn around.
 NEAR = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
 NEAR_BOUNDED = 0.5  # where weights or keys are rounded on purpose
-REASON_LINES = 3  # of a dead worker's log
+PASSING = 24  # tokens of the longest answer of a warm-up: on its way a batch ends through all its sizes
 
 
 @dataclass
@@ -34,18 +27,20 @@ class Exactness:
     equal: int = 0
     near: int = 0
     different: int = 0
+    unjudged: int = 0  # not equal, and no time to ask how near
     worst: float = 0.0  # largest gap in log-probability at a first difference
     first: int | None = None  # earliest position of a difference
 
     @property
     def compared(self) -> int:
-        return self.equal + self.near + self.different
+        return self.equal + self.near + self.different + self.unjudged
 
     @property
     def text(self) -> str:
         if not self.compared:
             return "-"
-        counts = {"equal": self.equal, "near": self.near, "different": self.different}
+        kinds = ("equal", "near", "different", "unjudged")
+        counts = {name: getattr(self, name) for name in kinds}
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
@@ -55,7 +50,9 @@ class Row:
 
     rung: Rung
     error: str | None = None
-    share: float = 1.0  # of the requests that ran; the figures are scaled to all of them
+    single: bool = False  # one request after the other
+    ran: int = 0  # requests, of those asked; tokens per second are over these
+    asked: int = 0
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     ttft: dict[str, float | None] = field(default_factory=dict)
@@ -69,13 +66,13 @@ class Row:
     report: list[str] = field(default_factory=list)
     answers: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)  # index -> prompt, tokens
 
+    @property
+    def whole(self) -> bool:
+        return self.ran == self.asked
+
     def as_data(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("rung", "answers", "exactness")}
         return {**vars(self.rung), **own, "exactness": vars(self.exactness)}
-
-
-class WorkerFailed(Exception):
-    """A rung could not be measured; the message says why."""
 
 
 def climb(
@@ -89,43 +86,55 @@ def climb(
     repeats: int,
     dtype: str,
     report: Report,
+    keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """Measure the rungs from the bottom up. `limit`: seconds for a rung that serves one request at a time."""
+    """Measure the rungs from the bottom up. `limit`: seconds after which a rung begins no further request.
+
+    `keep` is called after each rung. On a GPU one process serves all rungs, where memory is counted by the device.
+    """
     rows: list[Row] = []
-    for number, rung in enumerate(rungs, 1):
-        options = plan.settings(rung.name)
-        single = options["max_num_seqs"] == 1
-        # Batches record and compile for sizes that only come up when the work is like the one that is timed.
-        whole_warm = plan.device == "cuda" and not single
-        below = next((row.seconds for row in reversed(rows) if row.error is None), limit)
-        title = f"{number}/{len(rungs)} {rung.title}, about {min(below, limit) if single else below:.0f} s or less"
-        question = {
-            "asks": asks,
-            "warm": warm if whole_warm else [(prompt, min(tokens, 4)) for prompt, tokens in warm[: 1 if single else 4]],
-            "limit": limit if single else None,
-            "repeats": 1 if single else repeats,
-        }
-        row = Row(rung)
-        report(0, len(asks), title)
-        try:
-            _take_in(row, _asked(model, options, question, title, report), asks)
-        except WorkerFailed as failure:
-            row.error = str(failure)
-        rows.append(row)
-    _compare(model, plan, rows, dtype, report)
+    with workers(shared=plan.device == "cuda") as asked:
+        for number, rung in enumerate(rungs, 1):
+            options = plan.settings(rung.name)
+            row = Row(rung, single=options["max_num_seqs"] == 1, asked=len(asks))
+            below = next((row.seconds for row in reversed(rows) if row.error is None), limit)
+            title = f"{number}/{len(rungs)} {rung.title}, about {min(below, limit):.0f} s or less"
+            question = {
+                "asks": asks,
+                "warm": _warm_up(plan.device, options, warm, row.single),
+                "limit": limit,
+                "single": row.single,
+                "repeats": 1 if row.single else repeats,
+            }
+            report(0, len(asks), title)
+            try:
+                _take_in(row, asked(model, options, question, title, report), asks)
+            except WorkerFailed as failure:
+                row.error = str(failure)
+            rows.append(row)
+            keep(rows)
+        _compare(model, plan, rows, dtype, limit, report, asked)
     return rows
+
+
+def _warm_up(device: str, options: dict[str, Any], warm: list[Ask], single: bool) -> list[Ask]:
+    """What is asked before the clock runs: whatever is compiled or recorded at first use is not a rung's cost."""
+    if single or device != "cuda":
+        return [(prompt, min(tokens, 4)) for prompt, tokens in warm[: 1 if single else 4]]
+    if options.get("cuda_graphs") is False:
+        return [(prompt, 2 + index % PASSING) for index, (prompt, _) in enumerate(warm)]
+    return warm  # sizes are recorded as they come up, so the work is like the one that is timed
 
 
 def _take_in(row: Row, found: dict[str, Any], asks: list[Ask]) -> None:
     answers = found["answers"]
-    tokens, share = sum(len(one["tokens"]) for one in answers), len(answers) / len(asks)
-    row.share = share
+    row.ran, tokens = len(answers), sum(len(one["tokens"]) for one in answers)
     row.tokens_per_second = tokens / found["seconds"]
-    row.seconds = sum(tokens for _, tokens in asks) / row.tokens_per_second
+    row.seconds = found["seconds"]
     row.ttft = spread([one["ttft"] for one in answers])
     row.itl = spread([gap for one in answers for gap in one["gaps"]])
     row.e2e = spread([one["e2e"] for one in answers])
-    if share < 1:
+    if row.single and not row.whole:
         row.ttft, row.e2e = _one_by_one(answers, [tokens for _, tokens in asks], row.tokens_per_second)
     row.steps, row.recomputed = found["steps"], found["recomputed"]
     row.kv, row.memory, row.report = found["kv"], found["memory"], found["report"]
@@ -158,7 +167,7 @@ def first_differences(rows: Sequence[Row]) -> list[tuple[Row, int, int | None]]:
     return found
 
 
-def _compare(model: str, plan: Plan, rows: list[Row], dtype: str, report: Report) -> None:
+def _compare(model: str, plan: Plan, rows: list[Row], dtype: str, limit: float, report: Report, asked: Asked) -> None:
     """Count equal answers, and ask the bottom's settings how near the others were."""
     lowest: dict[int, tuple[list[int], list[int]]] = {}
     for row in reversed(rows):
@@ -181,47 +190,18 @@ def _compare(model: str, plan: Plan, rows: list[Row], dtype: str, report: Report
     unique = {json.dumps(case): case for case in cases}
     settings = plan.base | {"kv_cache": True}
     options = {name: value for name, value in settings.items() if value is not None}
-    gaps = _asked(model, options, {"judge": list(unique.values())}, "how near the differences are", report)["gaps"]
-    by_case = dict(zip(unique, gaps, strict=True))
+    question = {"judge": list(unique.values()), "limit": limit}
+    gaps = asked(model, options, question, "how near the differences are", report)["gaps"]
+    by_case = dict(zip(unique, gaps))  # the judge may have had no time for the last
     near = NEAR[dtype]
     for case, (row, at) in zip(cases, places):
-        counts, gap = row.exactness, by_case[json.dumps(case)]
-        counts.worst = max(counts.worst, gap)
+        counts, gap = row.exactness, by_case.get(json.dumps(case))
         counts.first = at if counts.first is None else min(counts.first, at)
+        if gap is None:
+            counts.unjudged += 1
+            continue
+        counts.worst = max(counts.worst, gap)
         if gap <= (max(near, NEAR_BOUNDED) if plan.rounds(row.rung.name) else near):
             counts.near += 1
         else:
             counts.different += 1
-
-
-def _asked(model: str, options: dict[str, Any], question: dict[str, Any], title: str, report: Report) -> dict[str, Any]:
-    """One worker's answer."""
-    root = str(Path(tokenmill.__file__).parents[1])  # a checkout need not be installed
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tokenmill.bench.ladder_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path])},
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps({"model": model, "options": options, **question}).encode())
-                process.stdin.close()
-            for line in process.stdout:
-                said = json.loads(line)
-                if "found" in said:
-                    return dict(said["found"])
-                if "error" in said:
-                    raise WorkerFailed(said["error"])
-                report(said["done"], said["of"], title if said["what"] is None else said["what"])
-            code = process.wait()
-            log.seek(0)
-            last = log.read().decode(errors="replace").strip().splitlines()[-REASON_LINES:]
-            raise WorkerFailed(f"the process ended with code {code}" + (f" ({' | '.join(last)})" if last else ""))
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()

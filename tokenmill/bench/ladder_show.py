@@ -16,12 +16,12 @@ GAIN, LOSS = COLORS[2], COLORS[0]
 
 HEADS = (
     "tok/s", "x below", "x bottom", "TTFT mean", "p99 s", "ITL p99 ms", "E2E mean", "p99 s", "KV MB", "waste", "MB",
-    "answers",
+    "ran", "answers",
 )  # fmt: skip
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    """A name and the figures of each rung; ~ marks what was scaled from fewer requests."""
+    """A name and the figures of each rung; ~ marks those of fewer requests."""
     good = [row for row in rows if row.error is None]
     below = good[0] if good else None
     for number, row in enumerate(rows, 1):
@@ -29,7 +29,7 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
         if row.error is not None or below is None:
             yield name, ["-"] * len(HEADS)
             continue
-        mark = "" if row.share == 1 else "~"
+        mark = "" if row.whole else "~"
         yield (
             name,
             [
@@ -42,6 +42,7 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
                 _short(row.kv["bytes"] / 1e6),
                 f"{row.kv['waste']:.0%}",
                 _short((row.memory["device"] or row.memory["peak"]) / 1e6),
+                f"{row.ran}/{row.asked}",
                 row.exactness.text,
             ],
         )
@@ -66,14 +67,19 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row.error is not None:
             yield f"{row.rung.title}: not measured: {row.error}"
-    if any(row.share < 1 for row in rows):
-        shares = ", ".join(f"{row.rung.title} {row.share:.0%}" for row in rows if row.share < 1)
-        yield f"~ ran on the first requests only, and scaled to all ({shares})."
-    uneven = [row for row in rows if row.exactness.near or row.exactness.different]
+    cut = [row for row in rows if not row.whole and row.error is None]
+    if cut:
+        yield (
+            "~ no further request was begun when the time was over ("
+            + ", ".join(f"{row.rung.title}: {row.ran} of {row.asked}" for row in cut)
+            + "). Tokens per second are over those that ran"
+            + ("; TTFT and E2E of one at a time are scaled to all." if any(row.single for row in cut) else ".")
+        )
+    uneven = [row for row in rows if row.exactness.first is not None]
     for row in uneven:
         counts = row.exactness
         yield (
-            f"{row.rung.title}: {counts.near + counts.different} of {counts.compared} answers leave the bottom's, the "
+            f"{row.rung.title}: {counts.compared - counts.equal} of {counts.compared} answers leave the bottom's, the "
             f"earliest at token {counts.first}; where they part, the bottom's token was likelier by {counts.worst:.2g} "
             "at most (in log-probability)."
         )
@@ -108,10 +114,8 @@ def waterfall(title: str, rows: Sequence[Row]) -> str:
         out.append(_text(LEFT - 10, y + 15, row.rung.title, "end"))
         out.append(f'<rect x="{left:.1f}" y="{y + 2}" width="{wide:.1f}" height="{LINE - 10}" rx="2" fill="{color}"/>')
         if number + 1 < len(good):
-            out.append(
-                f'<line class="gone" x1="{end:.1f}" x2="{end:.1f}" y1="{y + LINE - 8}" y2="{y + LINE + 2}"/>'
-            )
-        mark = "~" if row.share < 1 else ""
+            out.append(f'<line class="gone" x1="{end:.1f}" x2="{end:.1f}" y1="{y + LINE - 8}" y2="{y + LINE + 2}"/>')
+        mark = "" if row.whole else "~"
         factor = "" if before is None else f"  {_times(speed / before)}"
         total = f"  ({_times(speed / speeds[0])})" if number > 1 else ""
         out.append(_text(max(start, end) + 8, y + 15, f"{mark}{_short(speed)}{factor}{total}", "start"))

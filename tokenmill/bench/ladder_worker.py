@@ -1,16 +1,17 @@
-"""One rung in a process of its own, so that its peak memory is its own: a question in JSON, answers as JSON lines.
+"""Rungs of the ladder in a process of their own, so that peak memory is theirs: questions and answers as JSON lines.
 
-Run as `python -m tokenmill.bench.ladder_worker`, with one of these on stdin:
+Run as `python -m tokenmill.bench.ladder_worker`, with any number of these on stdin, one a line:
 
-    {"model", "options", "asks": [[prompt, tokens], ...], "warm": [...], "limit": seconds, "repeats": n}
-    {"model", "options", "judge": [[ids, expected, chosen], ...]}
+    {"model", "options", "asks": [[prompt, tokens], ...], "warm": [...], "limit": seconds, "single": bool, "repeats": n}
+    {"model", "options", "judge": [[ids, expected, chosen], ...], "limit": seconds}
 
-Lines out: {"done", "of", "what"} on the way, at last {"found": ...} or {"error": ...}.
+Lines out for each: {"done", "of", "what"} on the way, at last {"found": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -63,31 +64,41 @@ class KVWatch:
         return {"blocks": self._peak, "bytes": self._peak * self._block_bytes, "waste": waste}
 
 
-def measure(llm: LLM, asks: list[Ask], limit: float | None, tell: Tell) -> dict[str, Any]:
-    """Answer all requests, which are there from the start. With a limit they run one by one until it is over."""
+def measure(llm: LLM, asks: list[Ask], limit: float, single: bool, tell: Tell) -> dict[str, Any]:
+    """Answer the requests, which are there from the start; none is begun after `limit` seconds, but all that were begun
+    end. `single`: one after the other, and the first in any case.
+    """
     front, watch = llm._front, KVWatch(llm)
     batching = llm._built.engine.scheduler.batching
     llm.reset_prefix_cache()
     follows = [front.prepare(prompt, _params(tokens)) for prompt, tokens in asks]
     before, again = steps_of(llm), batching.recomputed
     began, moment = time.perf_counter(), front.engine.clock()
-    groups = [[follow] for follow in follows] if limit is not None else [follows]
-    ended = 0
-    for group in groups:
-        if limit is not None and ended and time.perf_counter() - began > limit:
+    ended: set[int] = set()  # of the asks
+    numbered = list(enumerate(follows))
+    for group in [[one] for one in numbered] if single else [numbered]:
+        if ended and time.perf_counter() - began > limit:
             break
-        for follow in group:
+        for _, follow in group:
             front.submit(follow)
-        left = len(group)
+        left = dict(group)
         while left:
-            done = sum(follow.finished for follow in front.step())
+            front.step()
             watch.look()
+            done = {index for index, follow in left.items() if follow.finished}
             if done:
-                left, ended = left - done, ended + done
-                tell(ended, len(asks))
+                ended |= done
+                tell(len(ended), len(asks))
+            if time.perf_counter() - began > limit:
+                late = {index for index, one in left.items() if one.leader.metrics.first_scheduled is None}
+                for index in late:
+                    front.cancel(follows[index])
+                done |= late
+            left = {index: follow for index, follow in left.items() if index not in done} if done else left
     seconds = time.perf_counter() - began
     answers = []
-    for index, follow in enumerate(follows[:ended]):
+    for index in sorted(ended):
+        follow = follows[index]
         if follow.leader.error is not None:
             raise RuntimeError(follow.leader.error)
         metrics = follow.leader.metrics
@@ -110,10 +121,15 @@ def measure(llm: LLM, asks: list[Ask], limit: float | None, tell: Tell) -> dict[
     }
 
 
-def judge(llm: LLM, cases: list[tuple[list[int], int, int]]) -> list[float]:
-    """How far apart the expected and the chosen token are, in log-probability; at least so much."""
-    gaps = []
+def judge(llm: LLM, cases: list[tuple[list[int], int, int]], limit: float) -> list[float]:
+    """How far apart the expected and the chosen token are, in log-probability; at least so much. Of the first cases:
+    none is begun after `limit` seconds.
+    """
+    gaps: list[float] = []
+    began = time.perf_counter()
     for ids, expected, chosen in cases:
+        if gaps and time.perf_counter() - began > limit:
+            break
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=WIDTH, detokenize=False)
         table = (llm.generate([ids], params, use_tqdm=False)[0].outputs[0].logprobs or [{}])[0]
         known = {token: one.logprob for token, one in table.items()}
@@ -128,15 +144,27 @@ def run(question: dict[str, Any], tell: Tell) -> dict[str, Any]:
     def loading(done: int, total: int, what: str) -> None:
         tell(done, total, what)
 
+    _forget()
     with LLM(question["model"], progress=loading, **question["options"]) as llm:
         if "judge" in question:
-            return {"gaps": judge(llm, question["judge"])}
+            return {"gaps": judge(llm, question["judge"], question["limit"])}
         llm.generate(
             [prompt for prompt, _ in question["warm"]], [_params(n) for _, n in question["warm"]], use_tqdm=False
         )
-        runs = [measure(llm, question["asks"], question["limit"], tell) for _ in range(question["repeats"])]
+        how = question["limit"], question["single"], tell
+        runs = [measure(llm, question["asks"], *how) for _ in range(question["repeats"])]
         found = sorted(runs, key=lambda one: float(one["seconds"]))[len(runs) // 2]
         return found | {"memory": memory_of(llm), "report": llm.plan_lines()}
+
+
+def _forget() -> None:
+    """Give back what the engine before this one held on the device."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _params(tokens: int) -> SamplingParams:
@@ -153,12 +181,13 @@ def main() -> None:
         lines.write(json.dumps(what) + "\n")
         lines.flush()
 
-    try:
-        found = run(json.load(sys.stdin), lambda done, of, what=None: say(done=done, of=of, what=what))
-    except Exception as error:  # whatever a rung cannot do here is a line of the table
-        say(error=f"{type(error).__name__}: {error}")
-        raise
-    say(found=found)
+    for line in sys.stdin:
+        try:
+            found = run(json.loads(line), lambda done, of, what=None: say(done=done, of=of, what=what))
+        except Exception as error:  # whatever a rung cannot do here is a line of the table
+            say(error=f"{type(error).__name__}: {error}")
+            raise
+        say(found=found)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def lines(found: dict[str, Any], how: str, promise: Slo | None = None) -> Iterat
     )
     cached = f" ({found['cached_tokens']:,} of them from the cache)" if found["cached_tokens"] else ""
     yield f"tokens      {found['prompt_tokens']:,} of prompts{cached}, {found['output_tokens']:,} of answers"
+    yield f"latencies   of {found['completed']} completed requests; timed out: {found['timed_out']}"
     yield " " * 12 + "".join(f"{name:>10}" for name in COLUMNS) + "   95 % of the mean"
     for name, title, unit in LATENCIES:
         cells = "".join(f"{_shown(found[name][column], unit):>10}" for column in COLUMNS)
@@ -52,8 +53,10 @@ def lines(found: dict[str, Any], how: str, promise: Slo | None = None) -> Iterat
 def against_rate(points: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line per rate that was asked for."""
     promised = any("goodput" in point for point in points)
+    slow = any(point["timed_out"] for point in points)
     heads = ["rate/s", "done/s", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99 ms"]
-    yield "".join(f"{head:>11}" for head in [*heads, *(["goodput/s"] if promised else [])])
+    heads += (["goodput/s"] if promised else []) + (["timed out"] if slow else [])
+    yield "".join(f"{head:>11}" for head in heads)
     for point in points:
         cells = [
             f"{point['rate']:g}",
@@ -62,6 +65,7 @@ def against_rate(points: Sequence[dict[str, Any]]) -> Iterator[str]:
         ]
         cells += [_shown(point[name][share], 1e3) for name in ("ttft", "itl") for share in ("p50", "p99")]
         cells += [f"{point['goodput']['requests_per_second']:.2f}"] if promised else []
+        cells += [f"{point['timed_out']}"] if slow else []
         yield "".join(f"{cell:>11}" for cell in cells)
 
 

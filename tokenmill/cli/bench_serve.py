@@ -72,7 +72,7 @@ def serve(
         bool, typer.Option("--against-offline", help="What HTTP costs against the offline API, in turns.")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="With --against-offline: how often both have their turn.")] = 5,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request; who takes longer is counted.")] = 600.0,
     slo: Annotated[str | None, typer.Option(help="Promises, for goodput: ttft=500ms,itl=50ms,p=90.")] = None,
     price: given.Price = None,
     json: given.Json = None,
@@ -93,7 +93,8 @@ def serve(
     """Put load on a server and print throughput, latencies and errors.
 
     The client is independent of the server: any OpenAI-compatible one can be asked with --url. Where requests have
-    times of their own (--rate, --speed), latencies count from the moment a request was due.
+    times of their own (--rate, --speed), latencies count from the moment a request was due. Latencies are those of
+    completed requests; how many timed out is told beside them.
     """
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.serve import Load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from tokenmill.cli.terminal import note, progress
 
 if TYPE_CHECKING:
     from tokenmill.bench.ladder import Plan
+    from tokenmill.bench.ladder_run import Row
     from tokenmill.plan.workload import Workload
 
 _WHERE = "Where it runs"
@@ -35,7 +37,8 @@ def ladder(
     ] = None,
     seed: given.Seed = 0,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="For a rung that serves one at a time; it is scaled if that is not enough.")
+        float,
+        typer.Option(min=0.1, help="After so long a rung begins no further request; the table says how many ran."),
     ] = 45.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each batched rung, of which the median counts.")] = 1,
     html: Annotated[Path | None, typer.Option(help="One page with everything.")] = None,
@@ -49,7 +52,7 @@ def ladder(
 ) -> None:
     """Climb from no KV cache and one request at a time to all techniques, on the same requests.
 
-    Every rung is the one below plus one switch, in a process of its own; its answers are held against the bottom's.
+    Every rung is the one below plus one switch, in an engine of its own; its answers are held against the bottom's.
     """
     from tokenmill.bench.ladder_run import climb
     from tokenmill.bench.ladder_show import lines, page, waterfall
@@ -68,15 +71,20 @@ def ladder(
         mix = Mix(work, vocab=vocab if load_format == "dummy" else None)
         asks = [(ask.prompt, ask.max_tokens) for ask in mix.asks(seed)]
         warm = [(ask.prompt, ask.max_tokens) for ask in mix.asks(~seed)]
-        rows = climb(model, plan, chosen, asks, warm, limit=seconds, repeats=repeats, dtype=used, report=report)
+        told = [_told(plan, work, used)]
+
+        def data(rows: list[Row]) -> dict[str, Any]:
+            return {"model": model, "told": told, "workload": work.summary(), "rungs": [row.as_data() for row in rows]}
+
+        def keep(rows: list[Row]) -> None:  # a run that is cut short is not lost
+            if json is not None and json != given.STDOUT:
+                json.write_text(dumps(data(rows), indent=1) + "\n")
+
+        rows = climb(
+            model, plan, chosen, asks, warm, limit=seconds, repeats=repeats, dtype=used, report=report, keep=keep
+        )
     title = f"The ladder: {_name(model)} on {_machine(plan.device)}"
-    told = [
-        f"{len(work)} requests, all there from the start: prompts of {min(work.prompts)} to {max(work.prompts)} tokens "
-        f"that share their first {work.hash_block}, answers of {min(work.outputs)} to {max(work.outputs)}; greedy, "
-        f"{used}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung."
-    ]
-    data = {"model": model, "told": told, "workload": work.summary(), "rungs": [row.as_data() for row in rows]}
-    given.give_out(data, [title, *told, "", *lines(rows)], json)
+    given.give_out(data(rows), [title, *told, "", *lines(rows)], json)
     if plot is not None:
         plot.mkdir(parents=True, exist_ok=True)
         target = plot / f"ladder_{plan.device}.svg"
@@ -110,6 +118,14 @@ def _planned(
     fits = fitted(work, device.type, spec.kv_bytes_per_token(dtype.itemsize), spec.max_positions)
     plan = Plan(device.type, fits, isinstance(checkpoint, BlockCheckpoint), options)
     return plan, work, spec.vocab_size, str(dtype).removeprefix("torch.")
+
+
+def _told(plan: Plan, work: Workload, dtype: str) -> str:
+    return (
+        f"{len(work)} requests, all there from the start: prompts of {min(work.prompts)} to {max(work.prompts)} tokens "
+        f"that share their first {work.hash_block}, answers of {min(work.outputs)} to {max(work.outputs)}; greedy, "
+        f"{dtype}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung."
+    )
 
 
 def _name(model: str) -> str:

@@ -11,7 +11,7 @@ import typer
 from tokenmill.cli import options
 from tokenmill.cli.quantize_inputs import Opened, open_model, spread_pieces, token_ids
 from tokenmill.cli.quantize_report import Wanted, print_report
-from tokenmill.cli.terminal import note, progress, size
+from tokenmill.cli.terminal import EVERY, note, progress, size
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,13 +26,18 @@ _HOW = "How it is rounded"
 def quantize(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
     scheme: Annotated[
-        str, typer.Option(help="int4 (-g32, -g64, -g128, -zeros), int8, w8a8, fp8; per layer: int4,layers.0-3=int8.")
-    ] = "int4",
+        str | None,
+        typer.Option(
+            help="int4 (-g32, -g64, -g128, -zeros), int8, w8a8, fp8; per layer: int4,layers.0-3=int8. "
+            "Unset: int4 (report: all of them)."
+        ),
+    ] = None,
     method: Annotated[
-        str | None, typer.Option(help="rtn, gptq, awq or smoothquant; unset: what suits scheme and text.")
+        str | None,
+        typer.Option(help="rtn, gptq, awq or smoothquant; unset: what suits scheme and text (report: all that do)."),
     ] = None,
     calibrate: Annotated[Path | None, typer.Option(help="A text like those the model will read.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new folder for the model.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new or empty folder to write.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Pieces of the text; unset: 128 (report: 32).")] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens of each piece.")] = 512,
     lm_head: Annotated[str | None, typer.Option(help="The head's form; unset: it stays as it is.")] = None,
@@ -51,7 +56,7 @@ def quantize(
         bool, typer.Option("--static-inputs", help="w8a8, fp8: one input scale, from the text.", rich_help_panel=_HOW)
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write no model: measure every form.", rich_help_panel=_REPORT)
+        bool, typer.Option("--report", help="Write no model: measure all forms, or --scheme.", rich_help_panel=_REPORT)
     ] = False,
     text: Annotated[Path | None, typer.Option(help="The text that is predicted.", rich_help_panel=_REPORT)] = None,
     tokens: Annotated[int, typer.Option(min=64, help="How much of it.", rich_help_panel=_REPORT)] = 4096,
@@ -67,12 +72,17 @@ def quantize(
     """
     from tokenmill.quant.forms import parse_form, parse_layout
 
-    layout = parse_layout(scheme)
+    layout = parse_layout("int4" if scheme is None and not report else scheme)
     if lm_head is not None:
         layout = replace(layout, overrides=(*layout.overrides, ("lm_head", parse_form(lm_head))))
     if report:
-        wanted = Wanted(model, text, calibrate, samples or 32, length, tokens, only, speed, gsm8k, questions, as_json)
-        print_report(wanted)
+        for option, value in (("-o", out), ("--dtype", dtype), ("--device", device)):
+            if value is not None:
+                raise ConfigError(f"{option} is for writing a model, which --report does not; leave one of them out")
+        shape = samples or 32, length
+        print_report(
+            Wanted(model, layout, method, text, calibrate, *shape, tokens, only, speed, gsm8k, questions, as_json)
+        )
         return
     if out is None:
         raise ConfigError("where to? name a new folder with -o, or ask for --report")
@@ -96,7 +106,7 @@ def _write(
     from tokenmill.engine.build import choose_device
     from tokenmill.quant.quantize import METHODS, Method, plan_forms, quantize_model
     from tokenmill.quant.rounding import INPUTS
-    from tokenmill.quant.write import prepare_folder, write_model, write_tokenizer
+    from tokenmill.quant.write import new_folder, write_model, write_tokenizer
 
     if name is not None and name not in METHODS:
         raise ConfigError(f"--method is {name!r}; there are {', '.join(METHODS)}")
@@ -117,15 +127,18 @@ def _write(
         ids = spread_pieces(words, samples, min(length, source.spec.max_positions), calibrate)
     elif calibrate is not None:
         note(f"({method.name} needs no text, and did not look at {calibrate})")
-    prepare_folder(out)
-    for line in notes:
-        note(f"({line})")
-    with progress() as tell, torch.inference_mode():
-        layers = quantize_model(
-            source, forms, method, ids, place, lambda done, total: tell(done, total, f"quantizing ({method.name})")
-        )
-        write_model(source, forms, layers, out, kept, method.static_inputs)
-    write_tokenizer(opened.files, opened.checkpoint, out)
+    with new_folder(out) as folder:
+        for line in notes:
+            note(f"({line})")
+        with progress(every=EVERY) as tell, torch.inference_mode():
+
+            def layers_done(done: int, total: int) -> None:
+                tell(done, total, f"quantizing with {method.name}, layers done")
+
+            layers_done(0, source.spec.num_layers)
+            layers = quantize_model(source, forms, method, ids, place, layers_done)
+            write_model(source, forms, layers, folder, kept, method.static_inputs)
+        write_tokenizer(opened.files, opened.checkpoint, folder)
     written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     typer.echo(f"{opened.files.name} as {layout.name} ({method.name}) is in {out}: {size(written)}")
 

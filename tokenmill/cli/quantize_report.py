@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from tokenmill.cli.quantize_inputs import first_pieces, open_model, read_text, spread_pieces, token_ids
-from tokenmill.cli.terminal import note, progress
+from tokenmill.cli.terminal import EVERY, note, progress
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from tokenmill.cli.quantize_inputs import Opened
-    from tokenmill.quant.report import Line
+    from tokenmill.quant.forms import Layout
+    from tokenmill.quant.report import Candidate, Line
 
 WINDOW = 512  # tokens that are predicted together
 
@@ -27,6 +28,8 @@ class Wanted:
     """The options of the command, as they were given."""
 
     model: str
+    layout: Layout  # nothing in it: every form
+    method: str | None
     text: Path | None
     calibrate: Path | None
     samples: int
@@ -42,15 +45,20 @@ class Wanted:
 def print_report(wanted: Wanted) -> None:
     import torch
 
-    from tokenmill.quant.report import as_json, candidates, cells, measure, table
+    from tokenmill.quant.forms import parse_layout
+    from tokenmill.quant.quantize import plan_forms
+    from tokenmill.quant.report import as_json, cells, measure, table
 
-    words = [word.strip() for word in wanted.only.split(",") if word.strip()]
-    chosen = [one for one in candidates() if not words or one.name == "fp32" or any(word in one.name for word in words)]
-    if len(chosen) == 1 and words:
-        raise ConfigError(f"--only is {wanted.only!r}; there are {', '.join(one.name for one in candidates())}")
-    ids, calibration, opened = _texts(wanted)
+    if wanted.text is None:
+        raise ConfigError("a report needs a text to predict: name one with --text")
+    chosen = _chosen(wanted)
+    opened = open_model(wanted.model)
+    for one in chosen:
+        if one.scheme is not None:  # what a model cannot have is told before anything is measured
+            plan_forms(opened.source.spec, parse_layout(one.scheme))
+    ids, calibration = _texts(wanted, opened)
     lines: list[Line] = []
-    with progress() as tell, torch.inference_mode():
+    with progress(every=EVERY) as tell, torch.inference_mode():
         for line in measure(opened.source, chosen, ids, calibration, tell):
             lines.append(line)
             note(", ".join(cell for cell in cells(line) if cell))
@@ -62,17 +70,35 @@ def print_report(wanted: Wanted) -> None:
     typer.echo(json.dumps(as_json(lines), indent=1) if wanted.as_json else "\n".join(table(lines, asked)))
 
 
-def _texts(wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor, Opened]:
+def _chosen(wanted: Wanted) -> list[Candidate]:
+    """The baseline, and the forms that --scheme, --method and --only leave."""
+    from tokenmill.quant.forms import Layout
+    from tokenmill.quant.quantize import METHODS
+    from tokenmill.quant.report import BASELINE, candidates, ways_of
+
+    if wanted.method is not None and wanted.method not in METHODS:
+        raise ConfigError(f"--method is {wanted.method!r}; there are {', '.join(METHODS)}")
+    known = candidates() if wanted.layout == Layout() else ways_of(wanted.layout)
+    words = [word.strip() for word in wanted.only.split(",") if word.strip()]
+    found = [one for one in known if not words or any(word in one.name for word in words)]
+    if wanted.method is not None:
+        found = [one for one in found if one.scheme is not None and one.method.name == wanted.method]
+    if not found:
+        given = [f"--only is {wanted.only!r}"] if words else []
+        given += [f"--method is {wanted.method!r}"] if wanted.method else []
+        raise ConfigError(f"{' and '.join(given)}; there are {', '.join(one.name for one in (BASELINE, *known))}")
+    return [BASELINE, *found]
+
+
+def _texts(wanted: Wanted, opened: Opened) -> tuple[torch.Tensor, torch.Tensor]:
     """What is predicted, and what is calibrated with: another text, or the part of the same one that is not judged."""
-    if wanted.text is None:
-        raise ConfigError("a report needs a text to predict: name one with --text")
-    opened = open_model(wanted.model)
+    assert wanted.text is not None
     window = min(WINDOW, wanted.tokens, opened.source.spec.max_positions)
     judged = token_ids(opened.tokenizer, wanted.text)
     ids = first_pieces(judged, wanted.tokens // window, window, wanted.text)
     path = wanted.calibrate or wanted.text
     other = token_ids(opened.tokenizer, path) if wanted.calibrate else judged[ids.numel() :]
-    return ids, spread_pieces(other, wanted.samples, min(wanted.length, opened.source.spec.max_positions), path), opened
+    return ids, spread_pieces(other, wanted.samples, min(wanted.length, opened.source.spec.max_positions), path)
 
 
 def _with_speed(model: str, opened: Opened, lines: list[Line]) -> list[Line]:

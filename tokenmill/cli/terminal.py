@@ -20,6 +20,7 @@ Report = Callable[[int, int, str], None]  # (done, total, what): bytes of a down
 
 QUICK = 0.3  # seconds: whatever is over by then needs no progress bar
 SLOW = 5.0  # seconds: whatever takes longer is mentioned in a log, once
+EVERY = 5.0  # seconds between two lines of a log about what takes minutes
 
 # Models can be made to write escape sequences that reprogram a terminal; tabs and newlines are all a text needs.
 _CONTROL = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if chr(code) not in "\n\t"}
@@ -68,9 +69,9 @@ def size(num_bytes: float) -> str:
 
 
 @contextmanager
-def progress() -> Iterator[Report]:
-    """A progress callback for downloads and loading, silent for whatever is quick."""
-    reporter = _Bars() if sys.stderr.isatty() else _Lines()
+def progress(every: float | None = None) -> Iterator[Report]:
+    """A progress callback, silent for whatever is quick. In a log it gives one line, or one `every` so many seconds."""
+    reporter = _Bars() if sys.stderr.isatty() else _Lines(every)
     try:
         yield reporter.report
     finally:
@@ -110,15 +111,21 @@ def _rich_progress() -> Progress:
 
 
 class _Lines:
-    """For logs: one plain line for each thing that takes long."""
+    """For logs: one plain line for each thing that takes long, or one now and then that says how far it is."""
 
-    def __init__(self) -> None:
-        self._began: dict[str, float] = {}
+    def __init__(self, every: float | None) -> None:
+        self._every = every
+        self._began: dict[str, float] = {}  # or when it was last told, with `every`
         self._told: set[str] = set()
 
     def report(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if now - self._began.setdefault(what, now) >= SLOW and what not in self._told:
+        waited = now - self._began.setdefault(what, now)
+        if self._every is not None:
+            if waited >= self._every:
+                self._began[what] = now
+                note(f"({what}: {done} of {total})")
+        elif waited >= SLOW and what not in self._told:
             self._told.add(what)
             note(f"({what} ...)")
 

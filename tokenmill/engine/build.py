@@ -36,7 +36,7 @@ from tokenmill.plan.solve import Settings, solve
 from tokenmill.quant.choose import Place, describe
 from tokenmill.quant.invariant import InvariantDense
 from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import QuantScheme, Schemes
+from tokenmill.quant.scheme import Schemes
 from tokenmill.sampling.grammar import Grammars
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -65,8 +65,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     native = native_for(config, dtype, device, tell)
     schemes, schemes_why = schemes_for(config, spec, checkpoint, Place(device, dtype, isinstance(native, Library)))
     check_kv_form(config.kv_cache_dtype, spec)
-    kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes.default, device)
-    sizes = model_bytes(spec, dtype, schemes, checkpoint, kv_dtype)
+    kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes, device)
+    narrow = dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant
+    guarded = narrow and config.adaptive_precision
+    sizes = model_bytes(spec, dtype, schemes, checkpoint, kv_dtype, guarded)
     settings = solve(config, sizes, spec.max_positions, hardware_of(device))
     kv_form = form_for(kv_dtype)
     kv_name = kv_form.name if kv_form else str(kv_dtype).removeprefix("torch.")
@@ -85,8 +87,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     decoder = Decoder(spec, weights, ops, max_len=settings.max_len)
     # The engine of a server has no tokenizer until it needs one for a grammar.
     grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
-    narrow = dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant
-    guard = PrecisionGuard(decoder, need, settings.max_len) if config.adaptive_precision and narrow else None
+    guard = PrecisionGuard(decoder, need, settings.max_len) if guarded else None
     engine = join(config, settings, decoder, kv_dtype, device, grammars, guard)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
@@ -182,11 +183,9 @@ def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[
     return torch.bfloat16, "half the bytes of float32"
 
 
-def choose_kv_dtype(
-    wanted: str, dtype: torch.dtype, scheme: QuantScheme, device: torch.device
-) -> tuple[torch.dtype, str]:
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, schemes: Schemes, device: torch.device) -> tuple[torch.dtype, str]:
     if wanted == "auto":
-        if isinstance(scheme, Packed):
+        if isinstance(schemes.default, Packed) and not schemes.exact:
             return torch.float16, "half the bytes to read, and far finer than the packed weights"
         return dtype, "as the model computes"
     if wanted in KV_FORMS:

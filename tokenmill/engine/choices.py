@@ -9,12 +9,13 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
 from tokenmill.model.weights.load import packed_as_stored, stored_forms
+from tokenmill.model.weights.quantized import QuantizedCheckpoint
 from tokenmill.ops.kv_forms import form_for
 from tokenmill.plan.hardware import Hardware, cpu_hardware
-from tokenmill.plan.memory import ModelBytes
+from tokenmill.plan.memory import ModelBytes, guard_bytes
 from tokenmill.quant.choose import Place, auto_layout, check_effect, choose_schemes
 from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.forms import Layout, parse_layout
+from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
 from tokenmill.quant.invariant import InvariantDense
 from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
@@ -27,13 +28,17 @@ def schemes_for(
     config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, place: Place
 ) -> tuple[Schemes, str]:
     """The scheme of every linear layer, and why."""
+    asked = config.quantization
+    if isinstance(asked, str) and asked in STORED:
+        check_format(asked, checkpoint)
+        asked = None
     if config.batch_invariant:
         check_invariant(spec, place.dtype, place.device)
         return Schemes(InvariantDense()), "batch_invariant is set"
     shapes, blocks = linear_shapes(spec), isinstance(checkpoint, BlockCheckpoint)
     stored = {} if checkpoint is None else stored_forms(spec, checkpoint)
-    layout, why = parse_layout(None if config.quantization == "auto" else config.quantization), "as set"
-    if config.quantization == "auto":
+    layout, why = parse_layout(None if asked == "auto" else asked), "as set"
+    if asked == "auto":
         saved = sum(rows * columns for rows, columns in shapes.values()) * (place.dtype.itemsize - 1)
         fits = spec.weight_bytes(place.dtype.itemsize) - saved < _ROOM * hardware_of(place.device).free_bytes
         layout, why = auto_layout(place, is_quantized=blocks or bool(stored), max_rows=config.max_num_seqs, fits=fits)
@@ -41,11 +46,28 @@ def schemes_for(
     elif layout == Layout():
         why = "as stored" if blocks or stored else "as the model computes"
     schemes = choose_schemes(layout, shapes, stored, blocks, place)
-    if config.quantization != "auto":
+    if asked != "auto":
         check_effect(layout, shapes, schemes)
     if spec.moe is not None and layout != Layout():
         why += "; experts stay floats"
     return schemes, why
+
+
+def check_format(wanted: str, checkpoint: Checkpoint | None) -> None:
+    """Refuse the name of a format that the checkpoint does not have: its weights would silently stay as they are."""
+    if checkpoint is None:
+        found, is_one = "dummy weights are floats", False
+    elif isinstance(checkpoint, BlockCheckpoint):
+        found, is_one = "the checkpoint is a GGUF file", wanted == "gguf"
+    elif isinstance(checkpoint, QuantizedCheckpoint):
+        found, is_one = f"the checkpoint is quantized with {checkpoint.method}", wanted == checkpoint.method
+    else:
+        found, is_one = "the checkpoint is not quantized", False
+    if not is_one:
+        raise ConfigError(
+            f"quantization={wanted!r} is a format of checkpoints, but {found}; leave it out, or take a form that "
+            f"weights are rounded to while they are loaded: {', '.join(KINDS)}"
+        )
 
 
 def linear_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
@@ -80,11 +102,13 @@ def model_bytes(
     schemes: Schemes | None = None,
     checkpoint: Checkpoint | None = None,
     kv_dtype: torch.dtype | None = None,  # None: as dtype
+    guarded: bool = False,  # rows that overflow are computed again in float32
 ) -> ModelBytes:
     itemsize, schemes = dtype.itemsize, schemes or Schemes(Dense())
+    widest = torch.float32 if guarded else dtype  # that products are computed in
     as_stored: dict[str, int] = {}
     if isinstance(schemes.default, Packed) and checkpoint is not None:
-        as_stored = packed_as_stored(spec, checkpoint, itemsize)
+        as_stored = packed_as_stored(spec, checkpoint)
     shapes = linear_shapes(spec)
     weights = spec.weight_bytes(itemsize)
     for name, param in spec.parameters().items():
@@ -102,8 +126,22 @@ def model_bytes(
         vocab=spec.vocab_size,
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
         flops_per_token=2.0 * spec.active_parameters,
-        scratch=max(_scratch_bytes(schemes.of(name), *shape, dtype) for name, shape in shapes.items()),
+        scratch=max(_scratch_bytes(schemes.of(name), *shape, widest) for name, shape in shapes.items()),
+        guard=_guard_bytes(spec) if guarded else 0,
+        guard_per_token=spec.activation_elements * (widest.itemsize - itemsize),
     )
+
+
+def _guard_bytes(spec: DecoderSpec) -> int:
+    """What the guard holds of the weights in float32 (model/widened.py)."""
+    stacked: dict[str, int] = {}  # elements, by layer
+    small: dict[str, int] = {}
+    for name, param in spec.parameters().items():
+        if name.startswith("layers.") and param.kind != "linear":
+            layer, counts = name.split(".")[1], stacked if param.kind == "stacked" else small
+            counts[layer] = counts.get(layer, 0) + param.numel
+    matrices = [param.numel for param in spec.parameters().values() if param.kind in ("linear", "embedding")]
+    return guard_bytes(max(matrices), max(stacked.values(), default=0), max(small.values(), default=0))
 
 
 def _scratch_bytes(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -> int:

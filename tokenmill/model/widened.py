@@ -1,4 +1,4 @@
-"""WidenedWeights: the weights of a narrow model in float32, widened layer by layer while they are used."""
+"""WidenedWeights: the weights of a narrow model in float32, widened part by part while they are used."""
 
 from __future__ import annotations
 
@@ -6,41 +6,86 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from tokenmill.model.layers import LayerWeights, WeightStore
-from tokenmill.quant.scheme import Dense, Linear
+from tokenmill.quant.scheme import Dense, Linear, QuantizedRows, Storage
+
+SMALL = 1 << 16  # elements: smaller tensors have no room of their own
 
 Part = TypeVar("Part")
 
 
 class WidenedWeights:
-    """A view of a store: one widened layer at a time, so that a model needs no second copy of itself."""
+    """A view of a store that holds little itself, whatever the size of the model: part of a matrix while it is
+    multiplied, and one layer's experts, in room that the next layer's take over. The memory plan counts on it
+    (plan/memory.py, guard_bytes).
+    """
 
-    def __init__(self, inner: WeightStore) -> None:
+    def __init__(self, inner: WeightStore, at_once: int) -> None:
+        """at_once: bytes of a matrix that are float32 at a time."""
         self._inner = inner
+        self._scheme = Widening(at_once)
+        self._rooms: list[torch.Tensor] = []  # in the order in which a layer's large tensors come
         self.dtype, self.device = torch.float32, inner.device
         self.embed = inner.embed
         self.final_norm = inner.final_norm.float()
 
     @property
     def lm_head(self) -> Linear:
-        return _wide(self._inner.lm_head)
+        return self._wide(self._inner.lm_head, [])
 
     def layer(self, index: int) -> LayerWeights:
-        return _wide(self._inner.layer(index))
+        return self._wide(self._inner.layer(index), self._rooms)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, hidden]
         return self._inner.embedding(ids).float()
 
+    def _wide(self, part: Part, rooms: list[torch.Tensor]) -> Part:
+        """The same with every float tensor in float32. Quantized weights stay: they take inputs of any width."""
+        taken = 0
 
-def _wide(part: Part) -> Part:
-    """The same with every float tensor in float32. Quantized weights stay: they take inputs of any width."""
-    if isinstance(part, torch.Tensor):
-        return part.float()  # type: ignore[return-value]
-    if isinstance(part, Linear):
-        dense = isinstance(part.scheme, Dense)
-        storage = {"weight": part.storage["weight"].float()} if dense else part.storage
-        return Linear(Dense() if dense else part.scheme, storage, _wide(part.bias))  # type: ignore[return-value]
-    if part is None:
-        return part
-    return replace(part, **{field.name: _wide(getattr(part, field.name)) for field in fields(part)})  # type: ignore[type-var,arg-type]
+        def wide(part: Part) -> Part:
+            nonlocal taken
+            if part is None:
+                return part
+            if isinstance(part, Linear):
+                scheme = self._scheme if isinstance(part.scheme, Dense) else part.scheme
+                bias = None if part.bias is None else part.bias.float()
+                return Linear(scheme, part.storage, bias)  # type: ignore[return-value]
+            if not isinstance(part, torch.Tensor):
+                return replace(part, **{one.name: wide(getattr(part, one.name)) for one in fields(part)})  # type: ignore[type-var,arg-type]
+            if part.dtype == torch.float32 or part.numel() < SMALL:
+                return part.float()  # type: ignore[return-value]
+            if taken == len(rooms):
+                rooms.append(torch.empty(0, dtype=torch.float32, device=part.device))
+            if rooms[taken].numel() < part.numel():
+                rooms[taken] = torch.empty(part.numel(), dtype=torch.float32, device=part.device)
+            taken += 1
+            return rooms[taken - 1][: part.numel()].view(part.shape).copy_(part)  # type: ignore[return-value]
+
+        return wide(part)
+
+
+class Widening(Dense):
+    """Multiplies in float32 with a narrow weight, of which some rows are widened at a time."""
+
+    name = "widened"
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self._at_once = at_once
+
+    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)  # `wants_quantized` said no
+        weight = storage["weight"]
+        rows, columns = weight.shape
+        count = max(1, self._at_once // (4 * columns))
+        if rows <= count or weight.dtype == torch.float32:
+            return F.linear(x, weight.float(), bias)
+        out = x.new_empty(*x.shape[:-1], rows)
+        for first in range(0, rows, count):
+            last = first + count
+            part = F.linear(x, weight[first:last].float(), None if bias is None else bias[first:last])
+            out[..., first:last] = part
+        return out

@@ -14,14 +14,15 @@ from tokenmill.plan.cost import CostModel, Form, Rates
 from tokenmill.plan.fit import Fitted, fit
 from tokenmill.plan.hardware import Hardware
 from tokenmill.plan.memory import ModelBytes
+from tokenmill.plan.precision import guard_of
 from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
-from tokenmill.plan.shape import ModelShape
+from tokenmill.plan.shape import ONE_GPU, ModelShape
 
 if TYPE_CHECKING:
     from tokenmill.config import EngineConfig
     from tokenmill.engine.build import Built
 
-VERSION = 1  # of the files kept
+VERSION = 2  # of the files kept
 BUDGET = 0.6  # seconds per point
 CPU_START = Rates(
     weight_bytes=1.5e10,
@@ -151,6 +152,8 @@ def form_of_built(built: Built, shape: ModelShape) -> tuple[Form, ModelBytes]:
         vocab=shape.vocab,
         rope_per_position=4 * shape.rope_dims,
         flops_per_token=2.0 * shape.active,
+        guard=guard_of(shape, ONE_GPU) if settings.memory.guard else 0,
+        guard_per_token=shape.activation * (4 - itemsize) if settings.memory.guard else 0,
     )
 
 

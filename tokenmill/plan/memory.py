@@ -13,6 +13,7 @@ SAMPLER_BYTES_PER_LOGIT = {"cpu": 44, "cuda": 24}
 ATTENTION_WORKSPACE = {"cpu": 256 * MIB, "cuda": 256 * MIB}
 LIBRARY_WORKSPACE = {"cpu": 0, "cuda": 640 * MIB}  # matmul library, kernels, and rounding of the allocator
 CPU_KV_LIMIT = 4 * GIB
+WIDENED_AT_ONCE = 64 * MIB  # of a matrix in float32, where `adaptive_precision` computes in float32 (model/widened.py)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ModelBytes:
     rope_per_position: int = 512
     flops_per_token: float = 0.0  # of a forward pass; 0: not known
     scratch: int = 0  # what the largest product needs while it runs
+    guard: int = 0  # float32 copies of weights, where rows that overflow are computed again (see guard_bytes)
+    guard_per_token: int = 0  # by how much the activations of such a step are wider
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class MemoryPlan:
     workspace: int
     budget: int
     num_blocks: int
+    guard: int = 0  # of activations and workspace: what is there for rows that are computed again in float32
 
     @property
     def total(self) -> int:
@@ -48,8 +52,23 @@ class MemoryPlan:
             f"kv cache     {_size(self.kv)}  ({kv_tokens:,} tokens in {self.num_blocks:,} blocks)",
             f"activations  {_size(self.activations)}  (the largest step, logits and sampling included)",
             f"workspace    {_size(self.workspace)}  (tables, attention scratch, libraries)",
-            f"in all       {_size(self.total)}  of {_size(self.budget)} that may be used",
+            f"in all       {_size(self.total)}  of {_size(self.budget)} that may be used{self._guarded}",
         ]
+
+    @property
+    def _guarded(self) -> str:
+        if not self.guard:
+            return ""
+        return f" ({_size(self.guard)} of it for adaptive_precision)"
+
+
+def guard_bytes(
+    widest: int,  # elements of the largest matrix that is multiplied
+    stacked: int,  # of a layer's experts, and the like: what ops take whole
+    small: int,  # of a layer's norms, biases and routers
+) -> int:
+    """Bytes of what a step in float32 holds of a narrow model's weights: part of a matrix, and a layer's other ones."""
+    return min(4 * widest, WIDENED_AT_ONCE) + 4 * stacked + 8 * small  # small ones of two layers may meet
 
 
 def plan_memory(
@@ -69,8 +88,11 @@ def plan_memory(
     length = max_len or longest
     sampler = SAMPLER_BYTES_PER_LOGIT[where] * model.vocab
     activations = max_step_tokens * model.activation_per_token + max_rows * (model.logits_per_row + sampler)
+    wider = max_step_tokens * model.guard_per_token
+    activations += wider
     tables = 4 * (max_rows + 1) * (length + -(-length // block_size)) + model.rope_per_position * length
-    workspace = tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where] + model.scratch
+    guard = model.guard + model.rope_per_position * length if model.guard else 0  # it has tables of its own
+    workspace = guard + tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where] + model.scratch
     if where == "cuda":  # recorded decode steps keep memory of their own, of the largest batch and some rounding
         workspace += 3 * max_rows * (model.activation_per_token + model.logits_per_row) // 2
     if where == "cuda":
@@ -95,7 +117,8 @@ def plan_memory(
     if kv_bytes < smallest or fixed + num_blocks * block_bytes > budget:
         raise ConfigError(_refusal(model, hardware, activations, workspace, budget, kv_bytes, smallest, options))
     fitting = min(length, num_blocks * block_size)
-    return MemoryPlan(model.weights, num_blocks * block_bytes, activations, workspace, budget, num_blocks), fitting
+    kv = num_blocks * block_bytes
+    return MemoryPlan(model.weights, kv, activations, workspace, budget, num_blocks, guard + wider), fitting
 
 
 def _refusal(
@@ -111,6 +134,8 @@ def _refusal(
     options = [*options, "lower max_num_batched_tokens or max_num_seqs", "lower max_model_len"]
     if hardware.device == "cuda":
         options.append("raise gpu_memory_utilization")
+    if model.guard:
+        options.append("set adaptive_precision=False")
     options.append("use a smaller dtype or model")
     return (
         f"the model does not fit: {_size(model.weights)} weights + {_size(activations)} activations + "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.plan.cost import Form
-from tokenmill.plan.memory import ModelBytes
+from tokenmill.plan.memory import ModelBytes, guard_bytes
 from tokenmill.plan.shape import ModelShape, Split
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,6 +57,13 @@ def form_of(weights: WeightForm, kv: KVForm, itemsize: int, head_dim: int) -> Fo
     )
 
 
+def guard_of(shape: ModelShape, split: Split) -> int:
+    """Bytes of the weights that a rank of a narrow model holds in float32 while it computes in float32."""
+    experts = shape.expert_weights / split.expert / max(shape.moe_layers, 1)
+    stacked = (shape.stacked / shape.layers + experts) / split.tensor
+    return guard_bytes(shape.head, int(stacked) + 1, -(-shape.small // (shape.moe_layers or shape.layers)))
+
+
 def rank_bytes(shape: ModelShape, form: Form, split: Split, itemsize: int) -> ModelBytes:
     """The model as the memory plan of the fullest rank sees it."""
     layers = -(-shape.layers // split.pipeline) / shape.layers
@@ -68,6 +75,7 @@ def rank_bytes(shape: ModelShape, form: Form, split: Split, itemsize: int) -> Mo
     inner = (shape.activation - stream) / split.tensor
     # A rank's inputs of quantized products are copied, a byte each.
     copies = shape.activation - stream if form.weight < itemsize else 0
+    guard = guard_of(shape, split) if itemsize < 4 else 0
     return ModelBytes(
         weights=int(weights) + 1,
         kv_per_token=int(shape.kv_elements * form.kv * shape.kv_share(split.tensor) * layers) + 1,
@@ -76,4 +84,6 @@ def rank_bytes(shape: ModelShape, form: Form, split: Split, itemsize: int) -> Mo
         vocab=shape.vocab,
         rope_per_position=4 * shape.rope_dims,
         flops_per_token=2.0 * shape.active,
+        guard=guard,
+        guard_per_token=int((stream + inner) * (4 - itemsize)) + 1 if guard else 0,
     )

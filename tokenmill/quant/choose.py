@@ -9,12 +9,13 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout
+from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
 from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.packed import BLOCK, Packed, can_hold
 from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
 
 CPU_GROUP = 32  # int4: on CPUs every block of 32 holds a scale in any case
+_EXACT = Form("fp32")
 FEW_ROWS = 16  # up to here a GPU's step costs what reading the weights costs
 
 
@@ -35,7 +36,7 @@ def choose_schemes(
     place: Place,
 ) -> Schemes:
     """What is not asked for stays as the checkpoint stores it, or as the model computes."""
-    _check_names(layout, shapes)
+    check_names(layout, shapes)
     _check_device(layout, place)
     packing = place.native and (blocks or layout != Layout() or bool(stored))
     plain: QuantScheme = Packed() if packing else Dense()
@@ -61,7 +62,8 @@ def choose_schemes(
                 f"leave the group out, or give this layer another form ({name}=int8)"
             )
         named[name] = made[form]
-    return Schemes(plain, named, frozenset(as_stored))
+    exact = layout.default == _EXACT or all(layout.of(name) == _EXACT for name in shapes if name != "lm_head")
+    return Schemes(plain, named, frozenset(as_stored), exact)
 
 
 def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits: bool) -> tuple[Layout, str]:
@@ -117,14 +119,6 @@ def _scheme(form: Form, place: Place, plain: QuantScheme) -> QuantScheme:
     from tokenmill.quant.weight_only import WeightOnly
 
     return WeightOnly(form)  # float8 too, where columns have scales in groups: float8 products do not know them
-
-
-def _check_names(layout: Layout, shapes: Mapping[str, tuple[int, int]]) -> None:
-    for pattern, form in layout.overrides:
-        if any(Layout(None, ((pattern, form),)).of(name) for name in shapes):
-            continue
-        why = "this model's head is its embedding" if pattern == "lm_head" else "this model has no such layer"
-        raise ConfigError(f"quantization names {pattern!r}, but {why}; leave it out")
 
 
 def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes: Schemes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
@@ -11,6 +11,7 @@ from tokenmill.errors import ConfigError
 KINDS = ("int8", "int4", "w8a8", "fp8", "bf16", "fp16", "fp32")
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # layers that stay floats, in a dtype of their own
 GROUPS = (32, 64, 128)
+STORED = ("awq", "gptq", "compressed-tensors", "gguf")  # formats of checkpoints, which say themselves what they are
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?(?:\.(\w+))?")
 
 
@@ -73,6 +74,25 @@ def parse_layout(wanted: str | Mapping[str, str] | None) -> Layout:
                 "'layers.0-3.down' (one of qkv, o, gate_up, down)"
             )
     return Layout(default, tuple(overrides))
+
+
+def check_names(layout: Layout, names: Collection[str]) -> None:
+    """Refuse a layout that names layers which are not among the linear ones of the model."""
+    count = 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=-1)
+    for pattern, form in layout.overrides:
+        found = _LAYERS.fullmatch(pattern)
+        first, last = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+        if pattern == "lm_head" and pattern not in names:
+            why = "this model's head is its embedding; leave it out"
+        elif last >= count and found is not None:
+            why = f"this model has {count} layers, 0 to {count - 1}; name no others"
+        elif first > last:
+            why = f"{first} is after {last}; write the smaller number first"
+        elif not any(_fits(pattern, name) for name in names):
+            why = "this model has no such matrix in these layers; leave it out"
+        else:
+            continue
+        raise ConfigError(f"quantization names {pattern!r} (as {form.name}), but {why}")
 
 
 def parse_form(text: object) -> Form:

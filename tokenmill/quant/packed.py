@@ -52,6 +52,13 @@ def packed_bytes(type_id: int, rows: int, columns: int) -> int:
     return OF_GGUF[type_id].nbytes(rows, columns)
 
 
+def float_bytes(dtype: torch.dtype | None, rows: int, columns: int) -> int:
+    """Bytes of a matrix of floats that is packed; None: of a type that is not known, and not wider than float32."""
+    from tokenmill.ops.native.matrix import OF_DTYPE
+
+    return OF_DTYPE.get(dtype or torch.float32, OF_DTYPE[torch.float32]).nbytes(rows, columns)
+
+
 class Packed:
     """Rows in the form they have in the file: 4, 5, 6 or 8 bits with scales, or 16- and 32-bit floats.
 
@@ -79,11 +86,10 @@ class Packed:
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Without a form an upper bound; what a file takes is known from its formats (see packed_bytes)."""
+        if self.form is not None and self.form.kind in FLOATS:
+            return float_bytes(getattr(torch, FLOATS[self.form.kind]), rows, columns)
         if self.form is None or columns % BLOCK:
-            return packed_bytes(F32, rows, columns)
-        if self.form.kind in FLOATS:
-            dtype = getattr(torch, FLOATS[self.form.kind])
-            return rows * columns * dtype.itemsize
+            return float_bytes(None, rows, columns)
         return packed_bytes(_block_type(8 if self.form.kind != "int4" else 4, self.form.zeros), rows, columns)
 
     def input_bytes(self, columns: int) -> int:

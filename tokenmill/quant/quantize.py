@@ -11,7 +11,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.quant.awq import scale_for_inputs
 from tokenmill.quant.calibrate import Calibration, Moments
-from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout
+from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
 from tokenmill.quant.gptq import gptq
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.joints import Params, joints
@@ -52,6 +52,7 @@ def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, Form], list
     found: dict[str, Form] = {}
     changed: dict[tuple[str, str, int], int] = {}
     parameters = spec.parameters()
+    check_names(layout, [name for name, param in parameters.items() if param.kind == "linear"])
     for name, param in parameters.items():
         form = layout.of(name) if param.kind == "linear" else None
         if form is None:
@@ -68,10 +69,6 @@ def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, Form], list
         found[name] = form
     if not found:
         raise ConfigError(f"{layout.name} names no layer of this model, so there is nothing to do")
-    for pattern, form in layout.overrides:
-        if not any(Layout(None, ((pattern, form),)).of(name) for name in parameters):
-            why = "this model's head is its embedding" if pattern == "lm_head" else "this model has no such layer"
-            raise ConfigError(f"{pattern!r} is to become {form.name}, but {why}; leave it out")
     notes = [
         f"{count} matrices of {columns} columns become {now}: that is no multiple of the group of {wanted}"
         for (wanted, now, columns), count in changed.items()
@@ -105,6 +102,7 @@ def quantize_model(
             known = calibration.moments(index, params)
             _prepare(spec, params, wanted, method, known)
             groups = {name: round_one(params[name], form, method, known[name]) for name, form in _rounded(wanted)}
+        params |= {name: _narrowed(params[name], form) for name, form in wanted.items()}
         if calibration is not None and index + 1 < spec.num_layers + ("lm_head" in forms):
             calibration.advance(index, params, groups)
         yield _on_host(Quantized(prefix, params, groups))
@@ -115,7 +113,7 @@ def quantize_model(
         moments = None if calibration is None else calibration.head_moments(source.read("final_norm"))
         own = _rounded({"lm_head": forms["lm_head"]})
         groups = {name: round_one(head, form, method, moments) for name, form in own}
-        yield _on_host(Quantized("", {"lm_head": head}, groups))
+        yield _on_host(Quantized("", {"lm_head": _narrowed(head, forms["lm_head"])}, groups))
 
 
 def round_one(weight: torch.Tensor, form: Form, method: Method, moments: Moments | None) -> Groups:
@@ -163,6 +161,11 @@ def _on_host(layer: Quantized) -> Quantized:
         for name, one in layer.groups.items()
     }
     return Quantized(layer.prefix, {name: one.cpu() for name, one in layer.params.items()}, groups)
+
+
+def _narrowed(weight: torch.Tensor, form: Form) -> torch.Tensor:
+    """What stays floats, as floats of its form's type hold it."""
+    return weight.to(getattr(torch, FLOATS[form.kind])).to(weight.dtype) if form.kind in FLOATS else weight
 
 
 def _rounded(wanted: dict[str, Form]) -> list[tuple[str, Form]]:

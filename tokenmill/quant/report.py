@@ -13,7 +13,7 @@ from tokenmill.errors import TokenmillError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KV_FORMS
 from tokenmill.quant.evaluate import CPU, Judge, Quality, StoreBuilder
-from tokenmill.quant.forms import Form, parse_layout
+from tokenmill.quant.forms import FLOATS, Form, Layout, parse_layout
 from tokenmill.quant.layer_source import LayerSource
 from tokenmill.quant.quantize import Method, plan_forms, quantize_model
 
@@ -43,18 +43,31 @@ class Line:
     solved: int | None = None  # GSM8K questions
 
 
+BASELINE = Candidate("fp32")
+SCHEMES = ("int8", "fp8", "w8a8", "int4-g128", "int4-g32")  # that are measured where none is asked for
+
+
 def candidates() -> list[Candidate]:
-    found = [Candidate("fp32"), Candidate("int8", "int8"), Candidate("fp8", "fp8"), Candidate("w8a8", "w8a8")]
-    found.append(Candidate("w8a8 smoothquant", "w8a8", Method("smoothquant", clip=False)))
-    for group in (128, 32):
-        scheme = f"int4-g{group}"
-        found += [
+    """All but the baseline."""
+    found = [one for scheme in SCHEMES for one in ways_of(parse_layout(scheme))]
+    return found + [Candidate(f"kv {name}", kv=name) for name in KV_FORMS]
+
+
+def ways_of(layout: Layout) -> list[Candidate]:
+    """A scheme with each method that may suit it."""
+    scheme = layout.name
+    kinds = {form.kind for form in (layout.default, *(form for _, form in layout.overrides)) if form is not None}
+    if "int4" in kinds:
+        return [
             Candidate(f"{scheme} rtn", scheme),
             Candidate(f"{scheme} rtn, clipped", scheme, Method()),
             Candidate(f"{scheme} awq", scheme, Method("awq")),
             Candidate(f"{scheme} gptq", scheme, Method("gptq")),
         ]
-    return found + [Candidate(f"kv {name}", kv=name) for name in KV_FORMS]
+    found = [Candidate(scheme, scheme)]
+    if "w8a8" in kinds:
+        found.append(Candidate(f"{scheme} smoothquant", scheme, Method("smoothquant", clip=False)))
+    return found
 
 
 def measure(
@@ -101,6 +114,9 @@ def weight_bytes(spec: DecoderSpec, forms: dict[str, Form]) -> int:
             total += param.numel * wide
             continue
         rows, columns = param.shape
+        if form.kind in FLOATS:
+            total += rows * columns * getattr(torch, FLOATS[form.kind]).itemsize
+            continue
         groups = rows * columns // (form.group or columns)
         bits = 4 if form.kind == "int4" else 8
         total += rows * columns * bits // 8 + groups * SCALE_DTYPE.itemsize + (groups * bits // 8 if form.zeros else 0)

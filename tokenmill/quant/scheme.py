@@ -134,6 +134,7 @@ class Schemes:
     default: QuantScheme
     named: Mapping[str, QuantScheme] = field(default_factory=dict)
     as_stored: frozenset[str] = frozenset()  # layers whose schemes take the codes of a quantized checkpoint as they are
+    exact: bool = False  # float32 was asked for, so that nothing beside the weights is to be narrower, either
 
     def of(self, name: str) -> QuantScheme:
         return self.named.get(name, self.default)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenmill.quant.layer_source import LayerSource
 from tokenmill.quant.quantize import Quantized
 
 SHARD_BYTES = 2 << 30
+UNFINISHED = ".unfinished"  # the folder in which a model lies until all of it is there
 FORMATS = {"int4": "pack-quantized", "int8": "pack-quantized", "w8a8": "int-quantized", "fp8": "float-quantized"}
 _BESIDE = (  # files that belong to a tokenizer or to how a model is used
     "tokenizer.json",
@@ -160,14 +162,38 @@ def write_tokenizer(files: ModelFiles, checkpoint: object, folder: Path) -> None
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def prepare_folder(folder: Path) -> None:
-    """A new or empty folder: files of another model beside these would be read with them."""
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Where to write what is to be in a new or empty folder: it has the files when all are written, or nothing.
+
+    They are written to a folder inside of it, since only there is it sure that moving them costs nothing. What was
+    there before (it, or folders that it is in) stays whatever happens; a folder that was made here goes with a failure.
+    """
+    made: list[Path] = []  # the outermost first
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; name another folder with -o")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}; name another with -o") from None
+        try:
+            for one in reversed([folder, *folder.parents]):
+                if not one.exists():
+                    one.mkdir()
+                    made.append(one)
+            inside = folder / UNFINISHED
+            inside.mkdir()
+        except OSError as error:
+            raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}; name another with -o") from None
+        try:
+            yield inside
+            # The config last: a folder without one is no model yet.
+            for file in sorted(inside.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(folder / file.name)
+        finally:
+            shutil.rmtree(inside, ignore_errors=True)
+    except BaseException:
+        for one in reversed(made):
+            with suppress(OSError):  # not empty: somebody else has put something there
+                one.rmdir()
+        raise
 
 
 class _Shards:

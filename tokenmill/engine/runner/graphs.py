@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampler
 
+STRETCH = 2  # a size without a recording may be padded to so many times its rows: a replay costs no launches
+PATIENCE = 4  # times that happens before a size gets a recording of its own, which costs about two plain runs
+
 
 def bucket_sizes(max_rows: int) -> list[int]:
     """Batch sizes that are recorded; a step is padded to the next one. Finer where a row more costs relatively more."""
@@ -24,11 +27,41 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 
 @dataclass
-class _Recording:
-    uses: int = 0
+class Recording:
+    """What is known of steps of one size."""
+
+    uses: int = 0  # runs at this size
+    lent: int = 0  # steps of this size that a larger recording served
     refused: bool = False  # could not be recorded: it is run plainly
     graph: torch.cuda.CUDAGraph | None = None
     tokens: torch.Tensor | None = None  # [bucket]: where a replay leaves the sampled tokens
+
+
+@dataclass
+class Recordings:
+    """Which recording serves a step, and when a size gets one of its own.
+
+    A batch that ends passes through every size for a step or two. To run each plainly and then to record it would cost
+    the host's launches in every one of these steps, so a larger size takes them in at first.
+    """
+
+    sizes: list[int]  # ascending
+    _of: dict[tuple[int, int, bool], Recording] = field(default_factory=dict)  # by size, traits, shared prefix
+
+    def serve(self, rows: int, traits: int, shared: bool) -> tuple[int, Recording]:
+        """The size at which a step of so many rows is run, and what there is for it."""
+        place = bisect_left(self.sizes, rows)
+        own = self.sizes[place]
+        recording = self._of.setdefault((own, traits, shared), Recording())
+        if recording.graph is None and recording.lent < PATIENCE:
+            near = [size for size in self.sizes[place + 1 :] if size <= STRETCH * own]
+            known = [(size, one) for size in near if (one := self._of.get((size, traits, shared))) is not None]
+            recorded = [pair for pair in known if pair[1].graph is not None]
+            tried = [pair for pair in known if pair[1].uses > 0 and not pair[1].refused]  # it is recorded now
+            for size, larger in (recorded or tried)[:1]:
+                recording.lent += 1
+                return size, larger
+        return own, recording
 
 
 class _Staging:
@@ -85,13 +118,14 @@ class DecodeGraphs:
     """Input preparation, forward pass, sampling and the write to the token table in one replay.
 
     The host sends rows, positions and new block table entries in one copy. A size is run plainly the first time
-    (kernels compile, libraries set up) and recorded the second time, so that sizes that never return cost nothing.
+    (kernels compile, libraries set up) and recorded the second time, so that sizes that never return cost nothing;
+    where a larger size is recorded, it serves in between (`Recordings`).
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
         self._decoder, self._state, self._sampler = decoder, state, sampler
-        self._sizes = bucket_sizes(max_rows)
-        self._recordings: dict[tuple[int, int, bool], _Recording] = {}
+        self._recordings = Recordings(bucket_sizes(max_rows))
+        self.replays = self.plain_runs = 0  # steps so far
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
         # where there is one; then [block_at | block_value]
@@ -110,15 +144,16 @@ class DecodeGraphs:
 
     def run(self, step: Step, traits: int) -> torch.Tensor:  # [rows] int64, overwritten by the next run
         """Launch the step; `traits` says how its rows are sampled."""
-        bucket = self._sizes[bisect_left(self._sizes, len(step.rows))]
-        self._send(step, bucket)
         shared = step.shared is not None
-        recording = self._recordings.setdefault((bucket, traits, shared), _Recording())
+        bucket, recording = self._recordings.serve(len(step.rows), traits, shared)
+        self._send(step, bucket)
         recording.uses += 1
         if recording.uses > 1 and recording.graph is None and not recording.refused:
             self._record(recording, bucket, traits, shared)
         if recording.graph is None or recording.tokens is None:
+            self.plain_runs += 1
             return self._decode(bucket, traits, shared)[: len(step.rows)]
+        self.replays += 1
         recording.graph.replay()
         return recording.tokens[: len(step.rows)]
 
@@ -135,7 +170,7 @@ class DecodeGraphs:
             at, value = inputs[len(parts) * bucket :].chunk(2)
             self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _record(self, recording: _Recording, bucket: int, traits: int, shared: bool) -> None:
+    def _record(self, recording: Recording, bucket: int, traits: int, shared: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)

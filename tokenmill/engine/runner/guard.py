@@ -12,6 +12,7 @@ from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
 from tokenmill.model.widened import WidenedWeights
 from tokenmill.ops.registry import Need, select
+from tokenmill.plan.memory import WIDENED_AT_ONCE
 
 log = logging.getLogger("tokenmill.engine")
 
@@ -34,7 +35,7 @@ class PrecisionGuard:
     def _wide(self) -> Decoder:
         # On a GPU the fast ops want a cache of their own dtype; the reference takes any.
         ops = select(replace(self._need, dtype=torch.float32), "reference" if self._need.device == "cuda" else None)
-        weights = WidenedWeights(self._plain.weights)
+        weights = WidenedWeights(self._plain.weights, WIDENED_AT_ONCE)
         return Decoder(self._plain.spec, weights, ops, self._max_len)  # type: ignore[arg-type]  # its head is read-only
 
     def forward(

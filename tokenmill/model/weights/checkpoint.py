@@ -56,6 +56,15 @@ class GroupCheckpoint(Checkpoint, Protocol):
         ...
 
 
+@runtime_checkable
+class TypedCheckpoint(Checkpoint, Protocol):
+    """A checkpoint that knows what `tensor` gives without reading it."""
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """None: a type that torch does not have, or that is not known here."""
+        ...
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """The config.json of a model directory."""
     return read_json(directory / "config.json")

@@ -9,10 +9,10 @@ import torch
 from tokenmill.errors import ModelError
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint
+from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, TypedCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
 from tokenmill.quant.forms import Form
-from tokenmill.quant.packed import Blocks, Packed, can_pack, packed_bytes
+from tokenmill.quant.packed import Blocks, Packed, can_pack, float_bytes, packed_bytes
 from tokenmill.quant.scheme import Dense, Linear, Schemes, TakesGroups
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,17 +60,22 @@ def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, Form]:
     return found
 
 
-def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
-    """Bytes of each matrix when it is packed as the checkpoint stores it; floats have this size."""
+def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes of each matrix when it is packed as the checkpoint stores it: in blocks, or in floats of its own width."""
     spelled = canonical(checkpoint.names())
     found = {}
     for name, recipe in _choose(spec, spelled).items():
         if spec.parameters()[name].kind in ("linear", "embedding"):
             found[name] = 0
             for piece in recipe:
-                blocks, (rows, columns) = _blocks(checkpoint, spelled[piece.source], piece), piece.shape
-                packed = rows * columns * itemsize if blocks is None else packed_bytes(blocks.type_id, rows, columns)
-                found[name] += packed
+                source, (rows, columns) = spelled[piece.source], piece.shape
+                if (blocks := _blocks(checkpoint, source, piece)) is not None:
+                    found[name] += packed_bytes(blocks.type_id, rows, columns)
+                    continue
+                dtype = None  # not known, where values are changed on the way
+                if isinstance(checkpoint, TypedCheckpoint) and piece.change is None:
+                    dtype = checkpoint.dtype(source)
+                found[name] += float_bytes(dtype, rows, columns)
     return found
 
 

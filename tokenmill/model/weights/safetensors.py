@@ -14,6 +14,7 @@ from tokenmill.model.weights.checkpoint import read_config, read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsCheckpoint:
@@ -37,6 +38,10 @@ class SafetensorsCheckpoint:
         except Exception as error:  # the library raises its own and torch's errors for formats it does not know
             raise ModelError(f"tensor {name!r} in {path} cannot be read: {error}") from None
         return found
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """From the file's header."""
+        return _DTYPES.get(self._files[self._where[name]].get_slice(name).get_dtype())
 
     def _paths(self) -> list[Path]:
         index = self.directory / _INDEX

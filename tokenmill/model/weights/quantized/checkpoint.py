@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.families import spec_from_config
-from tokenmill.model.weights.checkpoint import Checkpoint
+from tokenmill.model.weights.checkpoint import Checkpoint, TypedCheckpoint
 from tokenmill.model.weights.names import canonical, recipes
 from tokenmill.model.weights.quantized.matrix import Kind, Matrix
 from tokenmill.model.weights.quantized.parts import Parts
@@ -77,6 +77,11 @@ class QuantizedCheckpoint:
                 " check that config.json belongs to these weights"
             )
 
+    @property
+    def method(self) -> str:
+        """The format's name, as config.json has it."""
+        return self._format.method
+
     def names(self) -> list[str]:
         return [*self._plain, *self._layers]
 
@@ -85,6 +90,11 @@ class QuantizedCheckpoint:
         if name not in self._layers:
             return self._checkpoint.tensor(name)
         return self._matrix(name).widen()
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        if name in self._layers:
+            return torch.float32
+        return self._checkpoint.dtype(name) if isinstance(self._checkpoint, TypedCheckpoint) else None
 
     def stored(self, name: str) -> Form | None:
         return self._kind(name).form if name in self._layers else None

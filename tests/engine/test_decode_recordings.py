@@ -1,0 +1,75 @@
+"""Which recorded size serves a decode step: batches that end or fill pass through many sizes for a step or two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+from tokenmill.engine.runner.graphs import PATIENCE, STRETCH, Recording, Recordings, bucket_sizes
+
+SIZES = bucket_sizes(512)
+
+
+def run(recordings: Recordings, rows: int, traits: int = 0, shared: bool = False) -> tuple[int, str]:
+    """What the runner does with a step: the size it is run at, and how."""
+    size, recording = recordings.serve(rows, traits, shared)
+    recording.uses += 1
+    if recording.graph is not None:
+        return size, "replay"
+    if recording.uses == 1:
+        return size, "plain"
+    recording.graph = cast(Any, object())
+    return size, "record"
+
+
+def record(recordings: Recordings, rows: int, **kind: Any) -> None:
+    while run(recordings, rows, **kind)[1] != "record":
+        pass
+
+
+def test_a_size_is_run_plainly_then_recorded_then_replayed() -> None:
+    recordings = Recordings(SIZES)
+    assert [run(recordings, 60) for _ in range(4)] == [(64, "plain"), (64, "record"), (64, "replay"), (64, "replay")]
+    assert [run(recordings, 65)[1] for _ in range(3)] == ["plain", "record", "replay"]  # a smaller one is no help
+
+
+def test_a_size_that_was_run_plainly_is_recorded_for_a_smaller_one() -> None:
+    recordings = Recordings(SIZES)
+    assert [run(recordings, rows) for rows in (48, 40, 32, 24)] == [
+        (48, "plain"), (48, "record"), (48, "replay"), (48, "replay"),
+    ]  # fmt: skip
+
+
+def test_a_batch_that_ends_hardly_runs_a_plain_step() -> None:
+    """256 requests of which 8 end in every step: without stand-ins 29 of its steps are plain ones or recordings."""
+    recordings = Recordings(SIZES)
+    record(recordings, 256)
+    how = Counter(run(recordings, rows)[1] for rows in range(256, 0, -8))
+    assert how == {"replay": 26, "plain": 3, "record": 3}  # once for every halving of the rows
+
+
+def test_a_size_that_stays_gets_a_recording_of_its_own() -> None:
+    recordings = Recordings(SIZES)
+    record(recordings, 256)
+    found = [run(recordings, 140) for _ in range(PATIENCE + 3)]
+    assert found == [(256, "replay")] * PATIENCE + [(144, "plain"), (144, "record"), (144, "replay")]
+
+
+def test_the_nearest_recording_of_the_same_kind_stands_in_up_to_a_limit() -> None:
+    recordings = Recordings(SIZES)
+    for rows in (176, 256):
+        record(recordings, rows)
+    record(recordings, 128, traits=1)
+    record(recordings, 128, shared=True)
+    assert run(recordings, 129) == (176, "replay")
+    assert run(recordings, 120) == (176, "replay")
+    assert run(recordings, 176 // STRETCH - 8) == (80, "plain")
+    assert run(recordings, 300) == (320, "plain")
+
+
+def test_a_size_that_cannot_be_recorded_lends_nothing() -> None:
+    recordings = Recordings(SIZES)
+    size, recording = recordings.serve(256, 0, False)
+    assert size == 256 and recording == Recording()
+    recording.refused = True
+    assert run(recordings, 240) == (240, "plain")
