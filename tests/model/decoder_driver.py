@@ -44,7 +44,7 @@ class Sequence:
             return LayerKV(k, k[..., self.decoder.spec.mla.rope_dim :])
         return LayerKV(k, torch.full((blocks, BLOCK, shape.kv_heads, shape.v_dim), float("nan"), dtype=dtype))
 
-    def push(self, ids: list[int]) -> torch.Tensor:  # [len(ids), vocab]
+    def push(self, ids: list[int], wanted: list[int] | None = None) -> torch.Tensor:  # [len(wanted or ids), vocab]
         """Compute these tokens after those already computed."""
         positions = torch.arange(self.length, self.length + len(ids))
         self.length += len(ids)
@@ -62,8 +62,9 @@ class Sequence:
             host_context=[self.length],
         )
         with torch.inference_mode():
-            hidden = self.decoder.forward(TokenBatch(torch.tensor(ids), positions, slots, batch), self.kv)
-            return self.decoder.logits(hidden)
+            rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+            tokens = TokenBatch(torch.tensor(ids), positions, slots, batch)
+            return self.decoder.logits(self.decoder.forward(tokens, self.kv, wanted=rows))
 
 
 def greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:

@@ -46,3 +46,12 @@ def test_chunked_prefill_gives_the_same_logits(pair):
     chunked = Sequence(decoder, MAX_LEN)
     parts = [chunked.push(PROMPT[first : first + 7]) for first in range(0, len(PROMPT), 7)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-5)
+
+
+def test_tokens_that_nobody_reads_leave_keys_and_values_behind(pair):
+    _, decoder = pair
+    whole = Sequence(decoder, MAX_LEN).push(PROMPT)
+    some = Sequence(decoder, MAX_LEN)
+    assert some.push(PROMPT[:7], wanted=[]).shape[0] == 0
+    read = some.push(PROMPT[7:], wanted=[len(PROMPT) - 8, 2])
+    torch.testing.assert_close(read, whole[[-1, 9]], rtol=0, atol=2e-5)

@@ -63,13 +63,21 @@ class Decoder:
         tokens: TokenBatch,
         kv: list[LayerKV],
         watch: Callable[[int, torch.Tensor], None] | None = None,  # sees each layer's result, [tokens, hidden]
-    ) -> torch.Tensor:  # [tokens, hidden], normed
+        wanted: torch.Tensor | None = None,  # [n]: tokens whose hidden states are read; None: all
+    ) -> torch.Tensor:  # [tokens, hidden] or [n, hidden], normed
+        """Of tokens that nobody reads, the last layer computes keys and values only."""
         residual = self._embed(tokens.ids)
         update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
         for index in range(self.spec.num_layers):
             layer = self.weights.layer(index)
             x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
-            update = self._norm(self._attend(index, x, layer.attention, tokens, kv[index]), layer.after_attention)
+            rows = wanted if index == self.spec.num_layers - 1 else None
+            attended = self._attend(index, x, layer.attention, tokens, kv[index], rows)
+            if rows is not None:
+                residual = residual[rows]
+                if not rows.numel():
+                    return residual
+            update = self._norm(attended, layer.after_attention)
             x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
             update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
             if watch is not None:
@@ -117,10 +125,11 @@ class Decoder:
         weights: AttentionWeights | LatentAttentionWeights,
         tokens: TokenBatch,
         kv: LayerKV,
-    ) -> torch.Tensor:  # [tokens, hidden]
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # [tokens or wanted, hidden]
         if isinstance(weights, LatentAttentionWeights):
             assert self.spec.mla is not None
-            return self._attend_latent(index, x, weights, self.spec.mla, tokens, kv)
+            return self._attend_latent(index, x, weights, self.spec.mla, tokens, kv, wanted)
         spec = self.spec
         q, k, v = torch.split(weights.qkv(x), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
         if spec.qk_norm == "full":
@@ -134,8 +143,8 @@ class Decoder:
             scales=kv.scales,
         )  # fmt: skip
         mask, scale = self._masks[index], spec.attn_scale
-        out = self.ops.attention(q, kv.k, kv.v, tokens.attention, mask, scale, scales=kv.scales)
-        return weights.o(out.flatten(1))
+        out = self.ops.attention(q, kv.k, kv.v, tokens.attention, mask, scale, scales=kv.scales).flatten(1)
+        return _project(weights.o, out if wanted is None else out[wanted])
 
     def _attend_latent(
         self,
@@ -145,7 +154,8 @@ class Decoder:
         mla: MLASpec,
         tokens: TokenBatch,
         kv: LayerKV,
-    ) -> torch.Tensor:  # [tokens, hidden]
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:  # [tokens or wanted, hidden]
         """Attention over the latent itself: k_up is applied to the queries, v_up to the result."""
         spec = self.spec
         q, k_rope, latent = torch.split(weights.qkv(x), [spec.q_size, mla.rope_dim, mla.kv_rank], dim=-1)
@@ -159,8 +169,10 @@ class Decoder:
         k = torch.cat([k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps)], dim=-1)[:, None]
         self.ops.rope_kv_write(q, k, None, self._tables[index], tokens.positions, kv.k, None, tokens.slots)
         mixed = self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
+        if wanted is not None:
+            mixed = mixed[wanted]
         out = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)  # [tokens, heads, v_dim]
-        return weights.o(out.flatten(1))
+        return _project(weights.o, out.flatten(1))
 
     def _mlp(self, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
         if isinstance(weights, MLPWeights):
@@ -170,6 +182,10 @@ class Decoder:
         share, experts = experts_of(x, weights.router, self.spec.moe, self.ops)
         out = self.ops.moe(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
         return out if weights.shared is None else out + self._mlp(x, weights.shared)
+
+
+def _project(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x) if x.shape[0] else x  # kernels have nothing to launch for no rows
 
 
 def _only_reader(weights: MLPWeights | MoEWeights) -> Linear | None:

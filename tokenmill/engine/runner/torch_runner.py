@@ -77,14 +77,15 @@ class TorchRunner:
         self._sampler.admit(step.admissions)
         if step.copies:
             self.state.copy_blocks(part["copy_from"], part["copy_to"])
-        tokens = self._token_batch(step, part)
+        tokens, entries = self._token_batch(step, part), part["entries"]
+        all_are_read = step.wide or step.prompt_logprobs or len(packed.sample_rows) == len(tokens.ids)
         if step.wide:
             assert self._guard is not None  # no row is wide without one
             hidden = self._guard.forward(step, tokens, self.state.kv)
         else:
-            hidden = self.decoder.forward(tokens, self.state.kv)
+            hidden = self.decoder.forward(tokens, self.state.kv, wanted=None if all_are_read else entries)
         prompts = self._prompt_logprobs(step, hidden)
-        sampled = self._sample(step, packed, part, hidden)
+        sampled = self._sample(step, packed, part, hidden[entries] if all_are_read else hidden)
         return _TorchPending(step, sampled, prompts, self.device)
 
     def reset(self) -> None:
@@ -123,9 +124,10 @@ class TorchRunner:
     def _sample(
         self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor], hidden: torch.Tensor
     ) -> Sampled | None:
+        """hidden: of the tokens that are sampled from."""
         if not packed.sample_rows:
             return None
-        logits = self._logits(hidden[part["entries"]], step, packed.sample_rows)
+        logits = self._logits(hidden, step, packed.sample_rows)
         rows, positions = part["entry_rows"], part["entry_positions"]
         sampled = self._sampler.sample(logits, packed.sample_rows, packed.sample_positions, rows, positions)
         self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
