@@ -21,7 +21,6 @@ struct Plan {
     int64_t head_parts;        // pieces that a group is cut into, for chunks
     int64_t heads_per_part;
     int64_t queries_per_tile;
-    int64_t kv_heads_together;  // of a single: one thread takes them, since their keys are neighbours in memory
 
     Plan(const AttentionArgs& a, const Team& team) : a(a), n(rows_of(a.n, team.rows)), singles(rows_of(a.singles, team.rows)) {
         group = a.heads / a.kv_heads;
@@ -31,14 +30,13 @@ struct Plan {
         // Large tiles pack their keys less often; where there are only a few, smaller ones let the threads end together.
         const int64_t queries = n > singles ? a.q_start[n] - a.q_start[singles] : 0;
         if (queries * a.kv_heads * head_parts < 4 * team.count * queries_per_tile) queries_per_tile /= 2;
-        kv_heads_together = singles >= 4 * team.count ? a.kv_heads : 1;
     }
 
     int64_t queries(int64_t row) const { return a.q_start[row + 1] - a.q_start[row]; }
 
     // Pieces of work in a row.
     int64_t work_of(int64_t row) const {
-        if (row < singles) return a.kv_heads / kv_heads_together * Cut(a, a.context[row]).count;
+        if (row < singles) return a.kv_heads * Cut(a, a.context[row]).count;
         return a.kv_heads * head_parts * pieces(queries(row), queries_per_tile);
     }
 
@@ -91,11 +89,9 @@ struct Items {
 template <class T>
 void work(const Plan& plan, Team& team, float* memory) {
     const AttentionArgs& a = plan.a;
-    const int64_t together = plan.kv_heads_together, parts = a.kv_heads / together;
-    // The piece of one of the kv heads that an item is about.
-    const auto piece_of = [&](Item item, int64_t number) {
+    const auto piece_of = [&](Item item) {
         if (item.row < 0 || item.row >= plan.singles) return Piece();
-        return Piece(a, item.row, item.part % parts * together + number, item.part / parts);
+        return Piece(a, item.row, item.part % a.kv_heads, item.part / a.kv_heads);
     };
     Items items{plan, team};
     Item item = items.next();
@@ -106,15 +102,12 @@ void work(const Plan& plan, Team& team, float* memory) {
             continue;
         }
         const Item after = items.next();  // known early, so that its keys are on their way when it begins
-        for (int64_t number = 0; number < together; number++) {
-            const Piece piece = piece_of(item, number);
-            const Piece next = number + 1 < together ? piece_of(item, number + 1) : piece_of(after, 0);
-            const int64_t first = piece.kv_head * plan.group;
-            float* partial = partials_of(a, team, item.row, first, item.part / parts);
-            attend_piece<T>(a, piece, next, memory, partial);
-            if (Cut(a, a.context[item.row]).count == 1)
-                for (int64_t g = 0; g < plan.group; g++) join(a, item.row, first + g, partial + g * partial_floats(a), 1, 0);
-        }
+        const Piece piece = piece_of(item);
+        const int64_t first = piece.kv_head * plan.group;
+        float* partial = partials_of(a, team, item.row, first, item.part / a.kv_heads);
+        attend_piece<T>(a, piece, piece_of(after), memory, partial);
+        if (Cut(a, a.context[item.row]).count == 1)
+            for (int64_t g = 0; g < plan.group; g++) join(a, item.row, first + g, partial + g * partial_floats(a), 1, 0);
         item = after;
     }
 }
