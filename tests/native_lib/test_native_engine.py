@@ -44,6 +44,25 @@ def test_recorded_steps_give_the_tokens_of_plain_ones(native: library.Library, d
     assert replayed == plain
 
 
+@pytest.mark.parametrize("budget", [40, 512])  # chunks beside decoding rows; prompts for which a recording is made anew
+def test_recorded_chunks_give_the_bits_of_plain_ones(native: library.Library, default_model: str, budget: int) -> None:
+    prompts = [[(31 * place + 7919 * row) % 49152 for place in range(5 + 83 * row)] for row in range(5)]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 3 * row, ignore_eos=True, logprobs=0) for row in range(5)]
+    found = []
+    for recorded in (False, True):
+        with LLM(
+            default_model, device="cpu", cuda_graphs=recorded, max_num_seqs=4, max_model_len=512,
+            max_num_batched_tokens=budget,
+        ) as llm:  # fmt: skip
+            llm.generate([prompts[0]], params[0])  # the first step is run plainly
+            outputs = llm.generate(list(prompts), params)
+            found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
+            runner = llm._front.engine.runner
+        assert (runner._chunks is not None) == recorded
+    assert runner._chunks._tapes is not None and len(runner._chunks._ids) == max(256, budget)
+    assert found[0] == found[1]
+
+
 def test_dense_weights_are_run_plainly(native: library.Library, tiny_model: str) -> None:
     with LLM(tiny_model, device="cpu", load_format="dummy", skip_tokenizer_init=True) as llm:
         assert llm._front.engine.runner._recorded is None

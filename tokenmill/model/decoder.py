@@ -23,6 +23,8 @@ from tokenmill.ops.types import AttentionBatch, Mask
 from tokenmill.quant.handover import Rows, act_mul_for, add_norm_for
 from tokenmill.quant.scheme import Linear
 
+Watch = Callable[[int, torch.Tensor], None]  # sees each layer's result, [tokens, hidden]
+
 
 @dataclass
 class LayerKV:
@@ -62,27 +64,52 @@ class Decoder:
         self,
         tokens: TokenBatch,
         kv: list[LayerKV],
-        watch: Callable[[int, torch.Tensor], None] | None = None,  # sees each layer's result, [tokens, hidden]
+        watch: Watch | None = None,
         wanted: torch.Tensor | None = None,  # [n]: tokens whose hidden states are read; None: all
     ) -> torch.Tensor:  # [tokens, hidden] or [n, hidden], normed
         """Of tokens that nobody reads, the last layer computes keys and values only."""
+        mixed, residual = self.begin(tokens, kv, watch)
+        if wanted is not None:
+            mixed, residual = mixed[wanted], residual[wanted]
+            if not wanted.numel():  # kernels have nothing to launch for no rows
+                return residual
+        return self.end(mixed, residual, watch)
+
+    def begin(
+        self, tokens: TokenBatch, kv: list[LayerKV], watch: Watch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, heads, v_dim], [tokens, hidden]
+        """Up to the last layer's attention: what its heads found, and the residual."""
         residual = self._embed(tokens.ids)
         update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
         for index in range(self.spec.num_layers):
             layer = self.weights.layer(index)
             x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
-            rows = wanted if index == self.spec.num_layers - 1 else None
-            attended = self._attend(index, x, layer.attention, tokens, kv[index], rows)
-            if rows is not None:
-                residual = residual[rows]
-                if not rows.numel():
-                    return residual
-            update = self._norm(attended, layer.after_attention)
-            x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
-            update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
-            if watch is not None:
-                watch(index, residual + update)
+            mixed = self._mix(index, x, layer.attention, tokens, kv[index])
+            if index < self.spec.num_layers - 1:
+                update, residual = self._rest(index, mixed, residual, watch)
+        return mixed, residual
+
+    def end(
+        self,
+        mixed: torch.Tensor,  # [n, heads, v_dim]
+        residual: torch.Tensor,  # [n, hidden]
+        watch: Watch | None = None,
+    ) -> torch.Tensor:  # [n, hidden], normed
+        """What follows `begin`, for all of its tokens or for some."""
+        update, residual = self._rest(self.spec.num_layers - 1, mixed, residual, watch)
         return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
+
+    def _rest(
+        self, index: int, mixed: torch.Tensor, residual: torch.Tensor, watch: Watch | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer after its heads: the update of its last block, and the residual without it."""
+        layer = self.weights.layer(index)
+        update = self._norm(self._join(mixed, layer.attention), layer.after_attention)
+        x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
+        update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
+        if watch is not None:
+            watch(index, residual + update)
+        return update, residual
 
     def logits(
         self,
@@ -118,18 +145,18 @@ class Decoder:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else self.ops.rms_norm(x, weight, self.spec.norm_eps)
 
-    def _attend(
+    def _mix(
         self,
         index: int,
         x: Rows,  # [tokens, hidden]
         weights: AttentionWeights | LatentAttentionWeights,
         tokens: TokenBatch,
         kv: LayerKV,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # [tokens or wanted, hidden]
+    ) -> torch.Tensor:  # [tokens, heads, v_dim]; of latent attention [tokens, heads, kv_rank]
+        """Write the keys and values, and attend."""
         if isinstance(weights, LatentAttentionWeights):
             assert self.spec.mla is not None
-            return self._attend_latent(index, x, weights, self.spec.mla, tokens, kv, wanted)
+            return self._mix_latent(index, x, weights, self.spec.mla, tokens, kv)
         spec = self.spec
         q, k, v = torch.split(weights.qkv(x), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
         if spec.qk_norm == "full":
@@ -143,10 +170,9 @@ class Decoder:
             scales=kv.scales,
         )  # fmt: skip
         mask, scale = self._masks[index], spec.attn_scale
-        out = self.ops.attention(q, kv.k, kv.v, tokens.attention, mask, scale, scales=kv.scales).flatten(1)
-        return _project(weights.o, out if wanted is None else out[wanted])
+        return self.ops.attention(q, kv.k, kv.v, tokens.attention, mask, scale, scales=kv.scales)
 
-    def _attend_latent(
+    def _mix_latent(
         self,
         index: int,
         x: Rows,  # [tokens, hidden]
@@ -154,8 +180,7 @@ class Decoder:
         mla: MLASpec,
         tokens: TokenBatch,
         kv: LayerKV,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:  # [tokens or wanted, hidden]
+    ) -> torch.Tensor:  # [tokens, heads, kv_rank]
         """Attention over the latent itself: k_up is applied to the queries, v_up to the result."""
         spec = self.spec
         q, k_rope, latent = torch.split(weights.qkv(x), [spec.q_size, mla.rope_dim, mla.kv_rank], dim=-1)
@@ -168,11 +193,17 @@ class Decoder:
         q = torch.cat([q_rope, q_latent], dim=-1)
         k = torch.cat([k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps)], dim=-1)[:, None]
         self.ops.rope_kv_write(q, k, None, self._tables[index], tokens.positions, kv.k, None, tokens.slots)
-        mixed = self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
-        if wanted is not None:
-            mixed = mixed[wanted]
-        out = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)  # [tokens, heads, v_dim]
-        return _project(weights.o, out.flatten(1))
+        return self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
+
+    def _join(
+        self,
+        mixed: torch.Tensor,  # [n, heads, v_dim or kv_rank]
+        weights: AttentionWeights | LatentAttentionWeights,
+    ) -> torch.Tensor:  # [n, hidden]
+        """What the heads found, as the attention's update."""
+        if isinstance(weights, LatentAttentionWeights):
+            mixed = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)
+        return weights.o(mixed.flatten(1))
 
     def _mlp(self, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
         if isinstance(weights, MLPWeights):
@@ -182,10 +213,6 @@ class Decoder:
         share, experts = experts_of(x, weights.router, self.spec.moe, self.ops)
         out = self.ops.moe(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
         return out if weights.shared is None else out + self._mlp(x, weights.shared)
-
-
-def _project(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x) if x.shape[0] else x  # kernels have nothing to launch for no rows
 
 
 def _only_reader(weights: MLPWeights | MoEWeights) -> Linear | None:

@@ -92,7 +92,7 @@ class RecordedDecode:
         tape.run(n)
         replayed = self._logits[:n].clone()
         plain = self._decode(n)
-        if not _agree(replayed, plain):
+        if not agree(replayed, plain):
             warnings.warn(
                 f"decode steps cannot be recorded and are run plainly: recorded logits differ from plain ones by up to "
                 f"{float((replayed - plain).abs().max()):.3g}",
@@ -120,7 +120,7 @@ class RecordedDecode:
         return self._decoder.logits(self._decoder.forward(tokens, self._state.kv), wide=False)
 
 
-def _agree(replayed: torch.Tensor, plain: torch.Tensor) -> bool:
+def agree(replayed: torch.Tensor, plain: torch.Tensor) -> bool:
     """Up to the last bits: torch may have computed some op of the plain step in another order."""
     scale = float(plain.abs().max())
     return not np.isfinite(scale) or bool((replayed - plain).abs().max() <= 1e-4 * scale)

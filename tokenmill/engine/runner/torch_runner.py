@@ -20,6 +20,7 @@ from tokenmill.sampling.sampler import Sampled, Sampler
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner.recorded import RecordedDecode
+    from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
 
 class TorchRunner:
@@ -42,12 +43,15 @@ class TorchRunner:
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
         self._graphs: DecodeGraphs | None = None
         self._recorded: RecordedDecode | None = None
+        self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
         elif graphs:
             from tokenmill.engine.runner.recorded import RecordedDecode
+            from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
             self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
+            self._chunks = RecordedChunks(decoder, state, max_rows)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
@@ -78,15 +82,29 @@ class TorchRunner:
         if step.copies:
             self.state.copy_blocks(part["copy_from"], part["copy_to"])
         tokens, entries = self._token_batch(step, part), part["entries"]
-        all_are_read = step.wide or step.prompt_logprobs or len(packed.sample_rows) == len(tokens.ids)
-        if step.wide:
-            assert self._guard is not None  # no row is wide without one
-            hidden = self._guard.forward(step, tokens, self.state.kv)
+        if step.wide or step.prompt_logprobs:
+            hidden = self._hidden(step, tokens)
+            prompts = self._prompt_logprobs(step, hidden)
+            logits = self._logits(hidden[entries], step, packed.sample_rows)
         else:
-            hidden = self.decoder.forward(tokens, self.state.kv, wanted=None if all_are_read else entries)
-        prompts = self._prompt_logprobs(step, hidden)
-        sampled = self._sample(step, packed, part, hidden[entries] if all_are_read else hidden)
+            prompts, logits = {}, self._logits_of(tokens, entries)
+        sampled = self._sample(packed, part, logits) if packed.sample_rows else None
         return _TorchPending(step, sampled, prompts, self.device)
+
+    def _hidden(self, step: Step, tokens: TokenBatch) -> torch.Tensor:  # [tokens, hidden]
+        if not step.wide:
+            return self.decoder.forward(tokens, self.state.kv)
+        assert self._guard is not None  # no row is wide without one
+        return self._guard.forward(step, tokens, self.state.kv)
+
+    def _logits_of(self, tokens: TokenBatch, entries: torch.Tensor) -> torch.Tensor:  # [entries, vocab]
+        if self._chunks is not None:
+            logits = self._chunks.logits(tokens, entries)
+            if logits is not None:
+                return logits
+        wanted = None if len(entries) == len(tokens.ids) else entries  # as many as there are: all, in their order
+        hidden = self.decoder.forward(tokens, self.state.kv, wanted=wanted)
+        return self.decoder.logits(hidden) if len(entries) else hidden
 
     def reset(self) -> None:
         """Wait for what is in flight to end, one way or the other, and return cached memory."""
@@ -122,18 +140,19 @@ class TorchRunner:
         )
 
     def _sample(
-        self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor], hidden: torch.Tensor
-    ) -> Sampled | None:
-        """hidden: of the tokens that are sampled from."""
-        if not packed.sample_rows:
-            return None
-        logits = self._logits(hidden, step, packed.sample_rows)
+        self,
+        packed: PackedStep,
+        part: dict[str, torch.Tensor],
+        logits: torch.Tensor,  # [entries, vocab]
+    ) -> Sampled:
         rows, positions = part["entry_rows"], part["entry_positions"]
         sampled = self._sampler.sample(logits, packed.sample_rows, packed.sample_positions, rows, positions)
         self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
         return sampled
 
     def _logits(self, hidden: torch.Tensor, step: Step, rows: list[int]) -> torch.Tensor:  # [n, vocab], of these rows
+        if not rows:
+            return hidden  # [0, ...]: nobody reads it
         if not step.wide:
             return self.decoder.logits(hidden)
         assert self._guard is not None

@@ -150,8 +150,6 @@ def attention(
         q_start=batch.q_start.data_ptr(),
         context=batch.context.data_ptr(),
         tables=batch.block_tables.data_ptr(),
-        n=row_count(rows),
-        singles=row_count(batch.num_singles if batch.tree is None else 0),
         heads=heads,
         kv_heads=k_cache.shape[2],
         k_dim=k_dim,
@@ -174,6 +172,10 @@ def attention(
         softcap=mask.softcap or 0.0,
         scale=scale,
     )
+    if batch.counts is not None:
+        args.counts, args.n, args.singles = batch.counts.data_ptr(), rows, batch.num_singles
+    else:
+        args.n, args.singles = row_count(rows), row_count(batch.num_singles if batch.tree is None else 0)
     if batch.tree is not None:
         tree = batch.tree.contiguous()
         args.tree, args.tree_stride = tree.data_ptr(), tree.shape[1]

@@ -78,7 +78,7 @@ class ChooseArgs(Args):
 class AttentionArgs(Args):
     KIND = 80
     _fields_ = _fields(
-        "q k v out rows q_start context tables tree k_scales v_scales",
+        "q k v out rows q_start context tables tree k_scales v_scales counts",
         "n singles heads kv_heads k_dim v_dim block_size "
         "q_token q_head out_token out_head "
         "k_block k_slot k_head v_block v_slot v_head table_row tree_stride "

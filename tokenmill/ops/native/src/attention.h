@@ -22,7 +22,8 @@ struct AttentionArgs {
     const uint8_t* tree;     // [tokens, tree_stride]: which of its row's new tokens a query sees; or null
     const void* k_scales;    // [blocks, block_size, kv_heads] bfloat16: of codes
     const void* v_scales;
-    int64_t n, singles;  // may be negative: see rows_of in team.h
+    const int64_t* counts;  // n and singles of this run, where they are no multiples of its rows; or null
+    int64_t n, singles;     // may be negative: see rows_of in team.h. With counts, the most there are
     int64_t heads, kv_heads, k_dim, v_dim, block_size;
     int64_t q_token, q_head, out_token, out_head;  // strides, in elements
     int64_t k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, tree_stride;

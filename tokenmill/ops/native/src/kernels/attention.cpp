@@ -22,7 +22,10 @@ struct Plan {
     int64_t heads_per_part;
     int64_t queries_per_tile;
 
-    Plan(const AttentionArgs& a, const Team& team) : a(a), n(rows_of(a.n, team.rows)), singles(rows_of(a.singles, team.rows)) {
+    Plan(const AttentionArgs& a, const Team& team)
+        : a(a),
+          n(a.counts ? a.counts[0] : rows_of(a.n, team.rows)),
+          singles(a.counts ? a.counts[1] : rows_of(a.singles, team.rows)) {
         group = a.heads / a.kv_heads;
         heads_per_part = at_most(group, kChunkRows / 2);
         head_parts = pieces(group, heads_per_part);

@@ -68,11 +68,16 @@ static size_t matmul_scratch(const void* args, int64_t rows) {
     return each_its_own(plan) ? 0 : InputSizes(plan).total();
 }
 
-// Notes an outlier of a row of a quad; `group` is where those of its group begin. Returns the end of the list.
-static Outlier* take_out(float x, int64_t group, int column, int row, Outlier* group_begin, Outlier* end) {
-    Outlier* one = group_begin;
-    while (one < end && one->column != static_cast<uint32_t>(column)) ++one;
-    if (one == end) *end++ = {static_cast<uint32_t>(group), static_cast<uint32_t>(column), {}};
+// Notes an outlier of a row among those of its group, [begin, end), which are in the order of their columns: in which
+// order a row's products are added must not depend on the other rows. Returns the new end.
+static Outlier* take_out(float x, int64_t group, int column, int row, Outlier* begin, Outlier* end) {
+    const uint32_t place = static_cast<uint32_t>(column);
+    Outlier* one = end;
+    while (one > begin && one[-1].column >= place) --one;
+    if (one == end || one->column != place) {
+        for (Outlier* last = end++; last > one; --last) *last = last[-1];
+        *one = {static_cast<uint32_t>(group), place, {}};
+    }
     one->x[row] = x;
     return end;
 }
@@ -80,7 +85,7 @@ static Outlier* take_out(float x, int64_t group, int column, int row, Outlier* g
 // Quantizes 32 inputs, of which `block.d` is the largest magnitude; those whose square is above the limit become outliers.
 // Returns the end of their list.
 static inline Outlier* quantize_block(const float* x, float limit, int64_t group, int row, InputBlock& block,
-                                      Outlier* group_begin, Outlier* end) {
+                                      Outlier* begin, Outlier* end) {
     float top = block.d, taken = 0, kept[GROUP];
     if (!(top <= LARGEST)) {
         spoil(block);
@@ -91,7 +96,7 @@ static inline Outlier* quantize_block(const float* x, float limit, int64_t group
         x = kept;
         for (int n = 0; n < MOST_OUTLIERS && top * top > limit; ++n) {
             const int column = place_of(kept, top);
-            end = take_out(kept[column], group, column, row, group_begin, end);
+            end = take_out(kept[column], group, column, row, begin, end);
             taken += kept[column];
             kept[column] = 0;
             top = largest(kept);
@@ -121,9 +126,9 @@ static int64_t quantize_rows(const float* x, int64_t x_stride, int rows, int64_t
     }
     Outlier* end = outliers;
     for (int64_t g = 0; g < groups; ++g) {
-        Outlier* const group_begin = end;
+        Outlier* const begin = end;
         for (int row = 0; row < rows; ++row)
-            end = quantize_block(x + row * x_stride + g * GROUP, limits[row], g, row, blocks[g * stride + row], group_begin, end);
+            end = quantize_block(x + row * x_stride + g * GROUP, limits[row], g, row, blocks[g * stride + row], begin, end);
     }
     return end - outliers;
 }

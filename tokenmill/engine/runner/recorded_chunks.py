@@ -1,0 +1,101 @@
+"""RecordedChunks: steps that read prompts, as two calls of the native library on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.engine.runner.recorded import agree
+from tokenmill.engine.runner.state import DeviceState
+from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.ops.native.ops import embed
+from tokenmill.ops.native.recording import NotRecordableError, Tape
+from tokenmill.ops.types import AttentionBatch
+
+_LEAST = 256  # tokens that a recording has room for
+
+
+class RecordedChunks:
+    """The Python between the ops of a step takes as long as several tokens: it is left out from the second step on.
+
+    One tape computes all tokens up to the last layer's attention, another one goes on with those that are sampled
+    from. They serve steps of any shape. A model that computes anything outside the native ops is run plainly.
+    """
+
+    def __init__(self, decoder: Decoder, state: DeviceState, max_rows: int) -> None:
+        self._decoder, self._state, self._max_rows = decoder, state, max_rows
+        self._uses = 0
+        self._refused = False
+        self._tapes: tuple[Tape, Tape] | None = None
+        self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
+        # Written before each step.
+        self._ids, self._positions, self._slots = _integers(3, _LEAST)  # [capacity]
+        self._rows, self._context = (torch.zeros(max_rows, dtype=torch.int32) for _ in range(2))
+        self._q_start = torch.zeros(max_rows + 1, dtype=torch.int32)
+        self._counts, self._wanted = torch.zeros(2, dtype=torch.int64), torch.zeros(max_rows, dtype=torch.int64)
+
+    def logits(self, tokens: TokenBatch, wanted: torch.Tensor) -> torch.Tensor | None:  # [len(wanted), vocab]
+        """Of these tokens; overwritten by the next step. None: the step has to be run plainly."""
+        batch, count = tokens.attention, len(tokens.ids)
+        rows = len(batch.rows)
+        self._uses += 1
+        if self._refused or self._uses < 2 or len(wanted) > self._max_rows or batch.tree is not None:
+            return None
+        if count > len(self._ids):
+            self._ids, self._positions, self._slots = _integers(3, 1 << (count - 1).bit_length())
+            self._tapes = None
+        self._ids[:count], self._positions[:count], self._slots[:count] = tokens.ids, tokens.positions, tokens.slots
+        self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
+        self._counts[0], self._counts[1] = rows, batch.num_singles
+        self._wanted[: len(wanted)] = wanted
+        if self._tapes is None and not self._record(tokens, wanted):
+            self._refused = True
+            return None
+        return self._replay(count, len(wanted))
+
+    def _record(self, tokens: TokenBatch, wanted: torch.Tensor) -> bool:
+        """Make the tapes, and keep them if they compute for this step what the ops compute one by one."""
+        begin, end = Tape(len(self._ids)), Tape(self._max_rows)
+        try:
+            with begin.record():
+                batch = self._largest(tokens.attention)
+                mixed, residual = self._decoder.begin(batch, self._state.kv)
+                mixed, residual = mixed.view(len(mixed), -1), residual.view(len(residual), -1)
+            with end.record():
+                some = embed(self._wanted, mixed).view(self._max_rows, self._decoder.spec.heads, -1)
+                hidden = self._decoder.end(some, embed(self._wanted, residual))
+                self._logits = self._decoder.logits(hidden, wide=False)
+        except NotRecordableError:  # decode steps, which need it more, have warned already
+            return False
+        self._tapes = begin, end
+        replayed = self._replay(len(tokens.ids), len(wanted))
+        plain = self._decoder.forward(tokens, self._state.kv, wanted=wanted)
+        return not len(wanted) or agree(replayed, self._decoder.logits(plain, wide=False))
+
+    def _replay(self, tokens: int, wanted: int) -> torch.Tensor:
+        assert self._tapes is not None
+        begin, end = self._tapes
+        begin.run(tokens)
+        if wanted:
+            end.run(wanted)
+        return self._logits[:wanted]
+
+    def _largest(self, like: AttentionBatch) -> TokenBatch:
+        """The static inputs, as a step that needs all their room."""
+        attention = AttentionBatch(
+            rows=self._rows,
+            q_start=self._q_start,
+            context=self._context,
+            block_tables=like.block_tables,
+            num_singles=self._max_rows,
+            max_query=len(self._ids),
+            max_context=self._state.max_len,
+            host_rows=[],
+            host_counts=[],
+            host_context=[],
+            counts=self._counts,
+        )
+        return TokenBatch(self._ids, self._positions, self._slots, attention)
+
+
+def _integers(number: int, length: int) -> list[torch.Tensor]:
+    return [torch.zeros(length, dtype=torch.int64) for _ in range(number)]
