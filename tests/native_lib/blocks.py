@@ -39,7 +39,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     """Inputs as the kernels see them: 8 bits in groups of 32, without up to two that are large in their row."""
     groups = x.view(x.shape[0], -1, 32).clone()
     top = groups.abs().amax(-1, keepdim=True)
-    limit = 1.5 * top.square().mean(1, keepdim=True)
+    limit = 1.25 * top.square().mean(1, keepdim=True)
     outliers = torch.zeros_like(groups)
     for _ in range(2):
         taken = (groups.abs() == top) & (top.square() > limit)

@@ -36,15 +36,15 @@ def test_an_odd_number_of_groups(name: str, columns: int, level: int) -> None:
     assert relative_error(packed(raw, QUANTIZED[name]).matmul(x), expected) < 1e-5
 
 
-@pytest.mark.parametrize("large", [1, 15, 16, 24])
+@pytest.mark.parametrize("large", [1, 19, 20, 24])
 def test_as_many_groups_may_have_outliers_as_can_be(large: int, level: int) -> None:
-    """Two thirds of a row's 24 groups but one may be large among them, with two outliers each; of equals none is."""
+    """Four fifths of a row's 24 groups may be large among them, with two outliers each; of equals none is."""
     raw = random_blocks(QUANTIZED["Q4_1"], 16, 768, np.random.default_rng(2))
     x = torch.rand(21, 24, 32, generator=torch.Generator().manual_seed(0)) / 1000
     x[:, 24 - large :] = 1 - x[:, 24 - large :]
     x[:, :, 5] = x[:, :, 5].round(decimals=2)  # the largest of the large: they are equal
     x = x.view(21, 768)
-    assert ((x.view(21, 24, 32).amax(-1).square() > 1.5 * large / 24).sum(-1) == (large if large < 16 else 0)).all()
+    assert ((x.view(21, 24, 32).amax(-1).square() > 1.25 * large / 24).sum(-1) == (large if large < 20 else 0)).all()
     found = packed(raw, QUANTIZED["Q4_1"]).matmul(x)
     assert relative_error(found, rounded(x) @ meaning(raw, QUANTIZED["Q4_1"]).double().T) < 1e-5
 

@@ -111,7 +111,7 @@ class Probe:
         """Seconds of such a step. The same step is computed again and again: nothing of it depends on what was."""
         self._run(self._admit(point))
         step = self._step(point)
-        for _ in range(3):  # at its second or third time a decode step is recorded
+        for _ in range(7):  # until a decode step is recorded, which a larger recording may put off a few times
             self._run(step)
         times: list[float] = []
         end = time.perf_counter() + budget

@@ -8,7 +8,7 @@ there are too few tiles for the device, the inner dimension is cut into parts, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -104,8 +104,12 @@ def hopper_gemm(
 
 
 def _tiled(matrix: torch.Tensor, block: list[int]) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for(block, KINDS[matrix.dtype])
-    return TensorDescriptor.from_tensor(matrix, block, layout)
+    return TensorDescriptor.from_tensor(matrix, block, _layout(*block, matrix.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], KINDS[dtype])
 
 
 @quick_launch
