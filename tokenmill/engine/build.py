@@ -153,7 +153,9 @@ def join(
     if device.type == "cpu":  # a tape holds only native ops, products included
         recordable = recordable and _is_packed(decoder)
     graphs = config.cuda_graphs and recordable
-    runner = TorchRunner(decoder, state, max_rows=settings.max_rows, graphs=graphs, guard=guard)
+    runner = TorchRunner(
+        decoder, state, max_rows=settings.max_rows, max_tokens=settings.max_step_tokens, graphs=graphs, guard=guard
+    )
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(scheduler, runner, overlap=overlap, grammars=grammars)

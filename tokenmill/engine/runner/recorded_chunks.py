@@ -11,7 +11,7 @@ from tokenmill.ops.native.ops import embed
 from tokenmill.ops.native.recording import NotRecordableError, Tape
 from tokenmill.ops.types import AttentionBatch
 
-_LEAST = 256  # tokens that a recording has room for
+_COMPARED = 32  # tokens that a new recording is held against the plain computation with
 
 
 class RecordedChunks:
@@ -21,14 +21,14 @@ class RecordedChunks:
     from. They serve steps of any shape. A model that computes anything outside the native ops is run plainly.
     """
 
-    def __init__(self, decoder: Decoder, state: DeviceState, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, state: DeviceState, max_rows: int, max_tokens: int) -> None:
         self._decoder, self._state, self._max_rows = decoder, state, max_rows
         self._uses = 0
         self._refused = False
         self._tapes: tuple[Tape, Tape] | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
         # Written before each step.
-        self._ids, self._positions, self._slots = _integers(3, _LEAST)  # [capacity]
+        self._ids, self._positions, self._slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
         self._rows, self._context = (torch.zeros(max_rows, dtype=torch.int32) for _ in range(2))
         self._q_start = torch.zeros(max_rows + 1, dtype=torch.int32)
         self._counts, self._wanted = torch.zeros(2, dtype=torch.int64), torch.zeros(max_rows, dtype=torch.int64)
@@ -40,25 +40,21 @@ class RecordedChunks:
         self._uses += 1
         if self._refused or self._uses < 2 or len(wanted) > self._max_rows or batch.tree is not None:
             return None
-        if count > len(self._ids):
-            self._ids, self._positions, self._slots = _integers(3, 1 << (count - 1).bit_length())
-            self._tapes = None
         self._ids[:count], self._positions[:count], self._slots[:count] = tokens.ids, tokens.positions, tokens.slots
         self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
         self._counts[0], self._counts[1] = rows, batch.num_singles
         self._wanted[: len(wanted)] = wanted
-        if self._tapes is None and not self._record(tokens, wanted):
+        if self._tapes is None and not self._record(tokens):
             self._refused = True
             return None
         return self._replay(count, len(wanted))
 
-    def _record(self, tokens: TokenBatch, wanted: torch.Tensor) -> bool:
-        """Make the tapes, and keep them if they compute for this step what the ops compute one by one."""
+    def _record(self, tokens: TokenBatch) -> bool:
+        """Make the tapes; keep them if they compute for this step's first tokens what the ops compute one by one."""
         begin, end = Tape(len(self._ids)), Tape(self._max_rows)
         try:
             with begin.record():
-                batch = self._largest(tokens.attention)
-                mixed, residual = self._decoder.begin(batch, self._state.kv)
+                mixed, residual = self._decoder.begin(self._largest(tokens.attention), self._state.kv)
                 mixed, residual = mixed.view(len(mixed), -1), residual.view(len(residual), -1)
             with end.record():
                 some = embed(self._wanted, mixed).view(self._max_rows, self._decoder.spec.heads, -1)
@@ -67,9 +63,14 @@ class RecordedChunks:
         except NotRecordableError:  # decode steps, which need it more, have warned already
             return False
         self._tapes = begin, end
-        replayed = self._replay(len(tokens.ids), len(wanted))
-        plain = self._decoder.forward(tokens, self._state.kv, wanted=wanted)
-        return not len(wanted) or agree(replayed, self._decoder.logits(plain, wide=False))
+        first = _beginning(tokens)
+        begin.run(len(tokens.ids))
+        kept = int(self._wanted[0])
+        self._wanted[0] = len(first.ids) - 1
+        end.run(1)
+        self._wanted[0] = kept
+        plain = self._decoder.logits(self._decoder.forward(first, self._state.kv)[-1:], wide=False)
+        return agree(self._logits[:1], plain)
 
     def _replay(self, tokens: int, wanted: int) -> torch.Tensor:
         assert self._tapes is not None
@@ -97,5 +98,21 @@ class RecordedChunks:
         return TokenBatch(self._ids, self._positions, self._slots, attention)
 
 
-def _integers(number: int, length: int) -> list[torch.Tensor]:
-    return [torch.zeros(length, dtype=torch.int64) for _ in range(number)]
+def _beginning(tokens: TokenBatch) -> TokenBatch:
+    """The first few tokens of the first row: what they give does not depend on those that follow."""
+    batch = tokens.attention
+    count = min(_COMPARED, int(batch.q_start[1]))
+    context = int(tokens.positions[count - 1]) + 1
+    attention = AttentionBatch(
+        rows=batch.rows[:1],
+        q_start=torch.tensor([0, count], dtype=torch.int32),
+        context=torch.tensor([context], dtype=torch.int32),
+        block_tables=batch.block_tables,
+        num_singles=int(count == 1),
+        max_query=count,
+        max_context=context,
+        host_rows=batch.host_rows[:1],
+        host_counts=[count],
+        host_context=[context],
+    )
+    return TokenBatch(tokens.ids[:count], tokens.positions[:count], tokens.slots[:count], attention)

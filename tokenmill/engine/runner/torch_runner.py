@@ -32,6 +32,7 @@ class TorchRunner:
         state: DeviceState,
         *,
         max_rows: int,
+        max_tokens: int,  # of a step
         graphs: bool = False,
         guard: PrecisionGuard | None = None,  # for rows that a narrow dtype cannot compute
     ) -> None:
@@ -51,7 +52,7 @@ class TorchRunner:
             from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
             self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
-            self._chunks = RecordedChunks(decoder, state, max_rows)
+            self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
