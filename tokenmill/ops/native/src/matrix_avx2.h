@@ -291,51 +291,55 @@ static void product_dense(const uint8_t* panel, int64_t columns, const float* x,
     }
 }
 
-static inline int total(__m256i x) {
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
-}
+// The 32 inputs of a block.
+struct Values {
+    __m256 part[4];
 
-// The largest magnitude of 32 values; not finite if one of them is not.
-static inline float largest(const float* x) {
-    __m256 top = _mm256_setzero_ps();
-    int unordered = 0;
-    for (int i = 0; i < 4; ++i) {
-        const __m256 values = _mm256_loadu_ps(x + 8 * i);
-        top = _mm256_max_ps(top, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values));
-        unordered |= _mm256_movemask_ps(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    explicit inline Values(const float* x) {
+        for (int i = 0; i < 4; ++i) part[i] = _mm256_loadu_ps(x + 8 * i);
     }
-    if (unordered) return __builtin_nanf("");
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
-}
+    static inline __m256 size_of(__m256 values) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values); }
 
-static inline void store_bytes(__m256i low, __m256i high, int8_t* to) {
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
-    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
-}
-
-// Rounds 16 values; returns the sum of their codes.
-static inline int round_half(const float* x, float inverse, int8_t* q) {
-    __m256i codes[2];
-    for (int i = 0; i < 2; ++i)
-        codes[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse)));
-    store_bytes(codes[0], codes[1], q);
-    return total(_mm256_add_epi32(codes[0], codes[1]));
-}
-
-// Where the value of this magnitude is among 32.
-static inline int place_of(const float* x, float size) {
-    uint32_t found = 0;
-    for (int i = 0; i < 4; ++i) {
-        const __m256 sizes = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + 8 * i));
-        const int equal = _mm256_movemask_ps(_mm256_cmp_ps(sizes, _mm256_set1_ps(size), _CMP_EQ_OQ));
-        found |= static_cast<uint32_t>(equal) << 8 * i;
+    // The largest magnitude; not finite if one of them is not.
+    inline float largest() const {
+        __m256 top = _mm256_setzero_ps();
+        int unordered = 0;
+        for (int i = 0; i < 4; ++i) {
+            top = _mm256_max_ps(top, size_of(part[i]));
+            unordered |= _mm256_movemask_ps(_mm256_cmp_ps(part[i], part[i], _CMP_UNORD_Q));
+        }
+        if (unordered) return __builtin_nanf("");
+        __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
     }
-    return __builtin_ctz(found);
-}
+
+    // Makes the first value of this magnitude zero; returns where it is.
+    inline int drop(float size) {
+        uint32_t found = 0;
+        for (int i = 0; i < 4; ++i) {
+            const int equal = _mm256_movemask_ps(_mm256_cmp_ps(size_of(part[i]), _mm256_set1_ps(size), _CMP_EQ_OQ));
+            found |= static_cast<uint32_t>(equal) << 8 * i;
+        }
+        const int place = __builtin_ctz(found);
+        for (int i = 0; i < 4; ++i) {
+            const __m256i lanes = _mm256_setr_epi32(8 * i, 8 * i + 1, 8 * i + 2, 8 * i + 3, 8 * i + 4, 8 * i + 5, 8 * i + 6, 8 * i + 7);
+            const __m256i here = _mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(place));
+            part[i] = _mm256_andnot_ps(_mm256_castsi256_ps(here), part[i]);
+        }
+        return place;
+    }
+
+    // Rounds a half; returns the sum of its codes.
+    inline int round(int half, float inverse, int8_t* q) const {
+        const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(part[2 * half], _mm256_set1_ps(inverse)));
+        const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(part[2 * half + 1], _mm256_set1_ps(inverse)));
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q), bytes);
+        const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+    }
+};
 
 }  // namespace TM_NS

@@ -287,26 +287,38 @@ static void product_dense(const uint8_t* panel, int64_t columns, const float* x,
     put<ROWS>(sums, out, out_stride, width, bias);
 }
 
-// The largest magnitude of 32 values; not finite if one of them is not.
-static inline float largest(const float* x) {
-    const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
-    if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q)) return __builtin_nanf("");
-    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-}
+// The 32 inputs of a block.
+struct Values {
+    __m512 part[2];
 
-// Rounds 16 values; returns the sum of their codes.
-static inline int round_half(const float* x, float inverse, int8_t* q) {
-    const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtsepi32_epi8(codes));
-    return _mm512_reduce_add_epi32(codes);
-}
+    explicit inline Values(const float* x) : part{_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)} {}
 
-// Where the value of this magnitude is among 32.
-static inline int place_of(const float* x, float size) {
-    const __m512 sizes = _mm512_set1_ps(size);
-    const uint32_t low = _mm512_cmpeq_ps_mask(_mm512_abs_ps(_mm512_loadu_ps(x)), sizes);
-    const uint32_t high = _mm512_cmpeq_ps_mask(_mm512_abs_ps(_mm512_loadu_ps(x + 16)), sizes);
-    return __builtin_ctz(low | high << 16);
-}
+    // The largest magnitude; not finite if one of them is not.
+    inline float largest() const {
+        if (_mm512_cmp_ps_mask(part[0], part[1], _CMP_UNORD_Q)) return __builtin_nanf("");
+        return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(part[0]), _mm512_abs_ps(part[1])));
+    }
+
+    // Makes the first value of this magnitude zero; returns where it is.
+    inline int drop(float size) {
+        const __m512 sizes = _mm512_set1_ps(size);
+        const uint32_t low = _mm512_cmpeq_ps_mask(_mm512_abs_ps(part[0]), sizes);
+        const uint32_t high = _mm512_cmpeq_ps_mask(_mm512_abs_ps(part[1]), sizes);
+        const int place = __builtin_ctz(low | high << 16);
+        const uint32_t others = ~(1u << place);
+        part[0] = _mm512_maskz_mov_ps(static_cast<__mmask16>(others), part[0]);
+        part[1] = _mm512_maskz_mov_ps(static_cast<__mmask16>(others >> 16), part[1]);
+        return place;
+    }
+
+    // Rounds a half; returns the sum of its codes.
+    inline int round(int half, float inverse, int8_t* q) const {
+        const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(part[half], _mm512_set1_ps(inverse)));
+        const __m128i bytes = _mm512_cvtsepi32_epi8(codes);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q), bytes);
+        const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+    }
+};
 
 }  // namespace TM_NS

@@ -140,33 +140,41 @@ static void product_dense(const uint8_t* panel, int64_t columns, const float* x,
             out[row * out_stride + lane] = bias ? totals[row][lane] + bias[lane] : totals[row][lane];
 }
 
-// The largest magnitude of 32 values; not finite if one of them is not.
-static inline float largest(const float* x) {
-    float top = 0;
-    for (int i = 0; i < GROUP; ++i) {
-        const float size = __builtin_fabsf(x[i]);
-        if (!(size <= LARGEST)) return size;
-        top = size > top ? size : top;
-    }
-    return top;
-}
+// The 32 inputs of a block.
+struct Values {
+    float x[GROUP];
 
-// Rounds 16 values; returns the sum of their codes.
-static inline int round_half(const float* x, float inverse, int8_t* q) {
-    int sum = 0;
-    for (int i = 0; i < 16; ++i) {
-        const int code = static_cast<int>(__builtin_lrintf(x[i] * inverse));
-        q[i] = static_cast<int8_t>(code);
-        sum += code;
-    }
-    return sum;
-}
+    explicit inline Values(const float* from) { __builtin_memcpy(x, from, sizeof x); }
 
-// Where the value of this magnitude is among 32.
-static inline int place_of(const float* x, float size) {
-    int place = 0;
-    while (__builtin_fabsf(x[place]) != size) ++place;
-    return place;
-}
+    // The largest magnitude; not finite if one of them is not.
+    inline float largest() const {
+        float top = 0;
+        for (int i = 0; i < GROUP; ++i) {
+            const float size = __builtin_fabsf(x[i]);
+            if (!(size <= LARGEST)) return size;
+            top = size > top ? size : top;
+        }
+        return top;
+    }
+
+    // Makes the first value of this magnitude zero; returns where it is.
+    inline int drop(float size) {
+        int place = 0;
+        while (__builtin_fabsf(x[place]) != size) ++place;
+        x[place] = 0;
+        return place;
+    }
+
+    // Rounds a half; returns the sum of its codes.
+    inline int round(int half, float inverse, int8_t* q) const {
+        int sum = 0;
+        for (int i = 0; i < 16; ++i) {
+            const int code = static_cast<int>(__builtin_lrintf(x[16 * half + i] * inverse));
+            q[i] = static_cast<int8_t>(code);
+            sum += code;
+        }
+        return sum;
+    }
+};
 
 }  // namespace TM_NS

@@ -86,25 +86,21 @@ static Outlier* take_out(float x, int64_t group, int column, int row, Outlier* b
 // Returns the end of their list.
 static inline Outlier* quantize_block(const float* x, float limit, int64_t group, int row, InputBlock& block,
                                       Outlier* begin, Outlier* end) {
-    float top = block.d, taken = 0, kept[GROUP];
+    float top = block.d, taken = 0;
     if (!(top <= LARGEST)) {
         spoil(block);
         return end;
     }
-    if (top * top > limit) {
-        __builtin_memcpy(kept, x, sizeof kept);
-        x = kept;
-        for (int n = 0; n < MOST_OUTLIERS && top * top > limit; ++n) {
-            const int column = place_of(kept, top);
-            end = take_out(kept[column], group, column, row, begin, end);
-            taken += kept[column];
-            kept[column] = 0;
-            top = largest(kept);
-        }
+    Values values(x);
+    for (int n = 0; n < MOST_OUTLIERS && top * top > limit; ++n) {
+        const int column = values.drop(top);
+        end = take_out(x[column], group, column, row, begin, end);
+        taken += x[column];
+        top = values.largest();
     }
     const bool some = top > SMALLEST;
-    const float inverse = some ? 127.0f / top : 0.0f, d = some ? top / 127.0f : 0.0f;
-    const int half = round_half(x, inverse, block.q), sum = half + round_half(x + 16, inverse, block.q + 16);
+    const float inverse = some ? 127.0f / top : 0.0f, d = some ? top * (1.0f / 127.0f) : 0.0f;
+    const int half = values.round(0, inverse, block.q), sum = half + values.round(1, inverse, block.q + 16);
     block.d = d;
     block.sum = d * static_cast<float>(sum) + taken;
     block.minus_sum = -sum;
@@ -119,7 +115,7 @@ static int64_t quantize_rows(const float* x, int64_t x_stride, int rows, int64_t
     for (int row = 0; row < rows; ++row) {
         float squares = 0;
         for (int64_t g = 0; g < groups; ++g) {
-            const float top = blocks[g * stride + row].d = largest(x + row * x_stride + g * GROUP);
+            const float top = blocks[g * stride + row].d = Values(x + row * x_stride + g * GROUP).largest();
             squares += top * top;
         }
         limits[row] = OUTLIER_ABOVE * squares / static_cast<float>(groups);
