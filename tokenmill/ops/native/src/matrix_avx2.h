@@ -1,4 +1,4 @@
-// Products of packed panels with a tile of quantized inputs, for AVX2: each half of a panel (8 rows) in its turn.
+// Products of packed panels with a tile of quantized inputs, for AVX2, which takes a panel's rows in two halves of 8.
 #pragma once
 
 #include <immintrin.h>
@@ -53,15 +53,54 @@ static inline void unpack(const uint8_t* at, int half, int j, __m256i& low, __m2
 // The compiler would add in another order, keep all products until the end, and run out of registers.
 static inline void now(__m256i& sum) { __asm__("" : "+x"(sum)); }
 
-// Sums of four products each for ROWS rows of inputs: of the whole group, or for scales of 16 columns, of its first half
-// and in `others` of its second.
+// Whether both halves of a panel are multiplied with an input that was broadcast once: where their sums fit in the registers.
+template <class C>
+constexpr bool BOTH_HALVES = C::BITS < 8 && C::SCALES != K_SIXTEENTHS;
+
+// Products of pairs that 16 bits hold the sum of: 8, 4, 2.
+template <class C>
+constexpr int TOGETHER = C::BITS < 8 ? 1 << (7 - C::BITS) : 1;
+
+// sums[half][row]: of four products each, over the whole group.
+template <class C, int ROWS>
+static inline void dots_of_both(const uint8_t* at, const InputBlock* blocks, __m256i sums[2][ROWS]) {
+    constexpr int STEPS = TOGETHER<C> / 2;
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i pairs[2][ROWS];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        __m256i low[2], high[2];
+        for (int half = 0; half < 2; ++half) unpack<C::BITS>(at, half, j, low[half], high[half]);
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; ++row) {
+            const __m256i first = broadcast(blocks[row].q + 4 * j);
+            for (int half = 0; half < 2; ++half) {
+                const __m256i a = _mm256_maddubs_epi16(low[half], first);
+                pairs[half][row] = j % STEPS ? _mm256_add_epi16(pairs[half][row], a) : a;
+                now(pairs[half][row]);
+            }
+            const __m256i second = broadcast(blocks[row].q + 16 + 4 * j);
+            for (int half = 0; half < 2; ++half) {
+                __m256i& pair = pairs[half][row];
+                pair = _mm256_add_epi16(pair, _mm256_maddubs_epi16(high[half], second));
+                now(pair);
+                if (j % STEPS < STEPS - 1) continue;
+                const __m256i fours = _mm256_madd_epi16(pair, ones);
+                sums[half][row] = j < STEPS ? fours : _mm256_add_epi32(sums[half][row], fours);
+            }
+        }
+    }
+}
+
+// Sums of four products each for ROWS rows of inputs in one half: of the whole group, or for scales of 16 columns, of its
+// first half and in `others` of its second.
 template <class C, int ROWS>
 static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, __m256i sums[ROWS], __m256i others[ROWS]) {
     const __m256i ones = _mm256_set1_epi16(1);
+    for (int row = 0; row < ROWS; ++row) sums[row] = others[row] = _mm256_setzero_si256();
     if constexpr (C::BITS == 8) {
         // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
         const __m256i flip = _mm256_set1_epi8(-128);
-        for (int row = 0; row < ROWS; ++row) sums[row] = _mm256_setzero_si256();
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
             const __m256i weight = _mm256_xor_si256(load(at + 64 * j + 32 * half), flip), size = _mm256_abs_epi8(weight);
@@ -72,9 +111,7 @@ static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, _
             }
         }
     } else {
-        constexpr int TOGETHER = 1 << (7 - C::BITS);  // as many products of pairs as 16 bits hold: 8, 4, 2
         __m256i pairs[ROWS], tails[ROWS];
-        for (int row = 0; row < ROWS; ++row) sums[row] = others[row] = _mm256_setzero_si256();
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             __m256i low, high;
@@ -82,21 +119,13 @@ static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, _
             for (int row = 0; row < ROWS; ++row) {
                 const __m256i a = _mm256_maddubs_epi16(low, broadcast(blocks[row].q + 4 * j));
                 const __m256i b = _mm256_maddubs_epi16(high, broadcast(blocks[row].q + 16 + 4 * j));
-                if constexpr (C::SCALES == K_SIXTEENTHS) {
-                    pairs[row] = j % TOGETHER ? _mm256_add_epi16(pairs[row], a) : a;
-                    tails[row] = j % TOGETHER ? _mm256_add_epi16(tails[row], b) : b;
-                    now(pairs[row]);
-                    now(tails[row]);
-                    if (j % TOGETHER == TOGETHER - 1) {
-                        sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
-                        others[row] = _mm256_add_epi32(others[row], _mm256_madd_epi16(tails[row], ones));
-                    }
-                } else {
-                    constexpr int STEPS = TOGETHER / 2;
-                    pairs[row] = _mm256_add_epi16(j % STEPS ? _mm256_add_epi16(pairs[row], a) : a, b);
-                    now(pairs[row]);
-                    if (j % STEPS == STEPS - 1)
-                        sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
+                pairs[row] = j % TOGETHER<C> ? _mm256_add_epi16(pairs[row], a) : a;
+                tails[row] = j % TOGETHER<C> ? _mm256_add_epi16(tails[row], b) : b;
+                now(pairs[row]);
+                now(tails[row]);
+                if (j % TOGETHER<C> == TOGETHER<C> - 1) {
+                    sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
+                    others[row] = _mm256_add_epi32(others[row], _mm256_madd_epi16(tails[row], ones));
                 }
             }
         }
@@ -140,15 +169,10 @@ struct ChunkScales {
     }
 };
 
-// Adds one group to the totals of ROWS rows.
+// Adds the sums of one group to the totals of ROWS rows of one half.
 template <class C, int ROWS>
-static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m256 other, const InputBlock* blocks,
-                             __m256 totals[ROWS]) {
-    __m256i sums[ROWS], others[ROWS];
-    // Both halves broadcast the same inputs. Kept from the first to the second they would not fit in the registers:
-    // the compiler must not know that they are the same.
-    __asm__("" : "+r"(blocks));
-    dots<C, ROWS>(packed, half, blocks, sums, others);
+static inline void add_sums(const __m256i sums[ROWS], const __m256i others[ROWS], __m256 scale, __m256 other,
+                            const InputBlock* blocks, __m256 totals[ROWS]) {
     for (int row = 0; row < ROWS; ++row) {
         const InputBlock& x = blocks[row];
         const __m256 d = _mm256_broadcast_ss(&x.d);
@@ -160,14 +184,33 @@ static inline void add_group(const uint8_t* packed, int half, __m256 scale, __m2
             const __m256 both = _mm256_fmadd_ps(first, scale, _mm256_mul_ps(second, other));
             totals[row] = _mm256_fmadd_ps(both, d, totals[row]);
         } else {
-            if constexpr (C::HAS_ZERO && C::BITS < 8) {
-                const __m256i zero = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum), C::ZERO_SHIFT);
-                sums[row] = _mm256_add_epi32(sums[row], zero);
-            }
-            const __m256 sum = _mm256_cvtepi32_ps(sums[row]);
-            totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(sum, scale), d, totals[row]);
+            __m256i whole = sums[row];
+            if constexpr (C::HAS_ZERO && C::BITS < 8)
+                whole = _mm256_add_epi32(whole, _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum), C::ZERO_SHIFT));
+            totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale), d, totals[row]);
             if constexpr (!C::HAS_ZERO)
                 totals[row] = _mm256_fmadd_ps(other, _mm256_broadcast_ss(&x.sum), totals[row]);
+        }
+    }
+}
+
+// Adds one group to the totals of ROWS rows, [half][row].
+template <class C, int ROWS>
+static inline void add_group(const uint8_t* codes, const ChunkScales<C> scales[2], int g, const InputBlock* blocks,
+                             __m256 totals[2][ROWS]) {
+    if constexpr (BOTH_HALVES<C>) {
+        __m256i sums[2][ROWS];
+        dots_of_both<C, ROWS>(codes, blocks, sums);
+        for (int half = 0; half < 2; ++half)
+            add_sums<C, ROWS>(sums[half], sums[half], scales[half].scale(g), scales[half].other(g), blocks, totals[half]);
+    } else {
+        for (int half = 0; half < 2; ++half) {
+            // Inputs that are kept from the first half to the second would not fit in the registers: the compiler must not
+            // know that they are the same.
+            __asm__("" : "+r"(blocks));
+            __m256i sums[ROWS], others[ROWS];
+            dots<C, ROWS>(codes, half, blocks, sums, others);
+            add_sums<C, ROWS>(sums, others, scales[half].scale(g), scales[half].other(g), blocks, totals[half]);
         }
     }
 }
@@ -190,7 +233,8 @@ static inline __m256 weights_of(const uint8_t* panel, uint32_t group, uint32_t c
         if constexpr (C::BITS == 5) {
             int32_t word;
             __builtin_memcpy(&word, panel + C::codes_at(group) + 256 + 8 * j + 4 * half, 4);
-            const __m256i from = _mm256_add_epi32(_mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), _mm256_set1_epi32(static_cast<int>(byte / 8)));
+            const __m256i first = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+            const __m256i from = _mm256_add_epi32(first, _mm256_set1_epi32(static_cast<int>(column % 4)));
             const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), from), _mm256_set1_epi32(1));
             codes = _mm256_or_si256(codes, _mm256_slli_epi32(high, 4));
         }
@@ -204,7 +248,7 @@ static inline __m256 weights_of(const uint8_t* panel, uint32_t group, uint32_t c
     return _mm256_mul_ps(_mm256_cvtepi32_ps(codes), second ? scales.other(in) : scales.scale(in));
 }
 
-// Both halves of each chunk in turn, so that memory is read from end to end; totals[half][row].
+// totals[half][row] = a panel times ROWS rows.
 template <class C, int ROWS>
 static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& rows, __m256 totals[2][ROWS]) {
     for (int row = 0; row < ROWS; ++row) totals[0][row] = totals[1][row] = _mm256_setzero_ps();
@@ -213,12 +257,9 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& r
     for (int64_t left = columns / GROUP; left > 0; left -= C::CHUNK) {
         if constexpr (ROWS <= 2) prefetch<C>(at);
         const int groups = left < C::CHUNK ? static_cast<int>(left) : C::CHUNK;
-        for (int half = 0; half < 2; ++half) {
-            const ChunkScales<C> scales(at, 8 * half);
-            for (int g = 0; g < groups; ++g)
-                add_group<C, ROWS>(at + C::SCALE_BYTES + g * C::GROUP_BYTES, half, scales.scale(g), scales.other(g),
-                                   blocks + g * rows.stride, totals[half]);
-        }
+        const ChunkScales<C> scales[2] = {{at, 0}, {at, 8}};
+        for (int g = 0; g < groups; ++g)
+            add_group<C, ROWS>(at + C::SCALE_BYTES + g * C::GROUP_BYTES, scales, g, blocks + g * rows.stride, totals);
         at += C::CHUNK_BYTES;
         blocks += groups * rows.stride;
     }
@@ -323,8 +364,8 @@ struct Values {
         }
         const int place = __builtin_ctz(found);
         for (int i = 0; i < 4; ++i) {
-            const __m256i lanes = _mm256_setr_epi32(8 * i, 8 * i + 1, 8 * i + 2, 8 * i + 3, 8 * i + 4, 8 * i + 5, 8 * i + 6, 8 * i + 7);
-            const __m256i here = _mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(place));
+            const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            const __m256i here = _mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(place - 8 * i));
             part[i] = _mm256_andnot_ps(_mm256_castsi256_ps(here), part[i]);
         }
         return place;
