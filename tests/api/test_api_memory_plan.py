@@ -164,15 +164,17 @@ def test_the_measure_itself_sees_what_is_alive_at_once() -> None:
     assert 8 << 20 <= peak_bytes(work)[1] < 9 << 20
 
 
+@pytest.mark.parametrize("read", [None, 0])  # of its tokens: the last one's hidden state, or all of them
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [{}, QWEN3, MIXTRAL], ids=["llama", "qwen3", "mixtral"])
 def test_a_step_full_of_prompt_stays_within_its_planned_activations(
-    tiny_model: str, tmp_path: Path, family: dict[str, Any], dtype: str
+    tiny_model: str, tmp_path: Path, family: dict[str, Any], dtype: str, read: int | None
 ) -> None:
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "kv_cache_memory": 64 << 20, "dtype": dtype}
     options["adaptive_precision"] = False  # what it may need is another test's
     with open_dummy(tmp_path / "wide", tiny_model, WIDE | family, **options) as llm:
-        peak, tokens, _ = largest_step(llm, [[7] * 1500], SamplingParams(temperature=0, max_tokens=1))
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=read)
+        peak, tokens, _ = largest_step(llm, [[7] * 1500], params)
         planned = llm._built.settings.memory.activations
     assert tokens == 1024
     assert planned / 3 < peak <= planned  # and the plan is not far off, either

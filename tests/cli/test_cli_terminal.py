@@ -101,7 +101,7 @@ class Typist:
 
     def wait_for(self, text: str) -> None:
         """Read until the text shows up, and go on after it; fail with what was there instead."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while text not in self.screen:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.screen!r}"
             self._look()
@@ -109,7 +109,7 @@ class Typist:
 
     def interrupt_until(self, text: str) -> None:
         """Press Ctrl-C, as people do, until it is noticed: between the prompt and the wait for a key it is not."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while text not in self.screen:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.screen!r}"
             self.type("\x03")

@@ -70,7 +70,8 @@ def test_a_recording_that_disagrees_is_not_used(
 
     real = recorded_chunks.embed  # which takes the wanted tokens out of the others: here it takes the one before
     monkeypatch.setattr(recorded_chunks, "embed", lambda ids, table: real(ids, table[1:]))
-    wrong, runner = answers(default_model, recorded=True)
+    with pytest.warns(UserWarning, match="their recording differs"):
+        wrong, runner = answers(default_model, recorded=True)
     assert runner._chunks is not None and runner._chunks._refused
     assert wrong == answers(default_model, recorded=False)[0]
 

@@ -10,6 +10,7 @@ import torch
 from tokenmill.model.layers import (
     AttentionWeights,
     LatentAttentionWeights,
+    LayerWeights,
     MLPWeights,
     MoEWeights,
     WeightStore,
@@ -68,12 +69,12 @@ class Decoder:
         wanted: torch.Tensor | None = None,  # [n]: tokens whose hidden states are read; None: all
     ) -> torch.Tensor:  # [tokens, hidden] or [n, hidden], normed
         """Of tokens that nobody reads, the last layer computes keys and values only."""
-        mixed, residual = self.begin(tokens, kv, watch)
+        halfway = list(self.begin(tokens, kv, watch))
         if wanted is not None:
-            mixed, residual = mixed[wanted], residual[wanted]
+            halfway = [one[wanted] for one in halfway]
             if not wanted.numel():  # kernels have nothing to launch for no rows
-                return residual
-        return self.end(mixed, residual, watch)
+                return halfway[1]
+        return self.end(halfway, watch)
 
     def begin(
         self, tokens: TokenBatch, kv: list[LayerKV], watch: Watch | None = None
@@ -81,35 +82,34 @@ class Decoder:
         """Up to the last layer's attention: what its heads found, and the residual."""
         residual = self._embed(tokens.ids)
         update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
-        for index in range(self.spec.num_layers):
+        last = self.spec.num_layers - 1
+        for index in range(last):
             layer = self.weights.layer(index)
             x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
-            mixed = self._mix(index, x, layer.attention, tokens, kv[index])
-            if index < self.spec.num_layers - 1:
-                update, residual = self._rest(index, mixed, residual, watch)
-        return mixed, residual
+            update = self._join(self._mix(index, x, layer.attention, tokens, kv[index]), layer)
+            x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
+            update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
+            if watch is not None:
+                watch(index, residual + update)
+        layer = self.weights.layer(last)
+        x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
+        return self._mix(last, x, layer.attention, tokens, kv[last]), residual
 
     def end(
         self,
-        mixed: torch.Tensor,  # [n, heads, v_dim]
-        residual: torch.Tensor,  # [n, hidden]
+        halfway: list[torch.Tensor],  # [n, heads, v_dim] and [n, hidden]; emptied, so that no caller keeps them alive
         watch: Watch | None = None,
     ) -> torch.Tensor:  # [n, hidden], normed
         """What follows `begin`, for all of its tokens or for some."""
-        update, residual = self._rest(self.spec.num_layers - 1, mixed, residual, watch)
-        return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
-
-    def _rest(
-        self, index: int, mixed: torch.Tensor, residual: torch.Tensor, watch: Watch | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer after its heads: the update of its last block, and the residual without it."""
-        layer = self.weights.layer(index)
-        update = self._norm(self._join(mixed, layer.attention), layer.after_attention)
+        layer = self.weights.layer(self.spec.num_layers - 1)
+        residual, mixed = halfway.pop(), halfway.pop()
+        update = self._join(mixed, layer)
+        del mixed
         x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
         update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
         if watch is not None:
-            watch(index, residual + update)
-        return update, residual
+            watch(self.spec.num_layers - 1, residual + update)
+        return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
 
     def logits(
         self,
@@ -198,12 +198,13 @@ class Decoder:
     def _join(
         self,
         mixed: torch.Tensor,  # [n, heads, v_dim or kv_rank]
-        weights: AttentionWeights | LatentAttentionWeights,
+        layer: LayerWeights,
     ) -> torch.Tensor:  # [n, hidden]
         """What the heads found, as the attention's update."""
+        weights = layer.attention
         if isinstance(weights, LatentAttentionWeights):
             mixed = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)
-        return weights.o(mixed.flatten(1))
+        return self._norm(weights.o(mixed.flatten(1)), layer.after_attention)
 
     def _mlp(self, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
         if isinstance(weights, MLPWeights):

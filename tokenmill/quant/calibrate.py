@@ -158,8 +158,7 @@ class _OneLayer(Decoder):
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, tokens: TokenBatch, kv: LayerKV
     ) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
         x, residual = self._add_norm(None, hidden, layer.before_attention, layer.attention.qkv)
-        mixed = self._mix(index, x, layer.attention, tokens, kv)
-        update = self._norm(self._join(mixed, layer.attention), layer.after_attention)
+        update = self._join(self._mix(index, x, layer.attention, tokens, kv), layer)
         # What adds and norms may overwrite its inputs, and these are the caller's.
         x, residual = self._add_norm(update, residual.clone(), layer.before_mlp, None)
         return residual + self._norm(self._mlp(x, layer.mlp), layer.after_mlp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from tokenmill.engine.runner.recorded import agree
@@ -58,9 +60,9 @@ class RecordedChunks:
                 mixed, residual = mixed.view(len(mixed), -1), residual.view(len(residual), -1)
             with end.record():
                 some = embed(self._wanted, mixed).view(self._max_rows, self._decoder.spec.heads, -1)
-                hidden = self._decoder.end(some, embed(self._wanted, residual))
+                hidden = self._decoder.end([some, embed(self._wanted, residual)])
                 self._logits = self._decoder.logits(hidden, wide=False)
-        except NotRecordableError:  # decode steps, which need it more, have warned already
+        except NotRecordableError:  # decode steps, which need it more, warn of the same
             return False
         self._tapes = begin, end
         first = _beginning(tokens)
@@ -70,7 +72,10 @@ class RecordedChunks:
         end.run(1)
         self._wanted[0] = kept
         plain = self._decoder.logits(self._decoder.forward(first, self._state.kv)[-1:], wide=False)
-        return agree(self._logits[:1], plain)
+        if not agree(self._logits[:1], plain):
+            warnings.warn("steps that read prompts are run plainly: their recording differs from them", stacklevel=2)
+            return False
+        return True
 
     def _replay(self, tokens: int, wanted: int) -> torch.Tensor:
         assert self._tapes is not None
