@@ -93,8 +93,8 @@ def plan_memory(
     tables = 4 * (max_rows + 1) * (length + -(-length // block_size)) + model.rope_per_position * length
     guard = model.guard + model.rope_per_position * length if model.guard else 0  # it has tables of its own
     workspace = guard + tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where] + model.scratch
-    # Recorded steps keep memory of their own: on a GPU of the largest batch that decodes, and some rounding; on a CPU of
-    # that one and of the largest step.
+    # Recorded steps keep memory of their own: on a GPU of the largest batch that decodes, and some rounding; on a CPU
+    # of that one and of the largest step.
     recorded = max_rows * (model.activation_per_token + model.logits_per_row)
     workspace += 3 * recorded // 2 if where == "cuda" else 2 * recorded + max_step_tokens * model.activation_per_token
     if where == "cuda":
