@@ -129,7 +129,11 @@ class Typist:
 
 
 # Ctrl-C reaches only the foreground group of a controlling terminal, so the program first makes the terminal its own.
-_OWN_TERMINAL = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+# Tests that run in the background were started with Ctrl-C ignored, which a program at a terminal never is.
+_OWN_TERMINAL = """import fcntl, signal, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 
 
 def test_at_a_terminal_ctrl_c_stays_and_ctrl_d_leaves_and_history_is_kept(request, tmp_path):
