@@ -46,13 +46,18 @@ class RecordedChunks:
         self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
         self._counts[0], self._counts[1] = rows, batch.num_singles
         self._wanted[: len(wanted)] = wanted
-        if self._tapes is None and not self._record(tokens):
-            self._refused = True
+        if self._tapes is not None:
+            self._tapes[0].run(count)
+        elif not self._record(tokens):
+            self._tapes, self._refused = None, True
             return None
-        return self._replay(count, len(wanted))
+        assert self._tapes is not None
+        if len(wanted):
+            self._tapes[1].run(len(wanted))
+        return self._logits[: len(wanted)]
 
     def _record(self, tokens: TokenBatch) -> bool:
-        """Make the tapes; keep them if they compute for this step's first tokens what the ops compute one by one."""
+        """Make the tapes and run the first; whether this step's first tokens get what the ops compute one by one."""
         begin, end = Tape(len(self._ids)), Tape(self._max_rows)
         try:
             with begin.record():
@@ -76,14 +81,6 @@ class RecordedChunks:
             warnings.warn("steps that read prompts are run plainly: their recording differs from them", stacklevel=2)
             return False
         return True
-
-    def _replay(self, tokens: int, wanted: int) -> torch.Tensor:
-        assert self._tapes is not None
-        begin, end = self._tapes
-        begin.run(tokens)
-        if wanted:
-            end.run(wanted)
-        return self._logits[:wanted]
 
     def _largest(self, like: AttentionBatch) -> TokenBatch:
         """The static inputs, as a step that needs all their room."""

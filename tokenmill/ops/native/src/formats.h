@@ -130,7 +130,7 @@ struct Outlier {
 };
 
 // An input is taken out if its square is more than so many times the mean of the largest squares of its row's blocks.
-// With the default model that is one in 150, and the loss of perplexity is a fifth of what it is without.
+// With the default model that is about one in 150 (docs/performance.md: what other limits cost).
 constexpr float OUTLIER_ABOVE = 1.25f;
 constexpr int MOST_OUTLIERS = 2;  // of a block
 constexpr int64_t most_outliers(int64_t groups) { return QUAD * MOST_OUTLIERS * groups; }  // of a quad
