@@ -39,6 +39,7 @@ def test_greedy_answers_are_those_of_the_reference_up_to_near_ties(default_model
     assert whole >= 25, f"only {whole} of {len(PROMPTS)} answers are equal to the last token"
 
 
+@pytest.mark.filterwarnings("error:steps that read prompts")  # no recording is refused
 def test_bits_do_not_depend_on_company_or_chunks(default_model: str) -> None:
     """Whatever runs beside a request, and however its prompt is cut, one token at the end included."""
 

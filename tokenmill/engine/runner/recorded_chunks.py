@@ -110,7 +110,7 @@ def _beginning(tokens: TokenBatch) -> TokenBatch:
         q_start=torch.tensor([0, count], dtype=torch.int32),
         context=torch.tensor([context], dtype=torch.int32),
         block_tables=batch.block_tables,
-        num_singles=int(count == 1),
+        num_singles=min(1, batch.num_singles),  # a chunk's last token may be alone, but is no single
         max_query=count,
         max_context=context,
         host_rows=batch.host_rows[:1],
