@@ -29,7 +29,11 @@ from tokenmill import SamplingParams
 from tokenmill.engine.runner import graphs as recorded_steps
 from tokenmill.plan.probe import Point, Probe
 
-FORMS = {"bf16": (None, "auto"), "w8a8+int8": ("w8a8", "int8"), "fp8+fp8": ("fp8", "fp8")}
+FORMS = {
+    "bf16": (None, "auto"), "w8a8+int8": ("w8a8", "int8"), "fp8+fp8": ("fp8", "fp8"),
+    "w8a8": ("w8a8", "auto"), "fp8": ("fp8", "auto"), "int4": ("int4,lm_head=int4", "auto"),
+}  # fmt: skip
+USUAL = ("bf16", "w8a8+int8", "fp8+fp8")
 ANSWER, PROFILED, SETTLE = 64, 6, 4  # tokens; steps
 LEAVING = 8  # requests that end in every step of an ending batch
 FAMILIES = {
@@ -109,7 +113,7 @@ class Watch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--only", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--only", nargs="*", choices=FORMS, default=list(USUAL))
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--keys", type=int, default=1024)
     arguments = parser.parse_args()
