@@ -21,8 +21,8 @@ from tokenmill.model.spec import DecoderSpec, MLASpec
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask
-from tokenmill.quant.handover import Rows, act_mul_for, add_norm_for
-from tokenmill.quant.scheme import Linear
+from tokenmill.quant.handover import add_norm_for, gate_up_for
+from tokenmill.quant.scheme import Linear, Rows
 
 Watch = Callable[[int, torch.Tensor], None]  # sees each layer's result, [tokens, hidden]
 
@@ -208,7 +208,7 @@ class Decoder:
 
     def _mlp(self, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
         if isinstance(weights, MLPWeights):
-            return weights.down(act_mul_for(weights.down, self.ops, weights.gate_up(x), self.spec.activation))
+            return weights.down(gate_up_for(weights.down, self.ops, weights.gate_up, x, self.spec.activation))
         x = _as_tensor(x)
         assert self.spec.moe is not None
         share, experts = experts_of(x, weights.router, self.spec.moe, self.ops)

@@ -57,3 +57,14 @@ class SampleBatch:
     position: torch.Tensor  # int64: index of the token being chosen, the other half of the noise's key
     all_greedy: bool  # known on the host, so the common case costs one argmax
     any_filter: bool  # whether any row uses top_k, top_p or min_p
+
+
+@dataclass(frozen=True)
+class Unnormed:
+    """One row that is still to be added to its residual and normed: for a layer that does so where it reads the row."""
+
+    update: torch.Tensor  # [1, in]
+    residual: torch.Tensor  # [1, in]
+    weight: torch.Tensor  # [in]
+    eps: float
+    total: torch.Tensor  # [1, in]: where the sum goes

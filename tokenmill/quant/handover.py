@@ -1,15 +1,14 @@
-"""Norms and activations that hand their rows over in the form that the linear layer behind them multiplies."""
+"""Norms and activations as the linear layers around them want them: quantized, or as a part of their product."""
 
 from __future__ import annotations
 
 import torch
 
 from tokenmill.ops.registry import Ops
+from tokenmill.ops.types import Unnormed
 from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.row_scaled import RowScaled
-from tokenmill.quant.scheme import Linear, QuantizedRows
-
-Rows = torch.Tensor | QuantizedRows  # [tokens, in]
+from tokenmill.quant.scheme import Linear, QuantizedRows, Rows
 
 
 def add_norm_for(
@@ -20,7 +19,13 @@ def add_norm_for(
     weight: torch.Tensor,  # [dim]
     eps: float,
 ) -> tuple[Rows, torch.Tensor]:
-    """What `add_rms_norm` gives: the norm and the new residual. Inputs may be overwritten."""
+    """What `add_rms_norm` gives: the norm and the new residual, of one row perhaps not until it is multiplied.
+
+    Inputs may be overwritten.
+    """
+    if reader is not None and x.dtype == weight.dtype and reader.fuses(x.shape[0], x.dtype):
+        total = torch.empty_like(residual)
+        return Unnormed(x, residual, weight, eps, total), total
     scheme = _quantizing(reader, x)
     if reader is None or scheme is None:
         return ops.add_rms_norm(x, residual, weight, eps)
@@ -32,6 +37,21 @@ def add_norm_for(
     form = scheme.code_dtype, reader.storage.get("input_scale")
     values, scale, residual = add_rms_norm_quantized(x, residual, weight, eps, *form)
     return QuantizedRows(values, scale, x.dtype), residual
+
+
+def gate_up_for(
+    reader: Linear,
+    ops: Ops,
+    gate_up: Linear,
+    x: Rows,  # [tokens, in]
+    kind: str,
+) -> Rows:  # [tokens, inner]
+    """The gated activation of a product, which takes it in where it can."""
+    if not isinstance(x, QuantizedRows):
+        row = x.update if isinstance(x, Unnormed) else x
+        if gate_up.fuses(row.shape[0], row.dtype) and not reader.wants_quantized(1, row.dtype):
+            return gate_up.fused(x, act=kind)
+    return act_mul_for(reader, ops, gate_up(x), kind)
 
 
 def act_mul_for(

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from tokenmill.ops.types import Unnormed
 from tokenmill.quant.device import arrivals_for, has_small_gemm
 from tokenmill.quant.groups import Groups
 
@@ -26,6 +27,9 @@ class QuantizedRows:
     def widen(self) -> torch.Tensor:  # [..., in]
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return (self.values.to(wide) * self.scale[..., None]).to(self.dtype)
+
+
+Rows = torch.Tensor | QuantizedRows | Unnormed  # [..., in]
 
 
 class QuantScheme(Protocol):
@@ -69,6 +73,22 @@ class TakesGroups(Protocol):
     """A scheme that stores what a quantized checkpoint holds without rounding it again."""
 
     def write_groups(self, storage: Storage, first_row: int, groups: Groups) -> None: ...
+
+
+@runtime_checkable
+class FusesOneRow(Protocol):
+    """A scheme whose product of one row takes in the norm before it, and the activation behind it."""
+
+    def fuses(self, storage: Storage, dtype: torch.dtype) -> bool: ...
+
+    def fused(
+        self,
+        x: torch.Tensor | Unnormed,  # [1, in]
+        storage: Storage,
+        bias: torch.Tensor | None,  # [out]
+        act: str = "",  # "silu" or "gelu_tanh": the first half of the result gates the second
+    ) -> torch.Tensor:  # [1, out] or [1, out / 2]
+        ...
 
 
 class Dense:
@@ -120,8 +140,16 @@ class Linear:
     storage: Storage
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
-        return self.scheme.matmul(x, self.storage, self.bias)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self.fused(x) if isinstance(x, Unnormed) else self.scheme.matmul(x, self.storage, self.bias)
+
+    def fuses(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether `fused` may be called for so many rows."""
+        return rows == 1 and isinstance(self.scheme, FusesOneRow) and self.scheme.fuses(self.storage, dtype)
+
+    def fused(self, x: torch.Tensor | Unnormed, act: str = "") -> torch.Tensor:
+        assert isinstance(self.scheme, FusesOneRow)
+        return self.scheme.fused(x, self.storage, self.bias, act)
 
     def wants_quantized(self, rows: int, dtype: torch.dtype) -> bool:
         return self.scheme.wants_quantized(self.storage, rows, dtype)

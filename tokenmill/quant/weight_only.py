@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from tokenmill.errors import ConfigError
+from tokenmill.ops.types import Unnormed
 from tokenmill.quant.device import arrivals_for, has_small_gemm
 from tokenmill.quant.forms import GROUPS, Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.scheme import QuantizedRows, Storage
+
+if TYPE_CHECKING:
+    from tokenmill.ops.triton.weight_codes import Codes
 
 FLOAT8 = torch.float8_e4m3fn
 PARTS = {"int4": 4, "int8": 2, "fp8": 2}  # codes in a 16-bit word
@@ -119,14 +125,35 @@ class WeightOnly:
         if plain or not has_small_gemm(x.device):
             return F.linear(x, self.groups(storage).widen(x.dtype), bias)
         from tokenmill.ops.triton import gemm_weight_only as kernels
-        from tokenmill.ops.triton.weight_codes import Codes
 
         rows = x if x.dim() == 2 else x.flatten(0, -2)
-        codes = Codes(storage["weight"], storage["scale"], storage.get("zeros"), self.form.kind)
+        if rows.shape[0] == 1 and self.fuses(storage, x.dtype):
+            return self.fused(rows, storage, bias).view(*x.shape[:-1], -1)
+        codes = self._codes(storage)
         if rows.shape[0] > kernels.most_rows(codes) or rows.shape[0] == 0:
             return F.linear(x, kernels.widened(codes, x.dtype), bias)
         out = kernels.weight_only_gemm(rows, codes, bias, arrivals=storage["arrivals"])
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+    def fuses(self, storage: Storage, dtype: torch.dtype) -> bool:
+        """Whether one row has a kernel of its own, which norms its input and gates its result on the way."""
+        if storage["weight"].dim() == 2 or not has_small_gemm(storage["weight"].device):
+            return False
+        from tokenmill.ops.triton.gemm_one_row import takes
+
+        return takes(self._codes(storage), dtype)
+
+    def fused(
+        self, x: torch.Tensor | Unnormed, storage: Storage, bias: torch.Tensor | None, act: str = ""
+    ) -> torch.Tensor:
+        from tokenmill.ops.triton.gemm_one_row import one_row_gemm
+
+        return one_row_gemm(x, self._codes(storage), bias, act)
+
+    def _codes(self, storage: Storage) -> Codes:
+        from tokenmill.ops.triton.weight_codes import Codes
+
+        return Codes(storage["weight"], storage["scale"], storage.get("zeros"), self.form.kind)
 
     @property
     def _parts(self) -> int:

@@ -68,7 +68,7 @@ def parts_of(kind: str) -> int:
     return 4 if kind == "int4" else 2
 
 
-def _int4(bf16: bool, j: int) -> list[str]:
+def int4_lines(bf16: bool, j: int) -> list[str]:
     """A code in the lowest bits of the mantissa of a power of two, which is then subtracted with the codes' own 8."""
     kind, power, too_much = ("bf16x2", "0x43004300", "0x43084308") if bf16 else ("f16x2", "0x64006400", "0x64086408")
     return [
@@ -114,7 +114,7 @@ def _fp8(bf16: bool, j: int) -> list[str]:
 
 def instructions(kind: str, bf16: bool, j: int) -> str:
     """Part j of a pair of words ($2) as two 16-bit floats ($0 and $1)."""
-    lines = {"int4": _int4, "int8": _int8, "fp8": _fp8}[kind](bf16, j)
+    lines = {"int4": int4_lines, "int8": _int8, "fp8": _fp8}[kind](bf16, j)
     return "{\n.reg .b32 a, b, q;\nmov.b32 q, $2;\n" + "\n".join(lines) + "\nmov.b32 {$0, $1}, a;\n}"
 
 
