@@ -59,6 +59,7 @@ async def load(client: openai.AsyncOpenAI, ask: dict[str, Any]) -> dict[str, flo
         "throughput": sum(answer["count"] for answer in answers) / elapsed,
         "ttft": sum(first) / len(first),
         "itl": sum(between) / len(between),
+        "e2e": sum(answer["ended"] - answer["began"] for answer in answers) / len(answers),
     }
 
 

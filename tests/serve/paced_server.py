@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 
-FIRST, GAP = 0.2, 0.05  # seconds; the first token of every second request takes twice as long
+FIRST, GAP = 0.3, 0.05  # seconds; the first token of about half of all prompts takes twice as long
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def first(prompt: str) -> float:
+    """Seconds to a prompt's first token: whoever asks, and whenever."""
+    return FIRST * (1 + zlib.crc32(prompt.encode()) % 2)
 
 
 def event(content: str) -> bytes:
@@ -19,9 +26,9 @@ def chunk(text: str, finish: str | None = None) -> bytes:
     return event(json.dumps({"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}))
 
 
-async def answer(number: int, tokens: int, writer: asyncio.StreamWriter) -> None:
+async def answer(prompt: str, tokens: int, writer: asyncio.StreamWriter) -> None:
     clock = asyncio.get_running_loop()
-    due = clock.time() + FIRST * (1 + number % 2)
+    due = clock.time() + first(prompt)
     writer.write(HEAD)
     for place in range(tokens):
         await asyncio.sleep(due - clock.time())  # by the clock: what was late does not make the next one late
@@ -33,16 +40,15 @@ async def answer(number: int, tokens: int, writer: asyncio.StreamWriter) -> None
 
 
 async def main() -> None:
-    count = 0
-
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal count
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
+                if not head.startswith(b"POST "):  # it has no metrics
+                    writer.write(NOT_FOUND)
+                    continue
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
                 asked = json.loads(await reader.readexactly(length))
-                count += 1
-                await answer(count, asked["max_tokens"], writer)
+                await answer(asked["prompt"], asked["max_tokens"], writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 

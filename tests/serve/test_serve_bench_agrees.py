@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import statistics
 import subprocess
@@ -15,17 +16,18 @@ from typing import Any
 import paced_server
 import pytest
 from http_server import Server
-from paced_server import FIRST, GAP
+from paced_server import GAP
 
 from tokenmill.bench.figures import of_point
 from tokenmill.bench.serve import Load, drive
 from tokenmill.bench.serve_client import Place, run
-from tokenmill.bench.workloads import Mix
+from tokenmill.bench.workloads import Ask, Mix
 from tokenmill.plan.workload import fixed
 
 WITHIN = 0.05
 PAIRS, EVERY, APART = 10, 0.8, 0.1  # seconds
-NAMES = ("throughput", "ttft", "itl")
+NAMES = ("throughput", "ttft", "itl", "e2e")
+USERS, TURNS, TOKENS = 8, 3, 12  # of the closed loop
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +81,11 @@ def meter(url: str) -> Iterator[Meter]:
 def ours(url: str, load: Load) -> dict[str, float]:
     found = of_point([run(drive(Place(url), load))])
     assert not found["errors"] and found["completed"] == len(load.asks)
-    return {
-        "throughput": found["output_tokens_per_second"],
-        "ttft": found["ttft"]["mean"],
-        "itl": found["itl"]["mean"],
-    }
+    return figures(found)
+
+
+def figures(found: dict[str, Any]) -> dict[str, float]:
+    return {"throughput": found["output_tokens_per_second"]} | {name: found[name]["mean"] for name in NAMES[1:]}
 
 
 def pairs(url: str, meter: Meter, seed: int) -> dict[str, float]:
@@ -114,16 +116,49 @@ def test_figures_agree_with_openais_client(url: str, meter: Meter) -> None:
         assert statistics.median(one[name] for one in rounds) == pytest.approx(1, abs=WITHIN), (name, rounds)
 
 
+def commanded(url: str) -> dict[str, float]:
+    """What the command itself says of a closed loop."""
+    words = f"--streams {USERS} --requests {TURNS * USERS} --input 8 --output {TOKENS} --seed 0 --warmup {USERS}"
+    command = [sys.executable, "-m", "tokenmill", "bench", "serve", "--url", url, *words.split(), "--json", "-"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=True)
+    (found,) = json.loads(done.stdout)["points"]
+    assert found["completed"] == TURNS * USERS and not found["errors"]
+    return figures(found)
+
+
+def reckoned(asks: list[Ask]) -> dict[str, float]:
+    """What is true of it: each user sends the next prompt when the answer to the one before has ended."""
+    free = [0.0] * USERS
+    for ask in asks:
+        heapq.heapreplace(free, free[0] + paced_server.first(ask.prompt) + GAP * (TOKENS - 1))
+    mean = statistics.fmean(paced_server.first(ask.prompt) for ask in asks)
+    return {
+        "throughput": TOKENS * len(asks) / max(free),
+        "ttft": mean,
+        "itl": GAP,
+        "e2e": mean + GAP * (TOKENS - 1),
+    }
+
+
 def test_a_closed_loop_agrees_with_openais_client_and_with_the_clock(paced: str) -> None:
-    """In turns. A server that computes would be another one for each of them, as each takes its share of the cores."""
-    load, meter = Load(Mix(fixed("paced", 16, 8, 20)).asks(0), 8), Meter(paced)
-    meter.ask(replace(load, asks=load.asks[:8]))  # opens its connections
+    """In turns, against a server that computes nothing: one that does would be another one for each of them, as each
+    takes its share of the cores. Where a turn was disturbed, the median of three counts.
+    """
+    load, meter = Load(Mix(fixed("paced", TURNS * USERS, 8, TOKENS)).asks(0), USERS), Meter(paced)
+    meter.ask(replace(load, asks=load.asks[:USERS]))  # opens its connections
     meter.answer()
-    found = ours(paced, load)
-    meter.ask(load)
-    told = meter.answer()
+    right = reckoned(load.asks)
+    rounds: list[dict[str, tuple[float, float]]] = []  # ours over the other client's, and over what is true
+    while len(rounds) < 3 and not (len(rounds) == 1 and agree(rounds)):
+        meter.ask(load)
+        told = meter.answer()
+        found = commanded(paced)
+        rounds.append({name: (found[name] / told[name], found[name] / right[name]) for name in right})
     meter.close()
-    right = {"ttft": 1.5 * FIRST, "itl": GAP}
-    for name in NAMES:
-        assert found[name] == pytest.approx(told[name], rel=WITHIN), (name, found, told)
-        assert name not in right or found[name] == pytest.approx(right[name], rel=WITHIN), (name, found)
+    assert agree(rounds), rounds
+
+
+def agree(rounds: list[dict[str, tuple[float, float]]]) -> bool:
+    """Whether every figure's middle ratios are within bounds."""
+    middle = [statistics.median(one[name][side] for one in rounds) for name in rounds[0] for side in (0, 1)]
+    return all(abs(ratio - 1) <= WITHIN for ratio in middle)
