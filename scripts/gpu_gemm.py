@@ -104,9 +104,7 @@ class Case:
         if self.kind == 8:
             return small_gemm(self.x, weight, scale=self.scale, arrivals=self.arrivals, shape=shape)
         x, x_scale = quantize_rows(self.x)
-        return small_gemm(
-            x, weight, scale=self.scale, x_scale=x_scale, arrivals=self.arrivals, dtype=BF16, shape=shape
-        )
+        return small_gemm(x, weight, scale=self.scale, x_scale=x_scale, arrivals=self.arrivals, dtype=BF16, shape=shape)
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
         if self.kind == 16:
@@ -334,7 +332,6 @@ def large(timer: Timer) -> None:
                 f" {product:8.1f} ({flops / product / 1e6:5.0f})",
                 flush=True,
             )
-
 
     gate_up = torch.randn(16384, 28672, device="cuda", dtype=BF16)
     once = gate_up[:1, None]  # nothing to rotate

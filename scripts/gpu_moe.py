@@ -374,9 +374,7 @@ def sweep_few(layer: Layer, count: int) -> None:
         show(f"few {count} tokens, both kernels, {name} (rows, warps)", found)
 
 
-def sweep_grouped(
-    layer: Layer, count: int, ups: list[Shape], downs: list[Shape], specialised: bool = False
-) -> None:
+def sweep_grouped(layer: Layer, count: int, ups: list[Shape], downs: list[Shape], specialised: bool = False) -> None:
     x = tokens_of(count)
     _, experts = routed(x, layer)
     groups = moe_route.group_by_expert(experts, EXPERTS, ups[0].block_m)

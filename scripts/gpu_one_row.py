@@ -33,8 +33,8 @@ from tokenmill.quant.forms import Form
 SHAPES = [
     OneShape(*shape)
     for shape in [
-        (2, 4, 4, 4), (2, 4, 4, 6), (2, 4, 4, 8), (2, 4, 4, 10), (2, 4, 8, 4), (2, 8, 4, 3), (2, 8, 4, 4), (1, 8, 4, 6),
-        (1, 8, 4, 10), (3, 4, 4, 4), (3, 4, 4, 6), (4, 4, 4, 4), (2, 4, 2, 12), (3, 4, 2, 8),
+        (3, 4, 8, 3), (3, 4, 8, 2), (4, 4, 8, 2), (2, 4, 8, 3), (2, 4, 8, 4), (2, 4, 16, 2), (3, 4, 4, 6), (4, 4, 4, 4),
+        (5, 4, 4, 3), (2, 4, 4, 8), (2, 8, 4, 4),
     ]
 ]  # fmt: skip
 HEAD = (128256, 4096)
@@ -48,7 +48,7 @@ def prepare() -> list[str]:
         for what in ("plain", "norm", "silu", "gelu_tanh", "bias")
         for form in FORMS
         for dtype in (BF16, torch.float16)
-        for columns, inner in ((4096, 4096), (1024, 14336), (96, 2048))
+        for columns, inner in ((4096, 4096), (1024, 14336), (96, 2048), (224, 3072))
     ]
     tasks += [(what, FORMS[0], *size, shape, BF16) for size in LLAMA[1:] for shape in SHAPES for what in kinds(size)]
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:

@@ -161,3 +161,15 @@ def test_inputs_of_a_decode_step_are_gathered_from_the_tables(level: int) -> Non
     assert ids.tolist() == tokens[rows, starts].tolist()
     assert slots.tolist() == (blocks[rows, starts // 4] * 4 + starts % 4).tolist()
     assert table_rows.tolist() == rows.tolist() and context.tolist() == (starts + 1).tolist()
+
+
+def test_numbers_of_another_size_are_refused_before_memory_is_touched() -> None:
+    half, weight = torch.randn(3, 32).half(), torch.ones(32)
+    for call in (
+        lambda: ops.rms_norm(half, weight, 1e-5),
+        lambda: ops.add_rms_norm(torch.randn(3, 32), half, weight, 1e-5),
+        lambda: ops.act_mul(half, "silu"),
+        lambda: ops.add(half, half),
+    ):
+        with pytest.raises(TypeError, match="float16, but was chosen for float32"):
+            call()

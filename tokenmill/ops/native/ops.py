@@ -30,11 +30,19 @@ MAX_HEAD_DIM = 1024
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
+def _check_float32(*tensors: torch.Tensor) -> None:
+    """The library takes pointers as they come: with numbers of another size it would write beyond their end."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"a native op got {tensor.dtype}, but was chosen for float32")
+
+
 def rms_norm(
     x: torch.Tensor,  # [..., dim]
     weight: torch.Tensor,  # [dim]
     eps: float,
 ) -> torch.Tensor:
+    _check_float32(x)
     rows = _as_rows(x)
     out = new(tuple(x.shape))
     dim = x.shape[-1]
@@ -60,6 +68,7 @@ def add_rms_norm(
     weight: torch.Tensor,  # [dim]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_float32(x, residual)
     _run(
         NormArgs(
             x=x.data_ptr(),
@@ -94,6 +103,7 @@ def rope_kv_write(
     eps: float = 0.0,
     scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> None:
+    _check_float32(q, k, *([] if v is None else [v]))
     positions, slots = positions.long(), slots.long()
     args = RopeArgs(
         q=q.data_ptr(),
@@ -137,6 +147,7 @@ def attention(
     scale: float,
     scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
+    _check_float32(q)
     tokens, heads, k_dim = q.shape
     v_dim = v_cache.shape[3]
     out = new((tokens, heads, v_dim))
@@ -195,6 +206,7 @@ def act_mul(
     x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
     kind: str,  # "silu" or "gelu_tanh"
 ) -> torch.Tensor:  # [tokens, inner]
+    _check_float32(x)
     rows = _as_rows(x)
     inner = x.shape[-1] // 2
     out = new((*x.shape[:-1], inner))
@@ -256,6 +268,7 @@ def embed(
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, dim] each
+    _check_float32(x, y)
     out = new(tuple(x.shape))
     _run(
         AddArgs(

@@ -23,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.ops.triton.config import multiprocessors, power_of_two
-from tokenmill.ops.triton.launch import quick_launch
+from tokenmill.ops.triton.launch import ceil_div, quick_launch
 from tokenmill.ops.triton.weight_codes import TILE, Codes, int4_lines
 from tokenmill.ops.types import Unnormed
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 TILE_COLUMNS = gl.constexpr(64)  # of codes of four bits
-MOST_SHARED = 100 << 10  # bytes of a program: two of them on a multiprocessor
+TILES = (8, 4)  # of a warp in a stage: with fewer, threads wait for each other more than they multiply
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,16 @@ class OneShape:
 
 def takes(codes: Codes, dtype: torch.dtype) -> bool:
     """Whether a row can be multiplied with these here."""
-    fits = codes.group in (64, 128) and codes.words.shape[1] % 16 == 0
-    return codes.kind == "int4" and codes.zeros is None and dtype in KINDS and fits
+    plain = codes.kind == "int4" and codes.zeros is None and codes.group in (64, 128)
+    return plain and dtype in KINDS and codes.words.shape[1] % (4 * min(TILES)) == 0
 
 
 @lru_cache(maxsize=256)
 def choose_one_shape(bands: int, tiles: int, device: torch.device) -> OneShape:
-    """What was fastest on an H200 (scripts/gpu_weight_only.py)."""
-    return OneShape(2, 4, 4, 6)
+    """What was fastest on an H200 (scripts/gpu_one_row.py): long stages, and no more of them than there is work for."""
+    each = next(each for each in TILES if tiles % (4 * each) == 0)
+    turns = tiles // (4 * each) * ceil_div(bands, 3 * multiprocessors(device))
+    return OneShape(3, 4, each, 2 if turns == 2 else 24 // each)
 
 
 def one_row_gemm(
@@ -74,9 +76,14 @@ def one_row_gemm(
     _kernel[(min(units, shape.programs * multiprocessors(device)),)](
         given, *normed, codes.words, codes.scale, bias, out, x.eps if isinstance(x, Unnormed) else 0.0, units,
         TILES=tiles, X_WORDS=power_of_two(tiles * 32), GROUPS=shape.tiles // each, EACH=each, WARPS=shape.num_warps,
-        STAGES=shape.stages, ACT=act, num_warps=shape.num_warps, maxnreg=128 if shape.tiles <= 4 else 168,
+        STAGES=shape.stages, ACT=act, num_warps=shape.num_warps, maxnreg=_registers(shape),
     )  # fmt: skip
     return out
+
+
+def _registers(shape: OneShape) -> int:
+    """Of a thread at most, so that all programs that are wanted on a multiprocessor fit."""
+    return min(248, (1 << 16) // (shape.programs * shape.num_warps * 32) // 8 * 8)
 
 
 def tile_text(bf16: bool) -> str:
