@@ -21,7 +21,7 @@ from typing import Any
 
 from h200_workloads import COMMON, SHAPES, Work, fixed
 
-WEIGHTS = ("bf16", "int8", "int4", "int4,lm_head=int4", "w8a8", "fp8")
+WEIGHTS = ("bf16", "int8", "int4", "int4,lm_head=int4", "w8a8", "w8a8,lm_head=w8a8", "fp8", "fp8,lm_head=fp8")
 CACHES = ("auto", "int8", "fp8", "int4")
 TOGETHER = (("bf16", "auto"), ("fp8", "fp8"), ("w8a8", "int8"))  # weights and cache, for many rows with long contexts
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -37,20 +37,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {"weights": {}, "together": {}, "caches": {}}
+
+    def keep() -> None:  # after every part: a run that is cut short keeps what it has
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found))
+
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(COMMON | SHAPES[arguments.shape]))
         for name in arguments.only:
             found["weights"][name] = weights(folder, None if name == "bf16" else name, arguments.batches)
             print(name, json.dumps(found["weights"][name]), flush=True)
+            keep()
         for form, cache in () if arguments.no_load else TOGETHER:
             name = f"{form} + kv {cache}"
             found["together"][name] = deep(folder, None if form == "bf16" else form, cache)
             print("256 rows at 1k:", name, f"{found['together'][name]:.2f} ms", flush=True)
+            keep()
         for name in () if arguments.no_load else arguments.caches:
             found["caches"][name] = load(folder, name)
             print("cache", name, json.dumps(found["caches"][name]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found))
+            keep()
     table(found, arguments.batches)
 
 
@@ -116,7 +122,9 @@ def full_gaps(times: list[list[float]], settle: int = 3) -> list[float]:
 
 def table(found: dict[str, Any], batches: list[int]) -> None:
     plain = found["weights"].get("bf16")
-    print("\n" + "".join(f"{head:>10s}" for head in ("", *map(str, batches), "prefill s")))
+    print(
+        "\n" + "".join(f"{head:>18s}" if not head else f"{head:>10s}" for head in ("", *map(str, batches), "prefill s"))
+    )
     for name, one in found["weights"].items():
         cells = [one["decode_ms"][str(batch)] for batch in batches]
         print(f"{name:>10s}" + "".join(f"{cell:10.2f}" for cell in cells) + f"{one['prefill_s']:10.3f}")

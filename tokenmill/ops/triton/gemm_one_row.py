@@ -29,6 +29,9 @@ from tokenmill.ops.types import Unnormed
 
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 TILE_COLUMNS = gl.constexpr(64)  # of codes of four bits
+TILE_BYTES = 512 + 32  # of codes and scales
+MOST_TILES = 1024  # of a band, so that the inputs fit into shared memory
+SHARED_BYTES = 227 << 10  # of a multiprocessor
 TILES = (8, 4)  # of a warp in a stage: with fewer, threads wait for each other more than they multiply
 
 
@@ -44,16 +47,27 @@ class OneShape:
 
 def takes(codes: Codes, dtype: torch.dtype) -> bool:
     """Whether a row can be multiplied with these here."""
+    tiles = codes.words.shape[1]
     plain = codes.kind == "int4" and codes.zeros is None and codes.group in (64, 128)
-    return plain and dtype in KINDS and codes.words.shape[1] % (4 * min(TILES)) == 0
+    return plain and dtype in KINDS and tiles % (4 * min(TILES)) == 0 and tiles <= MOST_TILES
 
 
 @lru_cache(maxsize=256)
 def choose_one_shape(bands: int, tiles: int, device: torch.device) -> OneShape:
-    """What was fastest on an H200 (scripts/gpu_one_row.py): long stages, and no more of them than there is work for."""
+    """What was fastest on an H200, in a model's steps (scripts/gpu_one_row.py shows products alone).
+
+    No more programs must fit on a multiprocessor than are wanted there. The next kernel starts as places become free:
+    with places to spare its programs gather on some multiprocessors, and all wait for these. So stages fill the shared
+    memory, unless registers are the limit already and there is no work for more stages.
+    """
+    processors = multiprocessors(device)
     each = next(each for each in TILES if tiles % (4 * each) == 0)
-    turns = tiles // (4 * each) * ceil_div(bands, 3 * multiprocessors(device))
-    return OneShape(3, 4, each, 2 if turns == 2 else 24 // each)
+    programs = 2 if bands <= 2 * processors else 3
+    turns = tiles // (4 * each) * ceil_div(bands, programs * processors)
+    if programs == 3 and each == max(TILES) and turns == 2:
+        return OneShape(programs, 4, each, 2)
+    free = SHARED_BYTES // (programs + 1) - 4 * power_of_two(tiles * 32)
+    return OneShape(programs, 4, each, max(2, free // (4 * each * TILE_BYTES) + 1))
 
 
 def one_row_gemm(
