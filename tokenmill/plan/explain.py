@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tokenmill.plan.gpus import EFFICIENCIES
 from tokenmill.plan.planner import RESERVE, Choice, Plan
 
 SHOWN = 5  # runners-up
@@ -29,8 +28,6 @@ def explain(plan: Plan) -> list[str]:
     ]
     if not plan.enough:
         lines += ["", "not enough   " + _shortage(plan)]
-    if not EFFICIENCIES[best.layout.weights.efficiency].measured:
-        lines.append(f"note         how fast {best.layout.weights.name} is has been assumed here, not measured")
     if plan.others:
         lines += ["", "runners-up"]
         lines += [f"  {one.name}: {lacks(plan, one)}" for one in plan.others[:SHOWN]]

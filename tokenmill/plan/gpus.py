@@ -36,7 +36,6 @@ class Efficiency:
     math: str  # which operations: bf16, fp8, int8
     weights: float  # of the bandwidth
     linear: float  # of the operations
-    measured: bool  # or assumed from its neighbours, until somebody has measured it
 
 
 _NVLINK4 = Link(450e9, 9e-6)
@@ -65,13 +64,12 @@ GPUS = {
 
 # Fitted to the 19 workloads of docs/performance.md without a shared prefix, on an H200 (tests/plan/test_plan_h200.py).
 EFFICIENCIES = {
-    "dense": Efficiency("bf16", weights=0.837, linear=0.771, measured=True),
-    "fp8": Efficiency("fp8", weights=0.784, linear=0.758, measured=True),
-    # By hand from docs/performance.md, "Quantized", not fitted: 20-28 % too slow at one row, within 17 % at 4 to 64.
-    # Weights alone for WEIGHT_ONLY_ROWS at most.
-    "int8": Efficiency("bf16", weights=0.66, linear=0.74, measured=False),
-    "int4": Efficiency("bf16", weights=0.49, linear=0.75, measured=False),
-    "w8a8": Efficiency("int8", weights=0.65, linear=0.80, measured=False),
+    "dense": Efficiency("bf16", weights=0.837, linear=0.771),
+    "fp8": Efficiency("fp8", weights=0.784, linear=0.758),
+    # Fitted to steps of Llama-3-8B on an H200 (the same test). Weights alone for WEIGHT_ONLY_ROWS at most.
+    "int8": Efficiency("bf16", weights=0.75, linear=0.66),
+    "int4": Efficiency("bf16", weights=0.67, linear=0.64),
+    "w8a8": Efficiency("int8", weights=0.73, linear=0.78),
 }
 WEIGHT_ONLY_ROWS = 64  # decoding at once; with more, int8 and int4 weights are slower than floats
 STACKED_SHARE = 0.644  # of the bf16 operations, products of experts
