@@ -86,6 +86,9 @@ def test_an_unknown_setting_names_the_closest(tmp_path):
     path.write_text("[engine]\nmax_num_seq = 3\n")
     with pytest.raises(ConfigError, match="max_num_seqs"):
         read_config_file(path, [])
+    path.write_text("[engine]\nmax_queued_tokens = 3\n")
+    with pytest.raises(ConfigError, match="move max_queued_tokens from engine to serve"):
+        read_config_file(path, ["max_queued_tokens"])
 
 
 def test_serve_takes_a_file_and_what_is_typed_wins(tmp_path, monkeypatch, tiny_model):

@@ -177,6 +177,25 @@ def test_a_report_of_a_scheme_is_of_that_scheme(folder, tmp_path, args, names):
     assert all(0 < line["divergence"] < 1 and line["bytes"] < baseline["bytes"] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "method", "option"),
+    [
+        ("w8a8", "smoothquant", ["--alpha", "0.9"]),
+        ("w8a8", "smoothquant", ["--static-inputs"]),
+        ("int4-g32", "gptq", ["--no-act-order"]),
+        ("int4-g32", "awq", ["--no-clip"]),
+    ],
+)
+def test_a_report_is_of_what_would_be_written(folder, tmp_path, scheme, method, option):
+    def divergence(*more: str) -> float:
+        what = ["--scheme", scheme, "--method", method, "--tokens", 256, "--samples", 8, "--length", 32]
+        result = run("--report", folder, "--text", tmp_path / "text.txt", *what, "--no-speed", "--json", *more)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)[1]["divergence"]
+
+    assert divergence(*option) != divergence()
+
+
 def test_layers_that_stay_narrow_floats_are_judged_as_such():
     source = opened(checkpoint())
     forms, _ = plan_forms(source.spec, parse_layout("layers.0=bf16,lm_head=fp16"))
@@ -296,6 +315,13 @@ def test_what_others_put_beside_it_survives_a_failure(tmp_path):
         (tmp_path / "deep" / "notes.txt").write_text("mine")
         raise Broken
     assert [one.name for one in tmp_path.rglob("*")] == ["deep", "notes.txt"]
+
+
+def test_what_a_killed_run_left_is_named(tmp_path):
+    (tmp_path / "new" / writing.UNFINISHED).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="unfinished model"), writing.new_folder(tmp_path / "new"):
+        pass
+    assert (tmp_path / "new" / writing.UNFINISHED).is_dir()
 
 
 def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):

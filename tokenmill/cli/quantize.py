@@ -75,18 +75,18 @@ def quantize(
     layout = parse_layout("int4" if scheme is None and not report else scheme)
     if lm_head is not None:
         layout = replace(layout, overrides=(*layout.overrides, ("lm_head", parse_form(lm_head))))
+    how = {"clip": clip, "act_order": act_order, "alpha": alpha, "static_inputs": static_inputs}
     if report:
         for option, value in (("-o", out), ("--dtype", dtype), ("--device", device)):
             if value is not None:
                 raise ConfigError(f"{option} is for writing a model, which --report does not; leave one of them out")
         shape = samples or 32, length
         print_report(
-            Wanted(model, layout, method, text, calibrate, *shape, tokens, only, speed, gsm8k, questions, as_json)
+            Wanted(model, layout, method, how, text, calibrate, *shape, tokens, only, speed, gsm8k, questions, as_json)
         )
         return
     if out is None:
         raise ConfigError("where to? name a new folder with -o, or ask for --report")
-    how = {"clip": clip, "act_order": act_order, "alpha": alpha, "static_inputs": static_inputs}
     _write(model, layout, method, how, calibrate, (samples or 128, length), out, dtype, device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tokenmill.cli.quantize_inputs import Opened
     from tokenmill.quant.forms import Layout
+    from tokenmill.quant.quantize import Method
     from tokenmill.quant.report import Candidate, Line
 
 WINDOW = 512  # tokens that are predicted together
@@ -30,6 +31,7 @@ class Wanted:
     model: str
     layout: Layout  # nothing in it: every form
     method: str | None
+    how: dict[str, Any]  # of the fields of Method
     text: Path | None
     calibrate: Path | None
     samples: int
@@ -87,7 +89,15 @@ def _chosen(wanted: Wanted) -> list[Candidate]:
         given = [f"--only is {wanted.only!r}"] if words else []
         given += [f"--method is {wanted.method!r}"] if wanted.method else []
         raise ConfigError(f"{' and '.join(given)}; there are {', '.join(one.name for one in (BASELINE, *known))}")
-    return [BASELINE, *found]
+    return [BASELINE, *(replace(one, method=_method(one, wanted.how)) for one in found)]
+
+
+def _method(one: Candidate, how: dict[str, Any]) -> Method:
+    """As asked for, where it means something: plain rounding is not clipped, and few forms have inputs of 8 bits."""
+    from tokenmill.quant.report import has_small_inputs
+
+    fits = {"clip": one.method.clip and how["clip"], "static_inputs": how["static_inputs"] and has_small_inputs(one)}
+    return replace(one.method, **how | fits)
 
 
 def _texts(wanted: Wanted, opened: Opened) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,8 @@ SPLIT_SETTINGS = {
     "pipeline_parallel_size": "dividing the layers over GPUs (pipeline parallelism)",
     "expert_parallel_size": "dividing experts over GPUs (expert parallelism)",
 }
+# Settings of an engine that a server's own replace.
+SERVERS_OWN = ("max_queued_requests", "max_queued_tokens")
 
 
 @dataclass(frozen=True)
@@ -104,4 +106,6 @@ def read_config_file(path: Path, serve_options: Iterable[str]) -> ConfigFile:
         for key in table:
             if key not in known[name]:
                 raise ConfigError(f"{path}: {name} has no setting {key!r}; {did_you_mean(key, known[name])}")
+            if name == "engine" and key in SERVERS_OWN:
+                raise ConfigError(f"{path}: the queue is the server's: move {key} from engine to serve")
     return ConfigFile(tables.get("engine", {}), tables.get("serve", {}))

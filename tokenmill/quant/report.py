@@ -16,6 +16,7 @@ from tokenmill.quant.evaluate import CPU, Judge, Quality, StoreBuilder
 from tokenmill.quant.forms import FLOATS, Form, Layout, parse_layout
 from tokenmill.quant.layer_source import LayerSource
 from tokenmill.quant.quantize import Method, plan_forms, quantize_model
+from tokenmill.quant.rounding import INPUTS
 
 SPEED_TOKENS = 64  # tokens of the answer whose speed is measured
 SLOW = 4.0  # tokens per second
@@ -68,6 +69,13 @@ def ways_of(layout: Layout) -> list[Candidate]:
     if "w8a8" in kinds:
         found.append(Candidate(f"{scheme} smoothquant", scheme, Method("smoothquant", clip=False)))
     return found
+
+
+def has_small_inputs(candidate: Candidate) -> bool:
+    """Whether any layer's inputs are rounded, too."""
+    layout = parse_layout(candidate.scheme)
+    forms = (layout.default, *(form for _, form in layout.overrides))
+    return any(form is not None and form.kind in INPUTS for form in forms)
 
 
 def measure(

@@ -170,6 +170,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     there before (it, or folders that it is in) stays whatever happens; a folder that was made here goes with a failure.
     """
     made: list[Path] = []  # the outermost first
+    if (folder / UNFINISHED).exists():
+        raise ConfigError(
+            f"{folder} has an unfinished model in {UNFINISHED}: a killed run left it, or one is writing it now; "
+            "remove it, or name another folder with -o"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; name another folder with -o")
     try:
