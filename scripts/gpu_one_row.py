@@ -50,13 +50,24 @@ def prepare() -> list[str]:
         for dtype in (BF16, torch.float16)
         for columns, inner in ((4096, 4096), (1024, 14336), (96, 2048), (224, 3072))
     ]
-    tasks += [(what, FORMS[0], *size, shape, BF16) for size in LLAMA[1:] for shape in SHAPES for what in kinds(size)]
+    tasks += [
+        (what, FORMS[0], *size, shape, BF16)
+        for size in LLAMA[1:]
+        for shape in SHAPES
+        for what in kinds(size)
+        if divides(shape, size[1])
+    ]
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         return [failure for failure in pool.map(try_one, tasks, chunksize=4) if failure]
 
 
 def kinds(size: tuple[int, int]) -> list[str]:
     return ["plain", "norm", "silu"] if size[1] == 4096 else ["plain"]
+
+
+def divides(shape: OneShape, inner: int) -> bool:
+    """Whether stages of this shape fill a band."""
+    return inner // 64 % (shape.num_warps * shape.tiles) == 0
 
 
 def try_one(task: Task) -> str:
@@ -104,7 +115,7 @@ def sweep(timer: Timer) -> None:
         tried = sorted(
             (timer.microseconds(partial(plain, case, shape), case.numbers), name(shape))
             for shape in SHAPES
-            if inner // 64 % (shape.num_warps * shape.tiles) == 0
+            if divides(shape, inner)
         )
         ranked = ", ".join(f"{shape} {us:.1f}" for us, shape in tried)
         print(
@@ -161,7 +172,7 @@ def chains(timer: Timer) -> None:
     print(f"  these, apart         {timer.microseconds(partial(chain.apart, old=False), numbers):6.1f}")
     print(f"  these, fused, rule   {timer.microseconds(chain.fused, numbers):6.1f}", flush=True)
     for shape in SHAPES:
-        if 224 % (shape.num_warps * shape.tiles) == 0:
+        if divides(shape, 14336):
             us = timer.microseconds(partial(chain.fused, shapes=(shape,) * 4), numbers)
             print(f"  these, fused, {name(shape):10s} {us:6.1f}", flush=True)
 

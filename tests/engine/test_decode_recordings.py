@@ -73,3 +73,11 @@ def test_a_size_that_cannot_be_recorded_lends_nothing() -> None:
     assert size == 256 and recording == Recording()
     recording.refused = True
     assert run(recordings, 240) == (240, "plain")
+
+
+def test_it_is_known_whether_anything_is_recorded() -> None:
+    recordings = Recordings(SIZES)
+    assert recordings.empty
+    assert run(recordings, 8)[1] == "plain" and recordings.empty
+    record(recordings, 8)
+    assert not recordings.empty

@@ -48,6 +48,10 @@ class Recordings:
     sizes: list[int]  # ascending
     _of: dict[tuple[int, int, bool], Recording] = field(default_factory=dict)  # by size, traits, shared prefix
 
+    @property
+    def empty(self) -> bool:
+        return all(recording.graph is None for recording in self._of.values())
+
     def serve(self, rows: int, traits: int, shared: bool) -> tuple[int, Recording]:
         """The size at which a step of so many rows is run, and what there is for it."""
         place = bisect_left(self.sizes, rows)
@@ -184,6 +188,8 @@ class DecodeGraphs:
             recording.graph = graph
         except RuntimeError as error:  # slower, but the answers go on
             recording.refused = True
+            if self._recordings.empty:  # the pool went with its only user, and could not be used again
+                self._pool = torch.cuda.graph_pool_handle()
             warnings.warn(f"steps of {bucket} rows cannot be recorded and are run plainly: {error}", stacklevel=2)
         current.wait_stream(self._stream)
 
