@@ -122,15 +122,13 @@ def full_gaps(times: list[list[float]], settle: int = 3) -> list[float]:
 
 def table(found: dict[str, Any], batches: list[int]) -> None:
     plain = found["weights"].get("bf16")
-    print(
-        "\n" + "".join(f"{head:>18s}" if not head else f"{head:>10s}" for head in ("", *map(str, batches), "prefill s"))
-    )
+    print("\n" + " " * 18 + "".join(f"{head:>10s}" for head in (*map(str, batches), "prefill s")))
     for name, one in found["weights"].items():
         cells = [one["decode_ms"][str(batch)] for batch in batches]
-        print(f"{name:>10s}" + "".join(f"{cell:10.2f}" for cell in cells) + f"{one['prefill_s']:10.3f}")
+        print(f"{name:>18s}" + "".join(f"{cell:10.2f}" for cell in cells) + f"{one['prefill_s']:10.3f}")
         if plain and name != "bf16":
             ratios = [plain["decode_ms"][str(batch)] / cell for batch, cell in zip(batches, cells, strict=True)]
-            print(f"{'x':>10s}" + "".join(f"{one:10.2f}" for one in [*ratios, plain["prefill_s"] / one["prefill_s"]]))
+            print(f"{'x':>18s}" + "".join(f"{one:10.2f}" for one in [*ratios, plain["prefill_s"] / one["prefill_s"]]))
     for name, milliseconds in found["together"].items():
         print(f"256 rows at 1k, {name:>16s} {milliseconds:8.2f} ms")
     for name, one in found["caches"].items():

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from tokenmill.quant.weight_only import WeightOnly
 
 pytest.importorskip("triton")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-# tiles of a band, tiles of a warp in a stage, stages, normed, activation
-COMPILED = [(64, 8, 3, True, "silu"), (224, 8, 3, False, ""), (48, 4, 6, True, "gelu_tanh"), (64, 8, 4, False, "")]
+# tiles of a band, tiles of a warp in a stage, stages, normed, activation, tiles of a group
+COMPILED = [
+    (64, 8, 3, True, "silu", 2), (224, 8, 3, False, "", 2), (48, 4, 6, True, "gelu_tanh", 1), (64, 8, 4, False, "", 2),
+]  # fmt: skip
+SHARED_BYTES = 227 << 10  # of a program at most, on Hopper
 
 
 def test_the_kernel_compiles_waits_once_and_spills_nothing():
@@ -30,13 +34,15 @@ def test_the_kernel_compiles_waits_once_and_spills_nothing():
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == len(COMPILED)
-    for what in found:
+    for what, (tiles, each, stages, _, _, group) in zip(found, COMPILED, strict=True):
         assert what["waits"] == 1
-        assert what["sent_before"] > 0, "no words are on their way before the wait"
-        assert what["narrow"] == 0, "words are copied in smaller pieces than 16 bytes"
-        assert what["spilled"] == 0
-        assert what["shared"] <= 100 << 10, "three programs do not fit, nor one on a smaller GPU"
+        assert what["sent_before"] == (stages - 1) * each, "all stages but one, in pieces of 16 bytes"
+        assert what["stack"] == 0, "registers are spilled"
+        assert what["shared"] == stages * 4 * each * (512 + 64 // group) + 4 * rounded_up(tiles * 32) + 2048
+
+
+def rounded_up(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 @pytest.mark.parametrize(
@@ -48,10 +54,55 @@ def test_as_many_programs_fit_as_are_wanted(monkeypatch, bands, tiles):
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     shape = kernels.choose_one_shape.__wrapped__(bands, tiles, torch.device("cuda", 0))
     assert tiles % (shape.num_warps * shape.tiles) == 0 and shape.stages >= 2
-    shared = shape.stages * shape.num_warps * shape.tiles * kernels.TILE_BYTES + 4 * kernels.power_of_two(tiles * 32)
+    shared = shape.stages * shape.num_warps * shape.tiles * kernels.TILE_BYTES + 4 * rounded_up(tiles * 32)
     registers = 144 * 32 * shape.num_warps if shape.tiles == 8 else 0  # what the compiler takes
-    fit = min(kernels.SHARED_BYTES // shared, (1 << 16) // registers if registers else 99)
+    fit = min(SHARED_BYTES // shared, (1 << 16) // registers if registers else 99)
     assert fit == shape.programs or (shape.stages == 2 and fit < shape.programs)
+
+
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("bands", [16, 512, 8016])
+def test_what_is_taken_fits_into_shared_memory(monkeypatch, group, bands):
+    from tokenmill.ops.triton import gemm_one_row as kernels
+
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
+    taken = []
+    for tiles in (16, 48, 64, 128, 224, 256, 272, 448, 832, 1024, 2048):
+        if kernels.takes(empty_codes(bands, tiles, group), torch.bfloat16):
+            taken.append(tiles)
+            shape = kernels.choose_one_shape.__wrapped__(bands, tiles, torch.device("cuda", 0))
+            stage = 4 * shape.tiles * (512 + 64 * 64 // group)
+            assert shape.stages * stage + 4 * rounded_up(tiles * 32) + 2048 <= SHARED_BYTES
+    assert taken[-1] == 1024
+
+
+def test_a_band_of_gate_and_up_is_not_activated():
+    from tokenmill.ops.triton.gemm_one_row import takes
+
+    assert takes(empty_codes(6, 64, 128), torch.bfloat16, gated=True)
+    assert not takes(empty_codes(7, 64, 128), torch.bfloat16, gated=True)
+    assert takes(empty_codes(7, 64, 128), torch.bfloat16)
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_other_gpus_and_releases_of_triton_go_another_way(monkeypatch, hopper):
+    from tokenmill.ops.triton import attention_fresh
+    from tokenmill.quant import weight_only
+
+    scheme = WeightOnly(Form("int4", 128))
+    storage = scheme.allocate(64, 1024, torch.bfloat16, torch.device("cpu"))
+    assert not scheme.fuses(storage, torch.bfloat16)
+    monkeypatch.setattr(weight_only, "has_small_gemm", lambda device: True)
+    monkeypatch.setattr(attention_fresh, "has_hopper_kernel", lambda device: hopper)
+    assert scheme.fuses(storage, torch.bfloat16) == hopper
+    assert not scheme.fuses(storage, torch.float32)
+
+
+def empty_codes(bands: int, tiles: int, group: int):
+    from tokenmill.ops.triton.weight_codes import Codes
+
+    words, scale = (bands, tiles, 256), (bands, tiles * 64 // group, 16)
+    return Codes(torch.empty(words, dtype=torch.int16, device="meta"), torch.empty(scale, device="meta"), None, "int4")
 
 
 def compile_all() -> list[dict[str, int]]:
@@ -63,10 +114,10 @@ def compile_all() -> list[dict[str, int]]:
 
     found = []
     kernel = _kernel.kernel
-    for tiles, each, stages, normed, act in COMPILED:
+    for tiles, each, stages, normed, act, group in COMPILED:
         pointers = {"x": "*bf16", "words": "*i16", "scale": "*fp32", "bias": "*bf16", "out": "*bf16"}
         pointers |= dict.fromkeys(("residual", "gain", "total"), "*bf16" if normed else None)
-        known = {"TILES": tiles, "X_WORDS": triton.next_power_of_2(tiles * 32), "GROUPS": each // 2, "EACH": 2}
+        known = {"TILES": tiles, "X_WORDS": rounded_up(tiles * 32), "GROUPS": each // group, "EACH": group}
         known |= {"WARPS": 4, "STAGES": stages, "ACT": act, "PDL": True}
         signature, fixed, attributes = {}, {}, {}
         for i, parameter in enumerate(kernel.params):
@@ -82,17 +133,28 @@ def compile_all() -> list[dict[str, int]]:
         options = {"num_warps": 4, "maxnreg": _registers(OneShape(3, 4, each, stages)), "launch_pdl": True}
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         text = made.asm["ptx"]
-        copies = re.findall(r"cp\.async\.(cg|ca)\.shared\.global \[[^;]*?, (0x\w+|\d+)", text)
         found.append(
             {
                 "waits": text.count("griddepcontrol.wait"),
                 "sent_before": text[: text.index("griddepcontrol.wait")].count("cp.async.cg"),
-                "narrow": sum(kind == "cg" and int(size, 0) != 16 for kind, size in copies),
-                "spilled": len(re.findall(r"\.local\.", text)),
+                "stack": stack_bytes(made.asm["cubin"]),
                 "shared": made.metadata.shared,
             }
         )
     return found
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Of a thread, as the assembler says: Triton's own text knows nothing of spilled registers."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (stack,) = re.findall(r"REG:\d+ STACK:(\d+)", done.stdout)
+    return int(stack)
 
 
 def random_linear(columns: int, inner: int, group: int, dtype: torch.dtype):

@@ -24,12 +24,13 @@ LLAMA = {
 class Fusing(Dense):
     """Does in torch what the kernel of one row does."""
 
-    def __init__(self) -> None:
+    def __init__(self, gates: bool = True) -> None:
         super().__init__()
+        self.gates = gates
         self.calls: list[tuple[bool, str]] = []  # normed, activation
 
-    def fuses(self, storage, dtype) -> bool:
-        return True
+    def fuses(self, storage, dtype, gated=False) -> bool:
+        return self.gates or not gated
 
     def fused(self, x, storage, bias, act=""):
         self.calls.append((isinstance(x, Unnormed), act))
@@ -52,6 +53,14 @@ def test_one_token_is_computed_alike(kind):
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     # The first norm has nothing to add, and o and down are plain products.
     assert fusing.calls == [(True, kind)] + [(True, ""), (True, kind)] * 2
+
+
+def test_a_product_that_cannot_gate_still_norms():
+    spec, fusing = spec_from_config(LLAMA), Fusing(gates=False)
+    plain = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 3), [7])
+    fused = logits_of(spec, dummy_weights(spec, torch.float32, "cpu", 3, Schemes.inside(fusing)), [7])
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+    assert fusing.calls == [(True, "")] * 5
 
 
 def test_several_tokens_are_not_fused():

@@ -49,7 +49,7 @@ def gate_up_for(
     """The gated activation of a product, which takes it in where it can."""
     if not isinstance(x, QuantizedRows):
         row = x.update if isinstance(x, Unnormed) else x
-        if gate_up.fuses(row.shape[0], row.dtype) and not reader.wants_quantized(1, row.dtype):
+        if gate_up.fuses(row.shape[0], row.dtype, gated=True) and not reader.wants_quantized(1, row.dtype):
             return gate_up.fused(x, act=kind)
     return act_mul_for(reader, ops, gate_up(x), kind)
 

@@ -79,7 +79,7 @@ class TakesGroups(Protocol):
 class FusesOneRow(Protocol):
     """A scheme whose product of one row takes in the norm before it, and the activation behind it."""
 
-    def fuses(self, storage: Storage, dtype: torch.dtype) -> bool: ...
+    def fuses(self, storage: Storage, dtype: torch.dtype, gated: bool = False) -> bool: ...
 
     def fused(
         self,
@@ -143,9 +143,9 @@ class Linear:
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.fused(x) if isinstance(x, Unnormed) else self.scheme.matmul(x, self.storage, self.bias)
 
-    def fuses(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether `fused` may be called for so many rows."""
-        return rows == 1 and isinstance(self.scheme, FusesOneRow) and self.scheme.fuses(self.storage, dtype)
+    def fuses(self, rows: int, dtype: torch.dtype, gated: bool = False) -> bool:
+        """Whether `fused` may be called for so many rows; gated: with an activation."""
+        return rows == 1 and isinstance(self.scheme, FusesOneRow) and self.scheme.fuses(self.storage, dtype, gated)
 
     def fused(self, x: torch.Tensor | Unnormed, act: str = "") -> torch.Tensor:
         assert isinstance(self.scheme, FusesOneRow)

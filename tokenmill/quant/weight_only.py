@@ -128,20 +128,24 @@ class WeightOnly:
 
         rows = x if x.dim() == 2 else x.flatten(0, -2)
         if rows.shape[0] == 1 and self.fuses(storage, x.dtype):
-            return self.fused(rows, storage, bias).view(*x.shape[:-1], -1)
+            return self.fused(rows.contiguous(), storage, bias).view(*x.shape[:-1], -1)
         codes = self._codes(storage)
         if rows.shape[0] > kernels.most_rows(codes) or rows.shape[0] == 0:
             return F.linear(x, kernels.widened(codes, x.dtype), bias)
         out = kernels.weight_only_gemm(rows, codes, bias, arrivals=storage["arrivals"])
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
-    def fuses(self, storage: Storage, dtype: torch.dtype) -> bool:
-        """Whether one row has a kernel of its own, which norms its input and gates its result on the way."""
+    def fuses(self, storage: Storage, dtype: torch.dtype, gated: bool = False) -> bool:
+        """Whether one row has a kernel of its own, which norms its input and (gated) gates its result on the way."""
         if storage["weight"].dim() == 2 or not has_small_gemm(storage["weight"].device):
+            return False
+        from tokenmill.ops.triton.attention_fresh import has_hopper_kernel
+
+        if not has_hopper_kernel(storage["weight"].device):  # nor is there a language for it in every Triton
             return False
         from tokenmill.ops.triton.gemm_one_row import takes
 
-        return takes(self._codes(storage), dtype)
+        return takes(self._codes(storage), dtype, gated)
 
     def fused(
         self, x: torch.Tensor | Unnormed, storage: Storage, bias: torch.Tensor | None, act: str = ""

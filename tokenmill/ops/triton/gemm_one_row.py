@@ -45,11 +45,12 @@ class OneShape:
     stages: int
 
 
-def takes(codes: Codes, dtype: torch.dtype) -> bool:
-    """Whether a row can be multiplied with these here."""
-    tiles = codes.words.shape[1]
+def takes(codes: Codes, dtype: torch.dtype, gated: bool = False) -> bool:
+    """Whether a row can be multiplied with these here; gated: with an activation, so that no band has gate and up."""
+    bands, tiles, _ = codes.words.shape
     plain = codes.kind == "int4" and codes.zeros is None and codes.group in (64, 128)
-    return plain and dtype in KINDS and tiles % (4 * min(TILES)) == 0 and tiles <= MOST_TILES
+    fits = tiles % (4 * min(TILES)) == 0 and tiles <= MOST_TILES and not (gated and bands % 2)
+    return plain and dtype in KINDS and fits
 
 
 @lru_cache(maxsize=256)
@@ -83,6 +84,7 @@ def one_row_gemm(
     units = bands // 2 if act else bands
     given = x.update if isinstance(x, Unnormed) else x
     assert given.shape[0] == 1 and given.stride(1) == 1 and (not act or bands % 2 == 0)
+    assert not isinstance(x, Unnormed) or x.residual.dtype == x.weight.dtype == given.dtype  # read as if they were
     assert tiles % (shape.num_warps * shape.tiles) == 0
     out = torch.empty(1, units * TILE, dtype=given.dtype, device=device)
     normed = (x.residual, x.weight, x.total) if isinstance(x, Unnormed) else (None, None, None)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.attention_fresh import has_hopper_kernel
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe_few import few, few_shapes
@@ -73,7 +74,7 @@ def grouped(
 
 def hopper_fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether there are products for this device and these sizes in moe_hopper.py."""
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if not has_hopper_kernel(x.device):
         return False
     from tokenmill.ops.triton.moe_hopper import fits
 
