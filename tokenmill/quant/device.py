@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import torch
 
-CAPABILITY = (9, 0)  # what the launch shapes need: float8 tensor cores, and the shared memory of a Hopper GPU or later
+# What the launch shapes need: float8 tensor cores, and about the shared memory of a Hopper GPU.
+CAPABILITY, SHARED_BYTES = (9, 0), 160 << 10
 
 
 @lru_cache
@@ -15,7 +16,9 @@ def has_small_gemm(device: torch.device) -> bool:
     """Whether products may use our own kernels; with plain weights, the sizes of the product decide if they do."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= CAPABILITY
+    # Newer desktop GPUs are of a higher capability, but have 99 KiB.
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
+    return torch.cuda.get_device_capability(device) >= CAPABILITY and shared >= SHARED_BYTES
 
 
 def arrivals_for(rows: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,26 @@
+"""Which GPUs get our own products."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokenmill.quant import device as devices
+
+
+@pytest.mark.parametrize(
+    ("capability", "properties", "expected"),
+    [
+        ((9, 0), SimpleNamespace(shared_memory_per_block_optin=232448), True),
+        ((10, 0), SimpleNamespace(shared_memory_per_block_optin=232448), True),
+        ((9, 0), SimpleNamespace(), True),  # a torch that does not say
+        ((12, 0), SimpleNamespace(shared_memory_per_block_optin=101376), False),
+        ((8, 9), SimpleNamespace(shared_memory_per_block_optin=101376), False),
+    ],
+)
+def test_gpus_with_little_shared_memory_multiply_with_the_library(monkeypatch, capability, properties, expected):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert devices.has_small_gemm.__wrapped__(torch.device("cuda", 0)) is expected
+    assert not devices.has_small_gemm.__wrapped__(torch.device("cpu"))
