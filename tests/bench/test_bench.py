@@ -67,6 +67,12 @@ def test_traces_hold_the_steps(tiny_model: str, tmp_path: Path) -> None:
         assert sum(event.get("name") == "engine step" for event in events) >= 4
 
 
+def test_a_place_for_traces_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    result = CliRunner().invoke(app, ["bench", "trace", "-m", "/no/such/model", "--out", str(tmp_path / "file")])
+    assert result.exit_code == 2 and "the folder" in result.output and "cannot be made" in result.output
+
+
 def test_gaps_of_the_device_are_found_and_blamed_on_what_the_host_did() -> None:
     device = [Span("first", 0, 10), Span("beside", 2, 30), Span("second", 31, 40), Span("third", 90, 100)]
     timeline = Timeline([Span("engine step", 0, 100)], [Span("cudaLaunchKernel", 41, 80)], device)

@@ -41,6 +41,15 @@ def test_offline_counts_what_was_asked(tiny_model: str, tmp_path: Path) -> None:
         ET.parse(tmp_path / "plots" / f"{name}.svg")
 
 
+def test_one_run_has_no_interval(tiny_model: str, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    words = ["--requests", "4", "--input", "8", "--output", "4", "--no-ceilings", "--json", str(found)]
+    told = bench("offline", tiny_model, *TINY, *words)
+    assert " to " not in told and "95 %" not in told
+    assert set(json.loads(found.read_text())["points"][0]["interval"].values()) == {None}
+    assert "95 % of the mean" in bench("offline", tiny_model, *TINY, *words, "--repeats", "2")
+
+
 def test_offline_takes_its_lengths_from_a_trace(tiny_model: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]

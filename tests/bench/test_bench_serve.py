@@ -250,6 +250,8 @@ def test_wrong_use_is_told() -> None:
         (["--url", "http://x", "--burstiness", "4"], "--rate"),
         (["--url", "http://x", "--json", "/no/such/folder/x.json"], "cannot be written"),
         (["--url", "http://x", "--longest-input", "9"], "--trace"),
+        (["--url", "http://x", "--rate", "2", "--streams", "2"], "--rate at times of its own; give one of them"),
+        (["--url", "http://x", "--trace", "t", "--speed", "2", "--streams", "2"], "--speed at times of its own"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", *words])
         assert result.exit_code == 2 and said in result.output

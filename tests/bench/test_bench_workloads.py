@@ -84,3 +84,20 @@ def test_what_makes_no_sense_is_refused() -> None:
     for wrong in ({"rate": 1.0, "speed": 2.0}, {"rate": 0.0}, {"speed": -1.0}, {"burstiness": -1.0}):
         with pytest.raises(ConfigError):
             Mix(work, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5,abc,3\n", "line 2: TIMESTAMP, ContextTokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5\n", "line 2: TIMESTAMP, ContextTokens"),
+        ('{"timestamp": 0, "input_length": 3, "output_length": []}\n', "request 1: timestamp, input_length"),
+        ('{"timestamp": 0, "input_len\n', "request 1: this is not JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_line_of_a_trace_is_told(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as refused:
+        read_trace(path)
+    assert "JSON" in said or str(refused.value).endswith("must be a time and two whole numbers")

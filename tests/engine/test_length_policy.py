@@ -178,7 +178,7 @@ def test_the_controller_holds_a_target_that_fixed_settings_trade():
     """Few rows with long prompts, then many rows: what fits beside them differs."""
     chat, code = fixed("chat", 900, 50, 150, 12.0), fixed("code", 900, 900, 4, 4.0, seed=1)
     work = shifting(chat, code, 45.0, (9.0, 7.0))
-    slo = Slo(ttft=1.0, itl=0.025)
+    slo = Slo(ttft=1.0, itl=0.025, share=0.95)
     base = ReplicaSpec(MACHINE, policy=Fcfs, prefix_caching=False)
     settings = {budget: base.with_limits(step_tokens=budget) for budget in (64, 128, 256, 1024)}
     outcomes = {name: simulate(ClusterSpec(spec), work) for name, spec in {**settings, 0: base.led_by(slo)}.items()}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.weights.names import recipes
 from tokenmill.plan.shape import ModelShape, shape_of
 
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "head_dim": 128, "dtype": "bfloat16"}
@@ -37,6 +43,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def spec(name: str) -> DecoderSpec:
     return spec_from_config(_COMMON | CONFIGS[name])
+
+
+def write_weights(folder: Path) -> None:
+    """Random weights in bfloat16, as the folder's config.json asks for them."""
+    ways = recipes(spec_from_config(json.loads((folder / "config.json").read_text())))
+    pieces = {piece.source: piece.shape for found in ways.values() for piece in found[0]}
+    weights = {name: 0.02 * torch.randn(shape) for name, shape in pieces.items()}
+    save_file({name: one.bfloat16() for name, one in weights.items()}, folder / "model.safetensors")
 
 
 def shape(name: str) -> ModelShape:

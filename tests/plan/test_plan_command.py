@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import plan_models
 import pytest
+import torch
+from tiny import write_tiny
+from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from tokenmill.cli.app import app
 from tokenmill.config import EngineConfig
+from tokenmill.engine.build import open_checkpoint
+from tokenmill.engine.choices import model_bytes, schemes_for
 from tokenmill.errors import ConfigError
+from tokenmill.model.families import spec_from_config
+from tokenmill.model.weights.load import stored_forms
+from tokenmill.model.weights.source import resolve
 from tokenmill.plan.calibrate import CPU_START, calibrate, kept_at
+from tokenmill.plan.candidates import GpuFleet
 from tokenmill.plan.configfile import ConfigFile, read_config_file, write_config
+from tokenmill.plan.gpus import GPUS
 from tokenmill.plan.hardware import cpu_hardware
+from tokenmill.plan.shape import shape_of
+from tokenmill.plan.stored import stored_form
+from tokenmill.quant.choose import Place
+
+SCHEME = "int4-g32"
+TINY = ("--requests", "20x8")
 
 
 @pytest.fixture
@@ -54,6 +71,86 @@ def test_what_is_not_available_yet_is_not_applied(tmp_path):
     done = run(*words)
     assert done.exit_code == 2 and "not available yet" in done.output and not target.exists()
     assert "fits in no way" in run(*words, "--available").output
+
+
+@pytest.fixture
+def plain(tmp_path):
+    folder = tmp_path / "plain"
+    write_tiny(folder, hidden_size=64, intermediate_size=128, head_dim=16, dtype="bfloat16")
+    plan_models.write_weights(folder)
+    Tokenizer(models.WordLevel({"w0": 0}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path, plain):
+    folder = tmp_path / "small"
+    done = CliRunner().invoke(app, ["quantize", str(plain), "--scheme", SCHEME, "-o", str(folder)])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_a_quantized_checkpoint_is_planned_with_what_it_stores(small, plain):
+    floats, stored = (json.loads(run(str(one), *TINY, "--gpu", "h200", "--json").stdout) for one in (plain, small))
+    assert stored["plan"]["stored"] == SCHEME and stored["plan"]["quantization"] is None
+    assert {one["stored"] for one in stored["runners_up"]} == {SCHEME}
+    assert floats["plan"]["stored"] is None and "as the checkpoint was saved" in floats["reasons"]["dtype"]["why"]
+    why = stored["reasons"]["quantization"]
+    assert why == {"value": SCHEME, "why": "as the checkpoint stores it"}
+    assert "saved" not in stored["reasons"]["dtype"]["why"]
+
+
+def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small):
+    config = EngineConfig(model=str(small))
+    checkpoint, settings = open_checkpoint(config, resolve(str(small)))
+    spec = spec_from_config(settings)
+    schemes, _ = schemes_for(config, spec, checkpoint, Place(torch.device("cuda"), torch.bfloat16))
+    sizes = model_bytes(spec, torch.bfloat16, schemes, checkpoint, guarded=True)
+    form, shape = stored_form(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
+    fleet = GpuFleet(GPUS["h200"], 1, stored=form)
+    fit = fleet.place(shape, next(fleet.layouts(shape, 0)), longest=64, rows=64, step_tokens=512)
+    assert fit.memory.weights == pytest.approx(sizes.weights, rel=0.02)
+    assert fit.memory.weights < 0.7 * spec.weight_bytes(2)
+    assert 4 * form.widest == sizes.scratch
+
+
+def test_where_a_gpu_has_no_kernels_for_stored_weights_the_plan_says_so(small):
+    done = run(str(small), *TINY, "--gpu", "l4", "--quality", "exact")
+    assert "no kernels for it and widens it for every product" in done.output and "not measured" in done.output
+
+
+def test_more_rows_than_the_kernels_take_cost_the_widening(small):
+    checkpoint, settings = open_checkpoint(EngineConfig(model=str(small)), resolve(str(small)))
+    spec = spec_from_config(settings)
+    form, shape = stored_form(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
+    fleet = GpuFleet(GPUS["h200"], 1, stored=form)
+    layout = next(fleet.layouts(shape, 0))
+    few, many = (fleet.place(shape, layout, longest=64, rows=rows, step_tokens=512) for rows in (64, 256))
+    assert many.cost.form.weight == few.cost.form.weight + 4 and few.cost.form.weight == form.weight_bytes
+
+
+def test_a_config_that_is_quantized_without_weights_is_told(tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    known = plan_models._COMMON | plan_models.CONFIGS["llama3-8b"] | {"quantization_config": {"quant_method": "gptq"}}
+    (folder / "config.json").write_text(json.dumps(known))
+    assert "says that it is quantized, but its weights are not there" in run(str(folder), "--gpu", "h200").output
+
+
+def test_the_blocks_of_a_gguf_file_are_not_called_floats(default_model):
+    done = run(default_model, "--gpu", "h200")
+    assert done.exit_code == 0 and "the blocks of a GGUF file become floats" in done.output
+
+
+def test_the_machine_is_measured_with_the_weights_as_stored_and_a_log_is_told(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenmill.model.weights.source.default_cache_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("tokenmill.plan.calibrate.BUDGET", 0.01)
+    monkeypatch.setattr("tokenmill.cli.plan.EVERY", 0.0)
+    done = run(str(small), *TINY)
+    assert done.exit_code == 0, done.output
+    assert len(re.findall(r"timing steps: \d+ of \d+", done.stderr)) > 3
+    kept = json.loads(next((tmp_path / "plan").iterdir()).read_text())
+    assert kept["settings"]["load_format"] == "auto" and kept["form"]["weight"] < 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.plan.candidates import GpuFleet
-from tokenmill.plan.explain import as_data, explain, lacks
+from tokenmill.plan.explain import as_data, explain, lacks, reasons
 from tokenmill.plan.gpus import GPUS
 from tokenmill.plan.hardware import Hardware
 from tokenmill.plan.memory import ModelBytes
@@ -69,6 +69,74 @@ def test_a_load_beyond_all_gpus_says_how_many_would_do():
     found = plan(ask(gpu="l4", count=2, rate=200.0))
     assert not found.enough
     assert any("would do" in line for line in explain(found))
+
+
+def test_requests_longer_than_the_model_are_left_out_and_told():
+    """Two of ten are too long for 40,960 positions: the plan is that of the other eight."""
+    short = fixed("chat", 8, 1000, 200, rate=1.0)
+    both = replace(
+        short,
+        arrivals=(*short.arrivals, 20.0, 21.0),
+        prompts=(*short.prompts, 40_000, 50_000),
+        outputs=(*short.outputs, 1_000, 1),
+        hash_ids=tuple((number,) for number in range(10)),
+    )
+    shape, fleet = plan_models.shape("qwen3-0.6b"), GpuFleet(GPUS["h200"], 1)
+    found = plan(Ask(shape, fleet, both))
+    assert found.ask.left_out == 2 and found.ask.longest == 1200 and len(found.ask.load.hash_ids) == 8
+    assert found.best.rate == plan(Ask(shape, fleet, replace(short, hash_ids=both.hash_ids[:8]))).best.rate
+    assert any("left out     2 of 10 requests" in line and "40,960" in line for line in explain(found))
+    assert as_data(found)["left_out_requests"] == 2
+    assert plan(Ask(shape, fleet, both, max_len=41_000)).ask.left_out == 2
+    assert not any("left out" in line for line in explain(plan(Ask(shape, fleet, short))))
+
+
+@pytest.mark.parametrize("limit, hint", [(None, "40,960"), (2000, "max_model_len is 2,000")])
+def test_a_load_of_which_nothing_fits_is_refused(limit, hint):
+    work = fixed("books", 10, 99_999, 256)
+    with pytest.raises(ConfigError, match=f"no request fits: .* 100,255 tokens .*{hint}"):
+        plan(Ask(plan_models.shape("qwen3-0.6b"), GpuFleet(GPUS["h200"], 1), work, max_len=limit))
+
+
+def test_the_first_request_that_is_kept_comes_at_once():
+    work = replace(fixed("mixed", 3, 10, 10), arrivals=(0.0, 2.0, 5.0), prompts=(90, 10, 20))
+    kept = work.up_to(30)
+    assert kept.arrivals == (0.0, 3.0) and kept.prompts == (10, 20)
+    assert work.up_to(100) is work and work.up_to(5) is None
+
+
+@pytest.mark.parametrize("promise", [Slo(ttft=0.5, itl=0.05), Slo()])
+@pytest.mark.parametrize("rate", [1.0, 60.0, math.inf])
+@pytest.mark.parametrize("quality", ["exact", "near"])
+def test_what_is_said_of_rounding_and_promises_is_true(promise, rate, quality):
+    work = fixed("chat", 300, 1000, 200, rate)
+    found = plan(Ask(plan_models.shape("llama3-8b"), GpuFleet(GPUS["h200"], 4), work, promise, quality))
+    text = "\n".join(explain(found))
+    assert ("within the promise" in text) == promise.promises
+    assert promise.promises or "the promise is kept" not in text
+    assert "without rounding anything" not in text
+    assert not found.needed or f"{found.needed:.2f}/s come in a busy minute" in text
+    why = {name: reason for name, _, reason in reasons(found)}
+    for name, loss in (("quantization", found.best.layout.weights.loss), ("kv_cache_dtype", found.best.layout.kv.loss)):
+        assert not (loss and "without rounding" in why[name])
+        assert (quality == "exact") == ("--quality exact" in why[name])
+        if "rounding gains less than 5%" in why[name]:
+            assert found.best.rate * 1.06 > max(one.rate for one in found.others)
+
+
+def test_a_promise_that_nothing_keeps_is_not_called_kept():
+    found = plan(ask(slo=Slo(ttft=1e-6), rate=1.0))
+    assert not found.enough and "the promise is kept" not in "\n".join(explain(found))
+    offline = plan(Ask(found.ask.shape, found.ask.fleet, fixed("all", 9, 1000, 200), Slo(ttft=1e-6)))
+    assert any("not even a lone request" in line for line in explain(offline))
+
+
+@pytest.mark.parametrize(
+    "saved, said", [("float16", "as the checkpoint was saved"), ("float32", "of float32, in which")]
+)
+def test_the_dtype_is_as_saved_only_where_it_is(saved, said):
+    found = plan(replace(ask(), shape=replace(plan_models.shape("llama3-8b"), saved_dtype=saved)))
+    assert said in next(why for name, _, why in reasons(found) if name == "dtype")
 
 
 def test_without_arrivals_the_fastest_is_chosen():

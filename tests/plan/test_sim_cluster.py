@@ -108,6 +108,28 @@ def test_failures_cost_and_are_survived():
     assert stormy.figures(SLO)["latency_mean"] > calm.figures(SLO)["latency_mean"]
 
 
+def test_steps_of_replicas_that_failed_are_counted():
+    """With one row each, every token of an answer is a step of its own."""
+    work = load(80, 10)
+    one = replace(spec(), replica=ReplicaSpec(TOY, block_size=32, policy=Fcfs).with_limits(rows=1))
+    stormy = simulate(replace(one, failures=Failures(2.0, 0.5, 1)), work)
+    assert stormy.failures > 3 and stormy.steps > sum(work.outputs)
+
+
+def test_what_a_failed_replica_had_learned_counts():
+    """A lone replica that fails between the last two requests has learned from all answers before."""
+    early = load(40, 20)
+    work = replace(early, arrivals=(*early.arrivals[:-1], early.arrivals[-1] + 60.0))
+    one = replace(spec(replicas=1), replica=ReplicaSpec(TOY, block_size=32, policy=ShortestFirst))
+
+    class Once(Failures):
+        def schedule(self, replicas, horizon):
+            yield horizon - 1.0, 0
+
+    calm, stormy = (simulate(replace(one, failures=found), work) for found in (None, Once(1.0, 0.5)))
+    assert stormy.failures == 1 and stormy.coverage == pytest.approx(calm.coverage, abs=0.05)
+
+
 def test_autoscaling_follows_the_load_and_saves_machines():
     quiet, rush = load(60, 4), load(400, 60, seed=1)
     arrivals = (*quiet.arrivals, *(quiet.seconds + at for at in rush.arrivals))

@@ -1,6 +1,7 @@
 """`tokenmill simulate`: tables, files, pictures and mistakes."""
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -41,6 +42,22 @@ def test_one_run_with_everything_on(trace):
     )
     assert found.exit_code == 0, found.output
     assert "sjf" in found.stdout
+
+
+def test_failures_are_in_the_table_where_there_were_any(trace):
+    calm = run(trace, "--replicas", 2)
+    stormy = run(trace, "--replicas", 2, "--fail-every", 2, "--repair", 1)
+    assert "failures" not in calm.stdout
+    head, _, row = ([cell.strip() for cell in line.split("|")] for line in stormy.stdout.splitlines())
+    found = dict(zip(head, row))
+    assert int(found["failures"]) > 0 and int(found["moved"]) > 0
+
+
+def test_a_log_is_told_how_far_it_is(trace, monkeypatch):
+    monkeypatch.setattr("tokenmill.cli.simulate.EVERY", 0.0)
+    monkeypatch.setattr("tokenmill.plan.cluster.TOLD_EVERY", 8)
+    told = re.findall(r"requests simulated: (\d+) of 120", run(trace).stderr)
+    assert len(told) > 5 and list(map(int, told)) == sorted(map(int, told)) and told[-1] == "120"
 
 
 @pytest.mark.parametrize(

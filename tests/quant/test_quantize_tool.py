@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from tokenmill.quant.evaluate import Judge, StoreBuilder
 from tokenmill.quant.forms import parse_form, parse_layout
 from tokenmill.quant.layer_source import LayerSource
 from tokenmill.quant.quantize import Method, Quantized, plan_forms, quantize_model
-from tokenmill.quant.questions import last_number
+from tokenmill.quant.questions import last_number, solved
 from tokenmill.quant.report import weight_bytes
 from tokenmill.quant.write import quantization_config, write_model
 
@@ -272,17 +275,31 @@ def test_one_form_for_all_needs_no_list_of_names():
         (["--scheme", "int4", "--calibrate", "short.txt", "-o", "new"], "longer text"),
         (["--scheme", "layers.0-9=int4", "-o", "new"], "this model has 2 layers, 0 to 1"),
         (["--scheme", "int4", "-o", "model"], "not empty"),
+        (["--scheme", "int4", "-o", "text.txt"], "text.txt is a file"),
+        (["--text", "text.txt", "-o", "new"], "--text is for --report, which writes no model; name a text to calibrate "
+         "with as --calibrate"),
+        (["--json", "-o", "new"], "--json is for --report"),
+        (["--no-speed", "-o", "new"], "--speed is for --report"),
         (["--report"], "--text"),
         (["--report", "--text", "text.txt", "-o", "new"], "-o is for writing a model"),
         (["--report", "--text", "text.txt", "--method", "hqq"], "there are rtn, gptq, awq, smoothquant"),
         (["--report", "--text", "text.txt", "--scheme", "int8", "--method", "gptq"], "there are fp32, int8"),
         (["--report", "--text", "text.txt", "--scheme", "int8,layers.7=int4"], "this model has 2 layers"),
         (["--report", "--text", "text.txt", "--only", "int5"], "there are fp32"),
+        (["--report", "--text", "text.txt", "--gsm8k", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--report", "--text", "text.txt", "--gsm8k", "text.txt"], "text.txt, line 1: this is not JSON"),
+        (["--report", "--text", "text.txt", "--gsm8k", "other.jsonl"], "other.jsonl, line 2: GSM8K has a question and"),
+        (["--report", "--text", "text.txt", "--gsm8k", "vague.jsonl"], "no number in the answer"),
+        (["--report", "--text", "text.txt", "--gsm8k", "empty.jsonl"], "empty.jsonl has no questions"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(folder, tmp_path, monkeypatch, args, sentence):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tokenmill.quant.report.measure", lambda *_: pytest.fail("nothing is measured before"))
     (tmp_path / "short.txt").write_text("w1 w2 w3")
+    (tmp_path / "other.jsonl").write_text('{"question": "2 + 2?", "answer": "#### 4"}\n{"a": 1}\n')
+    (tmp_path / "vague.jsonl").write_text('{"question": "2 + 2?", "answer": "many"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
     result = run("model", *args)
     assert result.exit_code == 2
     assert sentence in " ".join(result.output.split())
@@ -307,6 +324,20 @@ def test_what_fails_leaves_what_was_there_and_nothing_else(folder, tmp_path, mon
     result = run(folder, "--scheme", "int8", "-o", tmp_path / "deep" / "new")
     assert result.exit_code != 0
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_sigterm_leaves_nothing_behind(folder, tmp_path, monkeypatch):
+    def ends(files, checkpoint, target):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else a failure ends the tests themselves
+    try:
+        monkeypatch.setattr(writing, "write_tokenizer", ends)
+        result = run(folder, "--scheme", "int8", "-o", tmp_path / "new")
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 143 and not (tmp_path / "new").exists()
 
 
 def test_what_others_put_beside_it_survives_a_failure(tmp_path):
@@ -334,6 +365,23 @@ def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
     assert sorted(one.name for one in (tmp_path / "real").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int4-g128"])
+def test_smaller_groups_than_were_wished_for_are_told(folder, tmp_path, scheme):
+    told = "2 matrices of 96 columns become int4-g32: that is no multiple of the group of int4-g128"
+    assert told in run(folder, "--scheme", scheme, "-o", tmp_path / "new").stderr
+    words = ["--tokens", 256, "--samples", 8, "--length", 32, "--only", "clipped", "--no-speed"]
+    result = run("--report", folder, "--scheme", scheme, "--text", tmp_path / "text.txt", *words)
+    assert result.stderr.count(told) == 1
+
+
+def test_few_tokens_are_blamed_on_the_text_only_where_it_is_short(folder, tmp_path):
+    words = [folder, "--calibrate", tmp_path / "text.txt", "--length", 200]
+    assert "you asked for 400 tokens only" in run(*words, "--samples", 2, "-o", tmp_path / "few").stderr
+    assert "tokens only" not in run(*words, "-o", tmp_path / "many").stderr
+    (tmp_path / "text.txt").write_text(" ".join(["w1"] * 500))
+    assert "text.txt has enough for 400 tokens only" in run(*words, "-o", tmp_path / "short").stderr
+
+
 def test_a_log_is_told_how_far_it_is(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("tokenmill.cli.quantize.EVERY", 0.0)
     result = run(folder, "--scheme", "int8", "-o", tmp_path / "new")
@@ -353,6 +401,28 @@ def test_a_head_that_is_the_embedding_and_a_quantized_model_are_refused():
         opened(QuantizedFiles(CONFIG, checkpoint().tensors))
     with pytest.raises(ConfigError, match="multiple of 32"):
         plan_forms(opened(checkpoint(hidden_size=40)).spec, parse_layout("int4"))
+
+
+def test_questions_are_asked_of_models_with_few_positions(monkeypatch):
+    asked = {}
+
+    class Stub:
+        def __init__(self, model, **options):
+            asked.update(options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def chat(self, chats, params, use_tqdm):
+            return [SimpleNamespace(outputs=[SimpleNamespace(text="it is 4")]) for _ in chats]
+
+    monkeypatch.setattr("tokenmill.LLM", Stub)
+    questions = [{"question": "2 + 2?", "answer": "#### 4"}, {"question": "2 + 3?", "answer": "#### 5"}]
+    assert solved("model", opened(checkpoint()).spec, questions, quantization="fp32") == 1
+    assert asked == {"max_model_len": CONFIG["max_position_embeddings"], "quantization": "fp32"}
 
 
 def test_the_answer_to_a_question_is_its_last_number():

@@ -26,7 +26,8 @@ def lines(found: dict[str, Any], how: str, promise: Slo | None = None) -> Iterat
     cached = f" ({found['cached_tokens']:,} of them from the cache)" if found["cached_tokens"] else ""
     yield f"tokens      {found['prompt_tokens']:,} of prompts{cached}, {found['output_tokens']:,} of answers"
     yield f"latencies   of {found['completed']} completed requests; timed out: {found['timed_out']}"
-    yield " " * 12 + "".join(f"{name:>10}" for name in COLUMNS) + "   95 % of the mean"
+    known = any(found["interval"][f"{name}.mean"] is not None for name, _, _ in LATENCIES)
+    yield " " * 12 + "".join(f"{name:>10}" for name in COLUMNS) + ("   95 % of the mean" if known else "")
     for name, title, unit in LATENCIES:
         cells = "".join(f"{_shown(found[name][column], unit):>10}" for column in COLUMNS)
         yield f"{title:<12}{cells}{_between(found['interval'][f'{name}.mean'], unit, '   ')}"

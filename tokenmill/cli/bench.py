@@ -11,7 +11,7 @@ from tokenmill.cli.bench_cpu import cpu
 from tokenmill.cli.bench_offline import latency, offline
 from tokenmill.cli.bench_serve import serve
 from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, KVCacheDtype, Model, Quantization
-from tokenmill.cli.terminal import progress
+from tokenmill.cli.terminal import check_writable, progress
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a model, a server, ops and steps on this machine.")
 bench.command()(offline)
@@ -49,6 +49,7 @@ def trace(
     kv_cache_dtype: KVCacheDtype = None,
 ) -> None:
     """Write Chrome traces and pictures of decode steps, and of steps that take in a new prompt beside them."""
+    check_writable(folder=out)
     from tokenmill import LLM
     from tokenmill.bench.trace import record
 

@@ -69,6 +69,8 @@ def offline(
         memory = memory_of(llm)
     runs = [run for run, _ in found_runs]
     found: dict[str, Any] = of_point(runs)
+    if repeats == 1:  # requests share their steps: drawn again, those of one run know nothing of the next
+        found["interval"] = dict.fromkeys(found["interval"])
     found["memory"] = memory
     if roof is not None:
         answers = [answer for run in runs for answer in run.good]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _WHEN = "When requests are sent"
 _OURS = "The server that is started here, without --url"
+_STREAMS = 64
 
 
 def serve(
@@ -32,8 +33,11 @@ def serve(
     name: Annotated[str | None, typer.Option(help="With --url: what that server calls the model.")] = None,
     key: Annotated[str | None, typer.Option(help="With --url: an API key.")] = None,
     streams: Annotated[
-        int, typer.Option(min=1, help="A new one when one ends: so many at once.", rich_help_panel=_WHEN)
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1, help=f"A new one when one ends: so many at once; unset: {_STREAMS}.", rich_help_panel=_WHEN
+        ),
+    ] = None,
     rate: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +54,8 @@ def serve(
         typer.Option(help="With --trace: at the trace's times, so many times as fast.", rich_help_panel=_WHEN),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="In all; unset: one per stream, or the whole trace.")
+        int | None,
+        typer.Option(min=1, help=f"In all; unset: one per stream, or the whole trace, or {_STREAMS} at a --rate."),
     ] = None,
     input: given.Input = 128,
     output: given.Output = 128,
@@ -107,6 +112,10 @@ def serve(
         raise ConfigError("--against-offline serves MODEL itself, so that both do the same work; leave --url out")
     if url is None and (name is not None or key is not None):
         raise ConfigError("--name and --key are for a server that runs already; name it with --url")
+    if streams is not None and (rate is not None or speed is not None):
+        other = "--rate" if rate is not None else "--speed"
+        raise ConfigError(f"--streams sends a request when another ends, {other} at times of its own; give one of them")
+    streams = streams or _STREAMS
     given.check_targets(json, plot)
     promise, per_hour = parse_slo(slo) if slo else None, parse_price(price)
     wanted = requests or (None if trace is not None else streams)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.cli import options
-from tokenmill.cli.terminal import check_writable, note, progress
+from tokenmill.cli.terminal import EVERY, check_writable, note, progress
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokenmill.model.weights.source import ModelFiles
     from tokenmill.plan.candidates import Fleet
+    from tokenmill.plan.precision import WeightForm
     from tokenmill.plan.shape import ModelShape
     from tokenmill.plan.workload import Workload
 
@@ -57,7 +59,7 @@ def plan(
 ) -> None:
     """Choose precision, division over GPUs, batch and step sizes for a workload, with reasons and runners-up.
 
-    Reads only the model's config, except without --gpu: then it runs the model here to see how fast it is.
+    Reads the model's config and how its weights are stored. Without --gpu it runs the model here to see how fast it is.
     """
     from tokenmill.plan.configfile import ConfigFile, engine_settings, write_config
     from tokenmill.plan.explain import as_data, explain
@@ -116,23 +118,49 @@ def _price(text: str | None) -> float | None:
 def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[ModelShape, Fleet]:
     """The model's counts, and the machines: by their figures, or this one by measurement."""
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import choose_device, open_checkpoint
+    from tokenmill.engine.build import choose_device
     from tokenmill.engine.choices import hardware_of
-    from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
     from tokenmill.plan.calibrate import calibrate
     from tokenmill.plan.candidates import GpuFleet, LocalFleet
     from tokenmill.plan.gpus import parse_gpus
-    from tokenmill.plan.shape import shape_of
 
     machines = None if gpu is None else parse_gpus(gpu)
     with progress() as report:
         files = resolve(model, progress=report)
-        config = EngineConfig(model=model, load_format="dummy" if files.kind == "directory" else "auto")
-        shape = shape_of(spec_from_config(open_checkpoint(config, files)[1]), files.name)
-        if machines is not None:
-            kind, count = machines
-            return shape, GpuFleet(kind, count, divide=not available)
+    shape, stored, floats = _opened(model, files)
+    if machines is not None:
+        kind, count = machines
+        return shape, GpuFleet(kind, count, divide=not available, stored=stored, floats=floats)
+    dummy = files.kind == "directory" and stored is None
+    config = EngineConfig(model=model, load_format="dummy" if dummy else "auto")
+    with progress(every=EVERY) as report:
         found = calibrate(replace(config, skip_tokenizer_init=True), report, again=again)
     note(f"measured     {len(found.points)} steps of this machine; the fit is off by {found.worst:.0%} at most")
     return shape, LocalFleet(found.cost(shape), found.sizes, hardware_of(choose_device(config.device)))
+
+
+def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightForm | None, str]:
+    """The model's counts, what it stores if it is quantized, and what is to be said of its floats."""
+    import torch
+
+    from tokenmill.config import EngineConfig
+    from tokenmill.engine.build import open_checkpoint
+    from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.load import stored_forms
+    from tokenmill.plan.shape import shape_of
+    from tokenmill.plan.stored import stored_form
+
+    folder = files.kind == "directory"
+    there = not folder or any(Path(files.path).glob("*.safetensors"))  # a config.json is enough for a plan
+    config = EngineConfig(model=model, load_format="auto" if there else "dummy")
+    checkpoint, settings = open_checkpoint(config, files)
+    spec = spec_from_config(settings)
+    shape = shape_of(spec, files.name)
+    if not folder:
+        return shape, None, "the blocks of a GGUF file become floats on a GPU"
+    if checkpoint is None:
+        unread = "config.json says that it is quantized, but its weights are not there: planned for plain floats"
+        return shape, None, unread if settings.get("quantization_config") else ""
+    dtype = torch.float16 if shape.saved_dtype == "float16" else torch.bfloat16
+    return shape, stored_form(spec, stored_forms(spec, checkpoint), dtype), ""

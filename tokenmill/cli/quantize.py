@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +29,7 @@ _HOW = "How it is rounded"
 
 
 def quantize(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
     scheme: Annotated[
         str | None,
@@ -87,6 +93,7 @@ def quantize(
         return
     if out is None:
         raise ConfigError("where to? name a new folder with -o, or ask for --report")
+    _refuse_what_reports_use(context)
     _write(model, layout, method, how, calibrate, (samples or 128, length), out, dtype, device)
 
 
@@ -127,7 +134,7 @@ def _write(
         ids = spread_pieces(words, samples, min(length, source.spec.max_positions), calibrate)
     elif calibrate is not None:
         note(f"({method.name} needs no text, and did not look at {calibrate})")
-    with new_folder(out) as folder:
+    with _sigterm_cleans_up(), new_folder(out) as folder:
         for line in notes:
             note(f"({line})")
         with progress(every=EVERY) as tell, torch.inference_mode():
@@ -141,6 +148,32 @@ def _write(
         write_tokenizer(opened.files, opened.checkpoint, folder)
     written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     typer.echo(f"{opened.files.name} as {layout.name} ({method.name}) is in {out}: {size(written)}")
+
+
+def _refuse_what_reports_use(context: typer.Context) -> None:
+    for option in context.command.params:
+        own = getattr(option, "rich_help_panel", None) == _REPORT and option.name is not None
+        if own and context.params[option.name] != option.default:
+            hint = "name a text to calibrate with as --calibrate" if option.name == "text" else "leave it out"
+            raise ConfigError(f"{option.opts[0]} is for --report, which writes no model; {hint}")
+
+
+@contextmanager
+def _sigterm_cleans_up() -> Iterator[None]:
+    """As Ctrl-C does: who is told to leave leaves nothing half done behind."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some tell twice, and the second time would break off cleaning
+        sys.exit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _suiting(layout: Layout, calibrate: Path | None) -> str:

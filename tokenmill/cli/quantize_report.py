@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tokenmill.cli.quantize_inputs import first_pieces, open_model, read_text, spread_pieces, token_ids
+from tokenmill.cli.quantize_inputs import first_pieces, gsm8k_questions, open_model, spread_pieces, token_ids
 from tokenmill.cli.terminal import EVERY, note, progress
 from tokenmill.errors import ConfigError
 
@@ -53,23 +53,25 @@ def print_report(wanted: Wanted) -> None:
 
     if wanted.text is None:
         raise ConfigError("a report needs a text to predict: name one with --text")
+    # What a model cannot have and what cannot be asked is told before anything is measured.
     chosen = _chosen(wanted)
+    asked = [] if wanted.gsm8k is None else gsm8k_questions(wanted.gsm8k, wanted.questions)
     opened = open_model(wanted.model)
-    for one in chosen:
-        if one.scheme is not None:  # what a model cannot have is told before anything is measured
-            plan_forms(opened.source.spec, parse_layout(one.scheme))
+    for scheme in dict.fromkeys(one.scheme for one in chosen if one.scheme is not None):
+        for line in plan_forms(opened.source.spec, parse_layout(scheme))[1]:
+            note(f"({scheme}: {line})")
     ids, calibration = _texts(wanted, opened)
     lines: list[Line] = []
     with progress(every=EVERY) as tell, torch.inference_mode():
-        for line in measure(opened.source, chosen, ids, calibration, tell):
-            lines.append(line)
-            note(", ".join(cell for cell in cells(line) if cell))
+        for measured in measure(opened.source, chosen, ids, calibration, tell):
+            lines.append(measured)
+            note(", ".join(cell for cell in cells(measured) if cell))
     if wanted.speed:
         lines = _with_speed(wanted.model, opened, lines)
-    asked = 0
-    if wanted.gsm8k is not None:
-        lines, asked = _with_questions(wanted, opened, lines, calibration)
-    typer.echo(json.dumps(as_json(lines), indent=1) if wanted.as_json else "\n".join(table(lines, asked)))
+    if asked:
+        lines = _with_questions(wanted.model, opened, lines, calibration, asked)
+    count = len(asked) if any(line.solved is not None for line in lines) else 0
+    typer.echo(json.dumps(as_json(lines), indent=1) if wanted.as_json else "\n".join(table(lines, count)))
 
 
 def _chosen(wanted: Wanted) -> list[Candidate]:
@@ -126,21 +128,19 @@ def _with_speed(model: str, opened: Opened, lines: list[Line]) -> list[Line]:
 
 
 def _with_questions(
-    wanted: Wanted, opened: Opened, lines: list[Line], calibration: torch.Tensor
-) -> tuple[list[Line], int]:
+    model: str, opened: Opened, lines: list[Line], calibration: torch.Tensor, asked: list[dict[str, str]]
+) -> list[Line]:
     """The answers of every form, if the model as it is can answer any."""
     from tokenmill.quant.questions import solved, solved_by
 
-    assert wanted.gsm8k is not None
-    asked = [json.loads(line) for line in read_text(wanted.gsm8k).splitlines()[: wanted.questions]]
-    base = solved(wanted.model, asked, quantization="fp32")
+    base = solved(model, opened.source.spec, asked, quantization="fp32")
     if base == 0:
         note(f"(GSM8K: the model as it is solves none of {len(asked)} questions: nothing can be compared)")
-        return lines, 0
+        return lines
     done = []
     for line in lines:
         plain = line.candidate.scheme is None and line.candidate.kv is None
-        found = base if plain else solved_by(wanted.model, opened, line.candidate, calibration, asked)
+        found = base if plain else solved_by(model, opened, line.candidate, calibration, asked)
         note(f"{line.candidate.name}: {found} of {len(asked)} questions")
         done.append(replace(line, solved=found))
-    return done, len(asked)
+    return done

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.terminal import check_writable, note, progress
+from tokenmill.cli.terminal import EVERY, check_writable, note, progress
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def simulate(
     note(one.machine.line())
     began = time.monotonic()
     rows_of = cases(compare, spec, work, promise) if compare else [Case(policy, spec, work)]
-    with progress() as report:
+    with progress(every=EVERY) as report:
         outcomes = run_cases(rows_of, workers, report)
     names = [case.name for case in rows_of]
     typer.echo("\n".join(table(list(zip(names, outcomes)), promise)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tokenmill.errors import ConfigError
@@ -16,6 +16,7 @@ from tokenmill.plan.queueing import Capacity
 from tokenmill.plan.shape import ONE_GPU, ModelShape, Split
 
 BLOCK = 16
+NARROW = ("bfloat16", "float16")
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1024, 256, 64)
 MORE = 1.2
@@ -38,7 +39,7 @@ class Layout:
     @property
     def name(self) -> str:
         kv = "" if self.kv.dtype == "auto" else f", {self.kv.dtype} kv"
-        weights = self.dtype if self.weights.quantization is None else self.weights.quantization
+        weights = self.weights.quantization or self.weights.stored or self.dtype
         return f"{weights}{kv}, {self.split.name}"
 
 
@@ -50,6 +51,7 @@ class Fit:
     cost: CostModel
     room: Capacity  # of the whole copy
     memory: MemoryPlan  # of its fullest GPU
+    widened: bool = False  # stored weights become floats for every product: there are no kernels for them
 
 
 class Fleet(Protocol):
@@ -63,6 +65,10 @@ class Fleet(Protocol):
 
     @property
     def link(self) -> Link: ...
+
+    def dtype_reason(self, shape: ModelShape) -> str:
+        """Why floats are what a layout says."""
+        ...
 
     def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
         """Ways to store and divide a model, fewest GPUs first."""
@@ -80,6 +86,8 @@ class GpuFleet:
     gpu: Gpu
     gpus: int
     divide: bool = True  # a copy may take several
+    stored: WeightForm | None = None  # of a quantized checkpoint, which stays as it is; None: floats, rounded or not
+    floats: str = ""  # what there is to say of the checkpoint's floats, where it was not saved as such
 
     @property
     def name(self) -> str:
@@ -89,10 +97,19 @@ class GpuFleet:
     def link(self) -> Link:
         return self.gpu.link
 
+    def dtype_reason(self, shape: ModelShape) -> str:
+        if self.floats:
+            return self.floats
+        if self.stored is not None:
+            return "of what is not quantized, and of products"
+        if shape.saved_dtype in NARROW:
+            return "as the checkpoint was saved"
+        return f"half the bytes of {shape.saved_dtype}, in which it was saved" if shape.saved_dtype else "the usual one"
+
     def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
-        dtype = shape.saved_dtype if shape.saved_dtype in ("bfloat16", "float16") else "bfloat16"
+        dtype = shape.saved_dtype if shape.saved_dtype in NARROW else NARROW[0]
         for split in splits(shape, self.gpus if self.divide else 1):
-            for weights in WEIGHT_FORMS:
+            for weights in WEIGHT_FORMS if self.stored is None else (self.stored,):
                 for kv in KV_FORMS:
                     layout = Layout(weights, kv, dtype, split)
                     if layout.loss <= most_loss and (weights.quantization is None or self.gpu.rounds):
@@ -104,12 +121,15 @@ class GpuFleet:
             raise ConfigError(f"with more than {WEIGHT_ONLY_ROWS} rows {weights} is slower than floats")
         form = layout_form(shape, layout)
         model = rank_bytes(shape, form, layout.split, ITEMSIZE[layout.dtype])
+        widened = bool(layout.weights.stored) and not self.gpu.rounds
+        model = replace(model, scratch=_scratch(layout.weights, widened) // layout.split.tensor)
         hardware = Hardware("cuda", self.gpu.name, self.gpu.memory, self.gpu.memory)
         memory = _memory(shape, model, hardware, longest, rows, step_tokens)
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
-        cost = CostModel(shape, form, rates_of(self.gpu, layout.weights.efficiency), layout.split, self.gpu.link)
-        return Fit(layout, cost, Capacity(rows, step_tokens, tokens), memory)
+        moved, efficiency = _moved(layout.weights, form, rows, widened)
+        cost = CostModel(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link)
+        return Fit(layout, cost, Capacity(rows, step_tokens, tokens), memory, widened)
 
 
 @dataclass(frozen=True)
@@ -130,12 +150,32 @@ class LocalFleet:
     def link(self) -> Link:
         return Link(1e9, 1e-4)  # never used: there is one
 
+    def dtype_reason(self, shape: ModelShape) -> str:
+        return "as it was measured"
+
     def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
         yield Layout(WEIGHT_FORMS[0], KV_FORMS[0], self.dtype, ONE_GPU)
 
     def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
         memory = _memory(shape, self.sizes, self.hardware, longest, rows, step_tokens)
         return Fit(layout, self.cost, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
+
+
+def _scratch(weights: WeightForm, widened: bool) -> int:
+    """Bytes that a product of stored weights needs beside them while it runs."""
+    if widened:
+        return 12 * weights.widest  # plain torch has three copies of 32 bits on the way
+    # For many rows a matrix is widened, in float32 where those that overflow are computed again.
+    return 4 * weights.widest if weights.efficiency in ("int8", "int4") else 0
+
+
+def _moved(weights: WeightForm, form: Form, rows: int, widened: bool) -> tuple[Form, str]:
+    """What a step moves, and which rates it has: stored weights may have to become floats for every product."""
+    if widened:
+        return replace(form, weight=form.weight + weights.widening), "dense"
+    if weights.stored and weights.efficiency in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
+        return replace(form, weight=form.weight + 2 * form.activation), "dense"  # written as floats, and read
+    return form, weights.efficiency
 
 
 def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:

@@ -14,6 +14,8 @@ from tokenmill.plan.router import LeastLoaded, Router, router_named
 
 TYPICAL_OUTPUT = 256  # tokens that a router books for an answer whose length nobody knows
 
+TOLD_EVERY = 256  # events
+
 Report = Callable[[int, int, str], None]
 
 
@@ -69,7 +71,7 @@ class Cluster:
             self._at(self.spec.autoscale.interval, self._look)
         coming = iter(jobs)
         upcoming = next(coming, None)
-        now = 0.0
+        now, happened = 0.0, 0
         while self._left:
             if upcoming is not None and (not self._events or upcoming.arrival <= self._events[0][0]):
                 now = upcoming.arrival
@@ -78,7 +80,8 @@ class Cluster:
             else:
                 now, _, happen = heapq.heappop(self._events)
                 happen(now)
-            if self._left % 256 == 0:
+            happened += 1
+            if happened % TOLD_EVERY == 0:
                 self._report(total - self._left, total, "requests simulated")
         self._report(total, total, "requests simulated")
         self._close(now)

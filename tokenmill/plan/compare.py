@@ -100,6 +100,7 @@ def run_cases(rows: Sequence[Case], workers: int, report: Report) -> list[Outcom
     if workers == 1 or len(rows) == 1:
         return [simulate(case.spec, case.workload, _named(report, case.name)) for case in rows]
     found: list[Outcome] = []
+    report(0, len(rows), "cases simulated")
     with ProcessPoolExecutor(workers) as pool:
         for number, outcome in enumerate(pool.map(simulate, [c.spec for c in rows], [c.workload for c in rows])):
             found.append(outcome)
@@ -112,11 +113,14 @@ def _named(report: Report, name: str) -> Report:
 
 
 HEAD = ("", "good/s", "good", "TTFT mean", "p99", "latency mean", "p99", "ITL p95", "p99", "cached", "busy", "preempt")
+FAULTS = ("failures", "moved")  # where replicas failed at all
 
 
 def table(rows: Sequence[tuple[str, Outcome]], slo: Slo) -> list[str]:
     """Markdown lines; seconds and milliseconds."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    failed = any(outcome.failures for _, outcome in rows)
+    head = HEAD + FAULTS if failed else HEAD
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, outcome in rows:
         f = outcome.figures(slo)
         if not outcome.served:
@@ -135,6 +139,7 @@ def table(rows: Sequence[tuple[str, Outcome]], slo: Slo) -> list[str]:
             f"{f['cached_share']:.1%}",
             f"{f['busy_share']:.0%}",
             f"{outcome.preemptions}",
+            *((f"{outcome.failures:,}", f"{outcome.moved:,}") if failed else ()),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tokenmill.plan.planner import RESERVE, Choice, Plan
+from tokenmill.plan.planner import BETTER, RESERVE, Choice, Plan
 
 SHOWN = 5  # runners-up
 MILLION = 1e6
@@ -18,6 +18,7 @@ def explain(plan: Plan) -> list[str]:
         f"{ask.shape.kv_elements:,} cached elements per token",
         f"machines     {ask.fleet.name}",
         f"workload     {ask.work.summary()}",
+        *([f"left out     {_left_out(plan)}"] if ask.left_out else []),
         f"promise      {ask.slo.text}",
         "",
         f"plan         {best.name}",
@@ -44,16 +45,20 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
     """Every setting with its value and why."""
     ask, best = plan.ask, plan.best
     layout, room, split = best.layout, best.fit.room, best.layout.split
-    kept = "the promise is kept without rounding anything" if plan.enough else "the most that can be had"
+    kv_losses = [one.layout.kv.loss for one in plan.others]
     found = [
-        ("dtype", layout.dtype, "as the checkpoint was saved"),
-        ("quantization", layout.weights.quantization or "none", kept if not layout.weights.loss else _gain(plan)),
-        ("kv_cache_dtype", layout.kv.dtype, "more rows fit, and less is read per token" if layout.kv.loss else kept),
+        ("dtype", layout.dtype, ask.fleet.dtype_reason(ask.shape)),
+        ("quantization", layout.weights.quantization or layout.weights.stored or "none", _weights_reason(plan)),
+        (
+            "kv_cache_dtype",
+            layout.kv.dtype,
+            "more rows fit, and less is read per token" if layout.kv.loss else _unrounded(plan, kv_losses),
+        ),
         ("GPUs per copy", str(split.gpus), _split_reason(plan)),
         ("copies", str(best.copies), _copies_reason(plan)),
         ("max_num_seqs", str(room.max_rows), f"{best.estimate.rows_high:.0f} rows decode at once at p{_share(plan)}"),
         ("max_num_batched_tokens", str(room.step_tokens), _budget_reason(plan)),
-        ("max_model_len", str(ask.longest), "the longest request of the workload, as far as the model goes"),
+        ("max_model_len", str(ask.longest), _length_reason(plan)),
     ]
     if ask.work.hash_ids is not None:
         found.append(("prefix cache", "on", f"{best.cached_share:.0%} of prompt tokens are found in it"))
@@ -63,8 +68,9 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
 def expectation(plan: Plan, choice: Choice) -> str:
     seen = choice.estimate
     words = [
-        f"up to {choice.rate:.2f} requests/s within the promise"
-        + (f", {plan.needed:.2f} come in a busy minute" if plan.needed else ""),
+        f"up to {choice.rate:.2f} requests/s"
+        + (" within the promise" if plan.ask.slo.promises else "")
+        + (f", {plan.needed:.2f}/s come in a busy minute" if plan.needed else ""),
         f"TTFT {_ms(seen.ttft)} (p{_share(plan)} {_ms(seen.ttft_high)})",
         f"ITL {_ms(seen.itl)} (p{_share(plan)} {_ms(seen.itl_high)})",
     ]
@@ -77,7 +83,7 @@ def price_per_million(plan: Plan, choice: Choice) -> float | None:
     rate = min(choice.rate, plan.needed) if plan.needed else choice.rate
     if plan.ask.price is None or rate <= 0:
         return None
-    work = plan.ask.work
+    work = plan.ask.load
     tokens = (sum(work.prompts) + sum(work.outputs)) / len(work)
     return plan.ask.price * choice.gpus / 3600 / (rate * tokens) * MILLION
 
@@ -91,11 +97,11 @@ def lacks(plan: Plan, other: Choice) -> str:
             f"{_ms(other.estimate.itl_high)})"
         )
     if math.isinf(plan.ask.wanted):
-        return f"{carries} on {other.gpus} GPUs, the plan {best.rate:.2f} on {best.gpus}"
+        return f"{carries} on {_gpus(other)}, the plan {best.rate:.2f} on {best.gpus}"
     if other.rate < plan.ask.wanted and plan.enough:
-        return f"{carries} on {other.gpus} GPUs, {plan.ask.wanted:.2f} are wanted with {RESERVE - 1:.0%} in reserve"
+        return f"{carries} on {_gpus(other)}, {plan.ask.wanted:.2f} are wanted with {RESERVE - 1:.0%} in reserve"
     if not plan.enough:
-        return f"{carries} on {other.gpus} GPUs, the plan {best.rate:.2f} on {best.gpus}"
+        return f"{carries} on {_gpus(other)}, the plan {best.rate:.2f} on {best.gpus}"
     if other.gpus > best.gpus:
         return f"takes {other.gpus} GPUs where {best.gpus} do ({carries})"
     if _rounded(other) > _rounded(best):
@@ -124,6 +130,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "expert_parallel": layout.split.expert,
             "dtype": layout.dtype,
             "quantization": layout.weights.quantization,
+            "stored": layout.weights.stored or None,
             "kv_cache_dtype": layout.kv.dtype,
             "max_num_seqs": room.max_rows,
             "max_num_batched_tokens": room.step_tokens,
@@ -141,6 +148,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "model": plan.ask.shape.name,
         "machines": plan.ask.fleet.name,
         "workload": plan.ask.work.summary(),
+        "left_out_requests": plan.ask.left_out,
         "needed_requests_per_s": plan.needed,
         "enough": plan.enough,
         "plan": one(plan.best),
@@ -150,11 +158,44 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _left_out(plan: Plan) -> str:
+    ask = plan.ask
+    whose = "that max_model_len allows" if ask.limit < ask.shape.max_positions else "that the model can take"
+    count = f"{ask.left_out:,} of {len(ask.work):,} requests"
+    return f"{count}: longer, with the answer, than the {ask.limit:,} tokens {whose}; nothing below counts them"
+
+
+def _length_reason(plan: Plan) -> str:
+    ask = plan.ask
+    if ask.max_len is not None:
+        return "as asked for" if ask.longest == ask.max_len else "all that the model can take"
+    return "the longest request of the workload" + (" that the model can take" if ask.left_out else "")
+
+
+def _weights_reason(plan: Plan) -> str:
+    weights, fit = plan.best.layout.weights, plan.best.fit
+    if weights.stored and fit.widened:
+        moved = f"about {fit.cost.form.weight:.0f} bytes per weight and step, which is counted, not measured"
+        return f"as the checkpoint stores it; this GPU has no kernels for it and widens it for every product, {moved}"
+    if weights.stored:
+        return "as the checkpoint stores it"
+    return _gain(plan) if weights.loss else _unrounded(plan, [one.layout.weights.loss for one in plan.others])
+
+
+def _unrounded(plan: Plan, losses: list[int]) -> str:
+    """Why something stays as it is, from what the runners-up would lose of it."""
+    if not any(losses):
+        return "--quality exact rounds nothing" if plan.ask.quality == "exact" else "there is no other form here"
+    if not plan.enough or not plan.needed:
+        return f"rounding gains less than {BETTER - 1:.0%}"
+    return f"{'the promise is kept' if plan.ask.slo.promises else 'the load is carried'} without rounding it"
+
+
 def _gain(plan: Plan) -> str:
     plain = next((one for one in plan.others if one.layout.weights.loss == 0), None)
     if plain is None:
         return "unrounded weights fit in no way"
-    return f"unrounded ({plain.name}) carries {plain.rate:.2f}/s on {plain.gpus} GPUs"
+    return f"unrounded ({plain.name}) carries {plain.rate:.2f}/s on {_gpus(plain)}"
 
 
 def _split_reason(plan: Plan) -> str:
@@ -164,7 +205,8 @@ def _split_reason(plan: Plan) -> str:
     alone = [layout for layout, _ in plan.refused if layout.split.gpus < split.gpus]
     if alone and all(one.layout.split.gpus >= split.gpus for one in plan.others):
         return f"{split.name}: it fits into no fewer"
-    return f"{split.name}: fewer GPUs per copy are too slow for the promise, or take more in all"
+    slow = "too slow for the promise" if plan.ask.slo.promises else "slower"
+    return f"{split.name}: fewer GPUs per copy are {slow}, or take more in all"
 
 
 def _copies_reason(plan: Plan) -> str:
@@ -191,6 +233,10 @@ def _shortage(plan: Plan) -> str:
         f"it carries {best.rate:.2f} of {plan.ask.wanted:.2f} requests/s ({RESERVE - 1:.0%} in reserve); about "
         f"{math.ceil(plan.ask.wanted / (best.rate / best.gpus))} GPUs of this kind would do"
     )
+
+
+def _gpus(choice: Choice) -> str:
+    return f"{choice.gpus} GPU{'s' if choice.gpus > 1 else ''}"
 
 
 def _rounded(choice: Choice) -> int:

@@ -79,8 +79,8 @@ class Outcome:
     def close(self, now: float, replicas: Sequence[Replica]) -> None:
         self.seconds = now
         self.busy_seconds = sum(one.busy for one in replicas)
-        self.steps = sum(one.scheduler.stats.steps for one in replicas)
-        policies = [one.scheduler.policy for one in replicas]
+        self.steps = sum(one.steps for one in replicas)
+        policies = [policy for one in replicas for policy in one.policies]
         predictors = [one.predictor for one in policies if isinstance(one, ShortestFirst)]
         learned = sum(one.learned for one in predictors)
         for level in (MEDIAN, HIGH) if learned else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tokenmill.errors import ConfigError
 from tokenmill.plan.candidates import Fit, Fleet, Layout, fits
@@ -34,13 +35,39 @@ class Ask:
     @property
     def wanted(self) -> float:
         """Requests per second that a plan has to carry; infinite where all the work is there at once."""
-        return self.work.busy[0] * RESERVE
+        return self.load.busy[0] * RESERVE
+
+    @property
+    def limit(self) -> int:
+        """Tokens that no request may exceed: the model's own limit, or the one that was asked for."""
+        return min(self.max_len or self.shape.max_positions, self.shape.max_positions)
+
+    @cached_property
+    def load(self) -> Workload:
+        """The requests that can be served at all. Raises ConfigError where there are none."""
+        found = self.work.up_to(self.limit)
+        if found is None:
+            shortest = min(prompt + output for prompt, output in zip(self.work.prompts, self.work.outputs))
+            asked = self.limit < self.shape.max_positions
+            raise ConfigError(
+                f"no request fits: the shortest of the workload has {shortest:,} tokens with its answer, and "
+                + (f"max_model_len is {self.limit:,}" if asked else f"{self.shape.name} takes {self.limit:,}")
+                + "; plan for shorter requests, or "
+                + ("raise max_model_len" if asked else "for a model with more positions")
+            )
+        return found
+
+    @property
+    def left_out(self) -> int:
+        """Requests of the workload that are too long to be served."""
+        return len(self.work) - len(self.load)
 
     @property
     def longest(self) -> int:
-        """The longest request that has to fit: the workload's, as far as the model goes."""
-        seen = max(prompt + output for prompt, output in zip(self.work.prompts, self.work.outputs))
-        return min(self.max_len or seen, self.shape.max_positions)
+        """The longest request that has to fit."""
+        if self.max_len is not None:
+            return self.limit
+        return max(prompt + output for prompt, output in zip(self.load.prompts, self.load.outputs))
 
 
 @dataclass(frozen=True)
@@ -78,7 +105,7 @@ class Plan:
 
     @property
     def enough(self) -> bool:
-        return self.best.rate >= self.needed * RESERVE
+        return self.best.rate > 0 and self.best.rate >= self.needed * RESERVE
 
     @property
     def needed(self) -> float:
@@ -95,10 +122,10 @@ class _Demands:
 
     def of(self, fit: Fit) -> tuple[float, Demand]:
         """The share of prompt tokens that is cached, and what is left. Running requests take half of the cache."""
-        size = max(fit.room.kv_tokens // 2, 1).bit_length() if self._ask.work.hash_ids is not None else 0
+        size = max(fit.room.kv_tokens // 2, 1).bit_length() if self._ask.load.hash_ids is not None else 0
         if size not in self._known:
-            share = self._ask.work.cached_share(2**size)
-            self._known[size] = share, demand_of(self._ask.work, self._ask.slo.share, share)
+            share = self._ask.load.cached_share(2**size)
+            self._known[size] = share, demand_of(self._ask.load, self._ask.slo.share, share)
         return self._known[size]
 
 
@@ -145,7 +172,7 @@ def _copies(rate: float, each: float, most: int) -> int:
 def _divide(ask: Ask, choice: Choice, demands: _Demands) -> Choice | None:
     """Some copies read prompts, the others decode: the division that carries the most."""
     most = ask.fleet.gpus // choice.layout.split.gpus
-    if most < 2 or math.isinf(ask.work.rate):
+    if most < 2 or math.isinf(ask.load.rate):
         return None
     fit, share = choice.fit, ask.slo.share
     demand = demands.of(fit)[1]
@@ -186,7 +213,7 @@ def _merit(ask: Ask, choice: Choice) -> tuple[float, ...]:
 
 def _trim(ask: Ask, choice: Choice) -> Choice:
     """No more rows than the load has use for: each takes memory that could hold keys and values."""
-    if math.isinf(ask.work.rate) or not math.isfinite(choice.estimate.rows_high):
+    if math.isinf(ask.load.rate) or not math.isfinite(choice.estimate.rows_high):
         return choice
     wanted = max(LEAST_ROWS, 1 << math.ceil(math.log2(max(1.0, 1.5 * choice.estimate.rows_high))))
     room = choice.fit.room

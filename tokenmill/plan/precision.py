@@ -20,10 +20,13 @@ class WeightForm:
     efficiency: str  # the key in `gpus.EFFICIENCIES`
     weight_bytes: float | None  # per parameter; None: as the model computes
     loss: int  # rank of what it costs in quality: 0 nothing, 1 hard to measure, 2 measurable
+    stored: str = ""  # the form in which the checkpoint has them, if it is quantized: the engine keeps it, unasked
+    widest: int = 0  # weights of the largest matrix that is stored so
+    widening: float = 0.0  # bytes per weight that are moved to widen it where there are no kernels for it
 
     @property
     def name(self) -> str:
-        return self.quantization or "as saved"
+        return self.quantization or self.stored or "as saved"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class Slo:
         kept = [part for part, value in zip(parts, (self.ttft, self.itl)) if math.isfinite(value)]
         return f"{' and '.join(kept)} at p{self.share * 100:g}" if kept else "none"
 
+    @property
+    def promises(self) -> bool:
+        return math.isfinite(min(self.ttft, self.itl))
+
 
 NO_PROMISE = Slo()
 

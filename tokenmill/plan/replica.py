@@ -84,6 +84,10 @@ class Replica:
         self.now = now
         self.wake: float | None = None
         self.busy = 0.0  # seconds that its device worked
+        self.policies: list[
+            Policy
+        ] = []  # one for each time that it was started: what they learned is counted at the end
+        self._steps_before = 0  # it died last
         self.load = 0  # tokens, kept by the router
         self.jobs: dict[str, Job] = {}  # by the id of the request that is the job's present life
         self.inbox: list[tuple[Job, int]] = []  # and how many tokens this life is to have in all
@@ -101,7 +105,14 @@ class Replica:
         limits = Limits(machine.max_rows, machine.step_tokens, watermark=spec.watermark)
         kv = KVManager(machine.kv_tokens // spec.block_size, spec.block_size, spec.prefix_caching)
         pace = pace_for(limits, spec.slo_itl_ms, spec.slo_ttft_ms)
-        return Scheduler(limits, kv, spec.policy() if spec.policy is not None else None, pace=pace)
+        scheduler = Scheduler(limits, kv, spec.policy() if spec.policy is not None else None, pace=pace)
+        self.policies.append(scheduler.policy)
+        return scheduler
+
+    @property
+    def steps(self) -> int:
+        """Since it was first there, whether it died in between or not."""
+        return self._steps_before + self.scheduler.stats.steps
 
     @property
     def outstanding(self) -> int:
@@ -258,6 +269,7 @@ class Replica:
             lost.append(self._take_out(request))
         self._finished, self.wake = [], None
         self._in_flight.clear()
+        self._steps_before = self.steps
         self.scheduler = self._build()
         self.now = self._free_at = at
         return lost

@@ -48,7 +48,7 @@ def read_azure(path: Path, limit: int | None = None) -> Workload:
                 moment, prompt, output = (row[name] for name in AZURE_COLUMNS)
                 rows.append((_moment(moment), int(prompt), int(output)))
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}, line {number}: {_wrong(error)}") from None
+                raise ConfigError(f"{path}, line {number}: {_wrong(error, ', '.join(AZURE_COLUMNS))}") from None
     return _workload(path.stem, rows)
 
 
@@ -63,7 +63,8 @@ def read_mooncake(path: Path, limit: int | None = None) -> Workload:
                 rows.append((entry["timestamp"] / 1000, int(entry["input_length"]), int(entry["output_length"])))
                 hashes.append(tuple(entry.get("hash_ids", ())))
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}, request {number}: {_wrong(error)}") from None
+                fields = "timestamp, input_length, output_length"
+                raise ConfigError(f"{path}, request {number}: {_wrong(error, fields)}") from None
     return _workload(path.stem, rows, hashes if any(hashes) else None)
 
 
@@ -106,8 +107,10 @@ def _workload(name: str, rows: list[tuple[float, int, int]], hashes: list[tuple[
     )
 
 
-def _wrong(error: Exception) -> str:
-    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+def _wrong(error: Exception, fields: str) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return "this is not JSON"
+    return f"there is no {error}" if isinstance(error, KeyError) else f"{fields} must be a time and two whole numbers"
 
 
 def _moment(text: str) -> float:

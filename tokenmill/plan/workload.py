@@ -90,6 +90,23 @@ class Workload:
             texts=None if self.texts is None else self.texts[cut],
         )
 
+    def up_to(self, tokens: int) -> Workload | None:
+        """The requests that have no more tokens than this, prompt and answer; None: there are none."""
+        columns = enumerate(zip(self.prompts, self.outputs))
+        kept = [number for number, (prompt, output) in columns if prompt + output <= tokens]
+        if len(kept) == len(self):
+            return self
+        if not kept:
+            return None
+        return replace(
+            self,
+            arrivals=tuple(self.arrivals[number] - self.arrivals[kept[0]] for number in kept),
+            prompts=tuple(self.prompts[number] for number in kept),
+            outputs=tuple(self.outputs[number] for number in kept),
+            hash_ids=None if self.hash_ids is None else tuple(self.hash_ids[number] for number in kept),
+            texts=None if self.texts is None else tuple(self.texts[number] for number in kept),
+        )
+
     def at_rate(self, rate: float) -> Workload:
         """The same requests with all gaps stretched so that the mean rate is this."""
         if not rate > 0:

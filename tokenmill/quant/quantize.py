@@ -62,8 +62,8 @@ def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, Form], list
             fits = [size for size in reversed(GROUPS) if columns % size == 0 and size <= (form.group or max(GROUPS))]
             if not fits:
                 raise ConfigError(f"{name} has {columns} columns, no multiple of {min(GROUPS)}: give it {name}=int8")
-            if form.group and form.group != fits[0]:
-                key = (form.name, replace(form, group=fits[0]).name, columns)
+            if fits[0] != (most := form.group or max(GROUPS)):
+                key = (replace(form, group=most).name, replace(form, group=fits[0]).name, columns)
                 changed[key] = changed.get(key, 0) + 1
             form = replace(form, group=fits[0])
         found[name] = form

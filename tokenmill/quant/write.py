@@ -175,7 +175,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
             f"{folder} has an unfinished model in {UNFINISHED}: a killed run left it, or one is writing it now; "
             "remove it, or name another folder with -o"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a new folder with -o")
+    if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is there already and not empty; name another folder with -o")
     try:
         try:

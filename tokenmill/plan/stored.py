@@ -1,0 +1,53 @@
+"""What a quantized checkpoint stores, as a form that plans can count with: no other is planned for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.plan.precision import WeightForm
+from tokenmill.quant.forms import Form, Layout
+
+if TYPE_CHECKING:
+    import torch
+
+# Bytes per weight that a GPU without kernels for them moves to widen it for a product, in plain torch. Counted over
+# the operations (quant/weight_only.py, quant/row_scaled.py), not measured.
+WIDENING = {"int4": 48.0, "int8": 38.0}
+WIDENING_BYTES = 21.0  # of codes of one byte with a scale per row
+
+
+def stored_form(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtype) -> WeightForm | None:
+    """The mean over the linear layers, with the rates of the form that most weights have; None: all are floats.
+
+    The head counts as floats, as it does in every plan.
+    """
+    import torch  # the rest of planning does without
+
+    from tokenmill.engine.choices import linear_shapes
+    from tokenmill.quant.choose import Place, choose_schemes
+
+    shapes = {name: shape for name, shape in linear_shapes(spec).items() if name != "lm_head"}
+    kept = {name: form for name, form in stored.items() if name in shapes}
+    if not kept:
+        return None
+    schemes = choose_schemes(Layout(), shapes, kept, False, Place(torch.device("cuda"), dtype))
+    total = sum(rows * columns for rows, columns in shapes.values())
+    held = sum(schemes.of(name).nbytes(*shape, dtype) for name, shape in shapes.items())
+    weights: Counter[Form] = Counter()
+    for name, form in kept.items():
+        weights[form] += shapes[name][0] * shapes[name][1]
+    most = weights.most_common(1)[0][0]
+    by_row = most.group is None and most.kind in ("fp8", "w8a8")  # their inputs are rounded, too
+    efficiency = most.kind if by_row or most.kind == "int4" else "int8"
+    return WeightForm(
+        None,
+        efficiency,
+        held / total,
+        0,
+        stored=", ".join(form.name for form, _ in weights.most_common()),
+        widest=max(rows * columns for name, (rows, columns) in shapes.items() if name in kept),
+        widening=WIDENING_BYTES if by_row else WIDENING[efficiency],
+    )
