@@ -178,6 +178,6 @@ def test_numbers_of_another_size_are_refused_before_memory_is_touched() -> None:
 def test_queries_and_keys_of_another_size_are_refused_too() -> None:
     q, k, cache = torch.randn(4, 2, 8), torch.randn(4, 1, 8), torch.zeros(1, 4, 1, 8)
     rest = (None, torch.zeros(4, 8), torch.arange(4), cache, None, torch.arange(4))
-    for given in ((q.half(), k), (q, k.half())):
+    for narrow in ((q.half(), k), (q, k.half())):
         with pytest.raises(TypeError, match="float16"):
-            ops.rope_kv_write(*given, *rest)
+            ops.rope_kv_write(*narrow, *rest)
