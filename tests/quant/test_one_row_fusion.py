@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_models import logits_of
+from small_models import CONFIG
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
@@ -13,12 +14,7 @@ from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.handover import add_norm_for, gate_up_for
 from tokenmill.quant.scheme import Dense, Linear, Schemes
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}  # fmt: skip
+LLAMA = CONFIG | {"num_hidden_layers": 3}
 
 
 class Fusing(Dense):

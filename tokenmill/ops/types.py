@@ -1,4 +1,4 @@
-"""Arguments shared by the ops: the batch an attention op sees, the mask it applies, sampling inputs."""
+"""Arguments shared by the ops: the batch an attention op sees, the mask it applies, sampling inputs, a row to norm."""
 
 from __future__ import annotations
 

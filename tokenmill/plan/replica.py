@@ -84,9 +84,7 @@ class Replica:
         self.now = now
         self.wake: float | None = None
         self.busy = 0.0  # seconds that its device worked
-        self.policies: list[
-            Policy
-        ] = []  # one for each time that it was started: what they learned is counted at the end
+        self.policies: list[Policy] = []  # of each time that it was started: what all learned is counted at the end
         self._steps_before = 0  # it died last
         self.load = 0  # tokens, kept by the router
         self.jobs: dict[str, Job] = {}  # by the id of the request that is the job's present life

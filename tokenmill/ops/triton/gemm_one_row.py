@@ -6,7 +6,7 @@ kernel has ended, which fills the memory's time while norms, RoPE and attention 
 between two products is done inside of them: the residual is added and normed where its row is read (`Unnormed`), and
 gate and up meet before they are written (`act`).
 
-Threads copy what they will read themselves, and a tile goes through one block of instructions (`tile_text`): four words
+A tile goes through one block of instructions (`tile_text`): four words
 of a lane become the sixteen operands of four `mma`. weight_codes.py says how words lie.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -24,10 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.ops.triton.config import multiprocessors, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
+from tokenmill.ops.triton.moe_hopper import activate
 from tokenmill.ops.triton.weight_codes import TILE, Codes, int4_lines
 from tokenmill.ops.types import Unnormed
 
-KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = (torch.bfloat16, torch.float16)
 TILE_COLUMNS = gl.constexpr(64)  # of codes of four bits
 TILE_BYTES = 512 + 32  # of codes and scales
 MOST_TILES = 1024  # of a band, so that the inputs fit into shared memory
@@ -50,7 +51,7 @@ def takes(codes: Codes, dtype: torch.dtype, gated: bool = False) -> bool:
     bands, tiles, _ = codes.words.shape
     plain = codes.kind == "int4" and codes.zeros is None and codes.group in (64, 128)
     fits = tiles % (4 * min(TILES)) == 0 and tiles <= MOST_TILES and not (gated and bands % 2)
-    return plain and dtype in KINDS and fits
+    return plain and dtype in DTYPES and fits
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +89,7 @@ def one_row_gemm(
     assert tiles % (shape.num_warps * shape.tiles) == 0
     out = torch.empty(1, units * TILE, dtype=given.dtype, device=device)
     normed = (x.residual, x.weight, x.total) if isinstance(x, Unnormed) else (None, None, None)
-    each = max(1, codes.group // 64)
+    each = codes.group // 64
     _kernel[(min(units, shape.programs * multiprocessors(device)),)](
         given, *normed, codes.words, codes.scale, bias, out, x.eps if isinstance(x, Unnormed) else 0.0, units,
         TILES=tiles, X_WORDS=power_of_two(tiles * 32), GROUPS=shape.tiles // each, EACH=each, WARPS=shape.num_warps,
@@ -207,12 +208,16 @@ def _kernel(
                 TILES, X_WORDS, GROUPS, EACH, WARPS, STAGES, ACT,
             )  # fmt: skip
             up = _with_bias(up, bias, units + unit)
-            result = _activated(result, ACT).to(out.dtype.element_ty).to(gl.float32) * up.to(out.dtype.element_ty).to(
-                gl.float32
-            )
+            result = _rounded(activate(result, ACT == "silu"), out) * _rounded(up, out)
         kept: gl.constexpr = result.type.layout
         column, only = _places(kept, unit)
         gl.store(out + column, result.to(out.dtype.element_ty), mask=only)
+
+
+@gluon.jit
+def _rounded(value, out):
+    """As separate ops would store it."""
+    return value.to(out.dtype.element_ty).to(gl.float32)
 
 
 @gluon.jit
@@ -327,12 +332,3 @@ def _with_bias(result, bias, band):
         column, _ = _places(kept, band)
         result += gl.load(bias + column).to(gl.float32)
     return result
-
-
-@gluon.jit
-def _activated(gate, ACT: gl.constexpr):
-    if ACT == "silu":
-        return gate / (1.0 + gl.exp(-gate))
-    # exp overflows to infinity and underflows to zero, and both give the right limit.
-    turned = 1.0 - 2.0 / (gl.exp(2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)) + 1.0)
-    return 0.5 * gate * (1.0 + turned)

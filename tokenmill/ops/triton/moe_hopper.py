@@ -227,7 +227,7 @@ def _multiply(
             _release(bars.index(2 * ((step - 1) % STAGES) + 1))
             left, right = acc.reshape((64, 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
             if GATED:
-                _write(_activate(left, SILU) * right, staging, out, to, inside, column * 128, COLUMNS, write_layout)
+                _write(activate(left, SILU) * right, staging, out, to, inside, column * 128, COLUMNS, write_layout)
             else:
                 at = column * BLOCK_N
                 _write(left, staging, out, to, inside, at, COLUMNS, write_layout)
@@ -246,7 +246,7 @@ def _release(bar):
 
 
 @gluon.jit
-def _activate(gate, SILU: gl.constexpr):
+def activate(gate, SILU: gl.constexpr):
     if SILU:
         return gate / (1.0 + gl.exp(-gate))
     else:
