@@ -108,7 +108,7 @@ class Watch:
     def forget_recordings(self) -> None:
         if self.graphs is not None:
             self.graphs._recordings = recorded_steps.Recordings(self.graphs._recordings.sizes)
-            self.graphs._pool = torch.cuda.graph_pool_handle()  # the old one went with its last recording
+            self.graphs._capture.renew()  # the old pool went with its last recording
 
 
 def main() -> None:

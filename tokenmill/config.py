@@ -40,7 +40,7 @@ class EngineConfig:
     kv_reservation: str = "on_demand"  # max_model_len: a request has memory for the longest from its start
     batching: str = "continuous"  # dynamic: nobody enters a running batch; static: nobody leaves it either, and it pads
     enable_chunked_prefill: bool = True  # False: prompts are computed whole, in steps of their own
-    cuda_graphs: bool = True  # record decode steps and replay them (NVIDIA GPUs)
+    cuda_graphs: bool = True  # record steps and replay them: see engine/runner
     shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
     adaptive_precision: bool = True  # what overflows in float16 or bfloat16 is computed again in float32, and told
     batch_invariant: bool = False  # the same bits for a request whatever runs beside it; slower

@@ -25,6 +25,7 @@ from tokenmill.quant.handover import add_norm_for, gate_up_for
 from tokenmill.quant.scheme import Linear, Rows
 
 Watch = Callable[[int, torch.Tensor], None]  # sees each layer's result, [tokens, hidden]
+Attend = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's queries [tokens, heads, dim] -> what its heads found
 
 
 @dataclass
@@ -44,6 +45,7 @@ class TokenBatch:
     positions: torch.Tensor  # [tokens]
     slots: torch.Tensor  # [tokens]: where each token's key and value go; negative: nowhere
     attention: AttentionBatch
+    attend: Attend | None = None  # stands in for `Decoder.attend`: for whoever records what lies between two of them
 
 
 class Decoder:
@@ -69,12 +71,7 @@ class Decoder:
         wanted: torch.Tensor | None = None,  # [n]: tokens whose hidden states are read; None: all
     ) -> torch.Tensor:  # [tokens, hidden] or [n, hidden], normed
         """Of tokens that nobody reads, the last layer computes keys and values only."""
-        halfway = list(self.begin(tokens, kv, watch))
-        if wanted is not None:
-            halfway = [one[wanted] for one in halfway]
-            if not wanted.numel():  # kernels have nothing to launch for no rows
-                return halfway[1]
-        return self.end(halfway, watch)
+        return self.end(list(self.begin(tokens, kv, watch)), watch, wanted)
 
     def begin(
         self, tokens: TokenBatch, kv: list[LayerKV], watch: Watch | None = None
@@ -99,8 +96,13 @@ class Decoder:
         self,
         halfway: list[torch.Tensor],  # [n, heads, v_dim] and [n, hidden]; emptied, so that no caller keeps them alive
         watch: Watch | None = None,
-    ) -> torch.Tensor:  # [n, hidden], normed
+        wanted: torch.Tensor | None = None,  # [m]: which of the n; None: all
+    ) -> torch.Tensor:  # [n, hidden] or [m, hidden], normed
         """What follows `begin`, for all of its tokens or for some."""
+        if wanted is not None:
+            halfway[:] = [one[wanted] for one in halfway]
+            if not wanted.numel():  # kernels have nothing to launch for no rows
+                return halfway[1]
         layer = self.weights.layer(self.spec.num_layers - 1)
         residual, mixed = halfway.pop(), halfway.pop()
         update = self._join(mixed, layer)
@@ -111,6 +113,16 @@ class Decoder:
             watch(self.spec.num_layers - 1, residual + update)
         return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
 
+    def attend(
+        self,
+        index: int,  # of the layer
+        q: torch.Tensor,  # [tokens, heads, dim]
+        kv: LayerKV,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:  # [tokens, heads, v_dim]; of latent attention [tokens, heads, kv_rank]
+        mask, scale = self._masks[index], self.spec.attn_scale
+        return self.ops.attention(q, kv.k, kv.v, batch, mask, scale, scales=kv.scales)
+
     def logits(
         self,
         hidden: torch.Tensor,  # [n, hidden]
@@ -120,12 +132,12 @@ class Decoder:
         if logits.dtype != torch.float64 and (wide or self.spec.logit_softcap is not None):
             logits = logits.float()
         if self.spec.logit_softcap is not None:
-            logits = torch.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
+            logits = self.ops.soft_cap(logits, self.spec.logit_softcap)
         return logits
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.weights.embedding(ids)
-        return x if self._embed_scale == 1.0 else x * self._embed_scale
+        return x if self._embed_scale == 1.0 else self.ops.scaled(x, self._embed_scale)
 
     def _add_norm(
         self,
@@ -136,7 +148,7 @@ class Decoder:
     ) -> tuple[Rows, torch.Tensor]:
         """The next block's input, and the residual with the update added."""
         if weight is None:
-            residual = residual if update is None else residual + update
+            residual = residual if update is None else self.ops.add(residual, update)
             return residual, residual
         if update is None:
             return self.ops.rms_norm(residual, weight, self.spec.norm_eps), residual
@@ -169,8 +181,7 @@ class Decoder:
             q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots, *head_norms, spec.norm_eps,
             scales=kv.scales,
         )  # fmt: skip
-        mask, scale = self._masks[index], spec.attn_scale
-        return self.ops.attention(q, kv.k, kv.v, tokens.attention, mask, scale, scales=kv.scales)
+        return self._attend(index, q, tokens, kv)
 
     def _mix_latent(
         self,
@@ -193,7 +204,10 @@ class Decoder:
         q = torch.cat([q_rope, q_latent], dim=-1)
         k = torch.cat([k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps)], dim=-1)[:, None]
         self.ops.rope_kv_write(q, k, None, self._tables[index], tokens.positions, kv.k, None, tokens.slots)
-        return self.ops.attention(q, kv.k, kv.v, tokens.attention, self._masks[index], spec.attn_scale)
+        return self._attend(index, q, tokens, kv)
+
+    def _attend(self, index: int, q: torch.Tensor, tokens: TokenBatch, kv: LayerKV) -> torch.Tensor:
+        return self.attend(index, q, kv, tokens.attention) if tokens.attend is None else tokens.attend(index, q)
 
     def _join(
         self,

@@ -42,6 +42,8 @@ class AttentionBatch:
     # Where a recording serves steps of several shapes, [2] int64: how many rows and singles the present one has. The
     # tensors above have room for the largest then. Only the native ops know it.
     counts: torch.Tensor | None = None
+    # [tokens, heads, v_dim]: where the result may be written; an implementation may ignore it and return a new tensor.
+    out: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)  # what an implementation derives once for all layers
 
 

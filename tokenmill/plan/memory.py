@@ -13,6 +13,8 @@ SAMPLER_BYTES_PER_LOGIT = {"cpu": 44, "cuda": 24}
 ATTENTION_WORKSPACE = {"cpu": 256 * MIB, "cuda": 256 * MIB}
 LIBRARY_WORKSPACE = {"cpu": 0, "cuda": 640 * MIB}  # matmul library, kernels, and rounding of the allocator
 CPU_KV_LIMIT = 4 * GIB
+RECORDED_TOKENS = 1024  # of the largest step on a GPU that is recorded in pieces (engine/runner/piecewise.py)
+RECORDED_PIECES, RECORDED_PIECE = 1024, 3 * MIB // 16  # at most, of all sizes; bytes of one besides its tensors
 WIDENED_AT_ONCE = 64 * MIB  # of a matrix in float32, where `adaptive_precision` computes in float32 (model/widened.py)
 
 
@@ -93,13 +95,15 @@ def plan_memory(
     tables = 4 * (max_rows + 1) * (length + -(-length // block_size)) + model.rope_per_position * length
     guard = model.guard + model.rope_per_position * length if model.guard else 0  # it has tables of its own
     workspace = guard + tables + ATTENTION_WORKSPACE[where] + LIBRARY_WORKSPACE[where] + model.scratch
-    # Recorded steps keep memory of their own: on a GPU of the largest batch that decodes, and some rounding; on a CPU
-    # of that one and of the largest step.
+    # Recorded steps keep memory of their own: on a GPU of the largest batch that decodes, of the largest step that is
+    # recorded in pieces, and some rounding; on a CPU of the largest batch that decodes and of the largest step.
     recorded = max_rows * (model.activation_per_token + model.logits_per_row)
-    workspace += 3 * recorded // 2 if where == "cuda" else 2 * recorded + max_step_tokens * model.activation_per_token
     if where == "cuda":
+        recorded += min(RECORDED_TOKENS, max_step_tokens) * model.activation_per_token
+        workspace += 3 * recorded // 2 + model.scratch + RECORDED_PIECES * RECORDED_PIECE
         budget = int(hardware.total_bytes * utilization) - (hardware.total_bytes - hardware.free_bytes)
     else:
+        workspace += 2 * recorded + max_step_tokens * model.activation_per_token
         budget = hardware.free_bytes
     fixed = model.weights + activations + workspace
     block_bytes = model.kv_per_token * block_size

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+from tokenmill.engine.runner.capture import Capture
 from tokenmill.engine.runner.inputs import Ints, block_writes, shared_lengths
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import SharedPrefix, Step
@@ -19,6 +21,8 @@ from tokenmill.sampling.sampler import Sampler
 STRETCH = 2  # a size without a recording may be padded to so many times its rows: a replay costs no launches
 PATIENCE = 4  # times that happens before a size gets a recording of its own, which costs about two plain runs
 
+Graph = TypeVar("Graph")
+
 
 def bucket_sizes(max_rows: int) -> list[int]:
     """Batch sizes that are recorded; a step is padded to the next one. Finer where a row more costs relatively more."""
@@ -27,18 +31,18 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 
 @dataclass
-class Recording:
+class Recording(Generic[Graph]):
     """What is known of steps of one size."""
 
     uses: int = 0  # runs at this size
     lent: int = 0  # steps of this size that a larger recording served
     refused: bool = False  # could not be recorded: it is run plainly
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Graph | None = None
     tokens: torch.Tensor | None = None  # [bucket]: where a replay leaves the sampled tokens
 
 
 @dataclass
-class Recordings:
+class Recordings(Generic[Graph]):
     """Which recording serves a step, and when a size gets one of its own.
 
     A batch that ends passes through every size for a step or two. To run each plainly and then to record it would cost
@@ -46,19 +50,20 @@ class Recordings:
     """
 
     sizes: list[int]  # ascending
-    _of: dict[tuple[int, int, bool], Recording] = field(default_factory=dict)  # by size, traits, shared prefix
+    stretch: float = STRETCH
+    _of: dict[tuple[int, int, bool], Recording[Graph]] = field(default_factory=dict)  # by size, traits, shared prefix
 
     @property
     def empty(self) -> bool:
         return all(recording.graph is None for recording in self._of.values())
 
-    def serve(self, rows: int, traits: int, shared: bool) -> tuple[int, Recording]:
+    def serve(self, rows: int, traits: int = 0, shared: bool = False) -> tuple[int, Recording[Graph]]:
         """The size at which a step of so many rows is run, and what there is for it."""
         place = bisect_left(self.sizes, rows)
         own = self.sizes[place]
         recording = self._of.setdefault((own, traits, shared), Recording())
         if recording.graph is None and recording.lent < PATIENCE:
-            near = [size for size in self.sizes[place + 1 :] if size <= STRETCH * own]
+            near = [size for size in self.sizes[place + 1 :] if size <= self.stretch * own]
             known = [(size, one) for size in near if (one := self._of.get((size, traits, shared))) is not None]
             recorded = [pair for pair in known if pair[1].graph is not None]
             tried = [pair for pair in known if pair[1].uses > 0 and not pair[1].refused]  # it is recorded now
@@ -128,7 +133,7 @@ class DecodeGraphs:
 
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
         self._decoder, self._state, self._sampler = decoder, state, sampler
-        self._recordings = Recordings(bucket_sizes(max_rows))
+        self._recordings = Recordings[torch.cuda.CUDAGraph](bucket_sizes(max_rows))
         self.replays = self.plain_runs = 0  # steps so far
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
@@ -136,8 +141,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(6 * max_rows, dtype=torch.int64, device=device)
         self._staging = _Staging(6 * max_rows)
         self._columns = _Columns(state.scratch_row)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._capture = Capture(device)
 
     @staticmethod
     def takes(step: Step) -> bool:
@@ -174,24 +178,17 @@ class DecodeGraphs:
             at, value = inputs[len(parts) * bucket :].chunk(2)
             self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _record(self, recording: Recording, bucket: int, traits: int, shared: bool) -> None:
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+    def _record(self, recording: Recording[torch.cuda.CUDAGraph], bucket: int, traits: int, shared: bool) -> None:
         try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    recording.tokens = self._decode(bucket, traits, shared)
-                finally:
-                    graph.capture_end()
-            recording.graph = graph
+            with self._capture.recording():
+                self._capture.begin()
+                recording.tokens = self._decode(bucket, traits, shared)
+                recording.graph = self._capture.end()
         except RuntimeError as error:  # slower, but the answers go on
             recording.refused = True
-            if self._recordings.empty:  # the pool went with its only user, and could not be used again
-                self._pool = torch.cuda.graph_pool_handle()
+            if self._recordings.empty:
+                self._capture.renew()
             warnings.warn(f"steps of {bucket} rows cannot be recorded and are run plainly: {error}", stacklevel=2)
-        current.wait_stream(self._stream)
 
     def _decode(self, bucket: int, traits: int, shared: bool) -> torch.Tensor:  # [bucket]
         """The whole step in terms of the static inputs."""

@@ -23,8 +23,8 @@ class PackedStep:
     sample_positions: list[int]
 
 
-def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
-    """All the integers a step brings.
+def pack(step: Step, max_len: int, max_blocks: int, padding: tuple[int, int] = (0, 0)) -> PackedStep:
+    """All the integers a step brings; padding: to how many tokens (t) with which row.
 
     Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
@@ -53,8 +53,8 @@ def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
         "rows": rows,
         "q_start": q_start,
         "context": ends,
-        "token_rows": token_rows,
-        "positions": positions,
+        "token_rows": _padded(token_rows, *padding),
+        "positions": _padded(positions, padding[0], 0),
         "entries": q_start[entry_owner + 1] - back,
         "entry_rows": entry_rows,
         "entry_positions": entry_positions,
@@ -72,6 +72,14 @@ def pack(step: Step, max_len: int, max_blocks: int) -> PackedStep:
         sections[name] = slice(at, at + len(part))
         at += len(part)
     return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), entry_positions.tolist())
+
+
+def _padded(column: Ints, size: int, value: int) -> Ints:  # [size], or as long as it is
+    if len(column) >= size:
+        return column
+    whole = np.full(size, value, dtype=np.int64)
+    whole[: len(column)] = column
+    return whole
 
 
 def shared_lengths(shared: SharedPrefix, rows: int) -> Ints:  # [rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from threading import Thread
 
 import numpy as np
 import torch
@@ -11,6 +12,10 @@ from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KVScales, form_for
+from tokenmill.ops.native.library import Library, library
+from tokenmill.ops.native.matrix import Arena
+
+FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 
 
 class DeviceState:
@@ -82,10 +87,16 @@ class DeviceState:
 
 def _large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that take memory as they are first written, two megabytes at a time where the system can do that."""
-    from tokenmill.ops.native.library import library
-    from tokenmill.ops.native.matrix import Arena
+    native = library()
+    memory = Arena(native).take(math.prod(shape) * dtype.itemsize)
+    Thread(target=_populate, args=(native, memory[:FIRST_BYTES]), name="kv-memory", daemon=True).start()
+    return memory.view(dtype).view(shape)
 
-    return Arena(library()).take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+def _populate(native: Library, memory: torch.Tensor) -> None:
+    """Blocks are handed out from the first on. A virtual machine may take milliseconds for a large page, and it is the
+    first prompts that would wait for it."""
+    native.c.tm_populate(memory.data_ptr(), len(memory))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

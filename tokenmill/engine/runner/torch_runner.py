@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenmill.engine.runner.capture import Capture
 from tokenmill.engine.runner.graphs import DecodeGraphs
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import PackedStep, pack
+from tokenmill.engine.runner.piecewise import PieceGraphs, Served, tokens_worth_recording
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder, TokenBatch
@@ -21,6 +23,8 @@ from tokenmill.sampling.sampler import Sampled, Sampler
 if TYPE_CHECKING:
     from tokenmill.engine.runner.recorded import RecordedDecode
     from tokenmill.engine.runner.recorded_chunks import RecordedChunks
+
+Begun = TokenBatch | list[torch.Tensor]  # a step's tokens, or what `Decoder.begin` made of them
 
 
 class TorchRunner:
@@ -43,10 +47,13 @@ class TorchRunner:
         self._max_rows = max_rows
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._recorded: RecordedDecode | None = None
         self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
+            most = tokens_worth_recording(decoder.spec, max_tokens)
+            self._pieces = PieceGraphs(decoder, state, most, Capture(self.device))
         elif graphs:
             from tokenmill.engine.runner.recorded import RecordedDecode
             from tokenmill.engine.runner.recorded_chunks import RecordedChunks
@@ -75,37 +82,55 @@ class TorchRunner:
         return self._launch_eagerly(step)
 
     def _launch_eagerly(self, step: Step) -> Pending:
-        packed = pack(step, self.state.max_len, self.state.max_blocks)
+        served = None
+        if self._pieces is not None and not step.wide:  # the guard looks into every layer, in another dtype
+            served = self._pieces.serve(step)
+        padding = (0, 0) if served is None else (served[0], self.state.scratch_row)
+        packed = pack(step, self.state.max_len, self.state.max_blocks, padding)
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
         self._sampler.admit(step.admissions)
         if step.copies:
             self.state.copy_blocks(part["copy_from"], part["copy_to"])
-        tokens, entries = self._token_batch(step, part), part["entries"]
+        begun, entries = self._begin(step, part, served), part["entries"]
         if step.wide or step.prompt_logprobs:
-            hidden = self._hidden(step, tokens)
+            hidden = self._hidden(step, begun)
             prompts = self._prompt_logprobs(step, hidden)
             logits = self._logits(hidden[entries], step, packed.sample_rows)
         else:
-            prompts, logits = {}, self._logits_of(tokens, entries)
+            wanted = None if len(entries) == step.num_tokens else entries  # as many as there are: all, in their order
+            prompts, logits = {}, self._logits_of(begun, entries, wanted)
         sampled = self._sample(packed, part, logits) if packed.sample_rows else None
         return _TorchPending(step, sampled, prompts, self.device)
 
-    def _hidden(self, step: Step, tokens: TokenBatch) -> torch.Tensor:  # [tokens, hidden]
-        if not step.wide:
-            return self.decoder.forward(tokens, self.state.kv)
-        assert self._guard is not None  # no row is wide without one
-        return self._guard.forward(step, tokens, self.state.kv)
+    def _begin(self, step: Step, part: dict[str, torch.Tensor], served: Served | None) -> Begun:
+        attention = self._attention_batch(step, part)
+        if self._pieces is not None and served is not None:
+            return self._pieces.begin(served, part["token_rows"], part["positions"], attention)
+        rows, positions = part["token_rows"], part["positions"]
+        return TokenBatch(self.state.tokens[rows, positions], positions, self.state.slots(rows, positions), attention)
 
-    def _logits_of(self, tokens: TokenBatch, entries: torch.Tensor) -> torch.Tensor:  # [entries, vocab]
-        if self._chunks is not None:
-            logits = self._chunks.logits(tokens, entries)
+    def _hidden(self, step: Step, begun: Begun) -> torch.Tensor:  # [tokens, hidden]
+        if not step.wide:
+            return self._finish(begun, None)
+        assert self._guard is not None and isinstance(begun, TokenBatch)  # no row is wide without one
+        return self._guard.forward(step, begun, self.state.kv)
+
+    def _logits_of(
+        self, begun: Begun, entries: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:  # [entries, vocab]
+        if self._chunks is not None and isinstance(begun, TokenBatch):
+            logits = self._chunks.logits(begun, entries)
             if logits is not None:
                 return logits
-        wanted = None if len(entries) == len(tokens.ids) else entries  # as many as there are: all, in their order
-        hidden = self.decoder.forward(tokens, self.state.kv, wanted=wanted)
+        hidden = self._finish(begun, wanted)
         return self.decoder.logits(hidden) if len(entries) else hidden
+
+    def _finish(self, begun: Begun, wanted: torch.Tensor | None) -> torch.Tensor:  # [tokens or wanted, hidden]
+        if isinstance(begun, TokenBatch):
+            return self.decoder.forward(begun, self.state.kv, wanted=wanted)
+        return self.decoder.end(begun, wanted=wanted)
 
     def reset(self) -> None:
         """Wait for what is in flight to end, one way or the other, and return cached memory."""
@@ -117,27 +142,21 @@ class TorchRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _token_batch(self, step: Step, part: dict[str, torch.Tensor]) -> TokenBatch:
-        rows, positions = part["token_rows"], part["positions"]
+    def _attention_batch(self, step: Step, part: dict[str, torch.Tensor]) -> AttentionBatch:
         context = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
-        return TokenBatch(
-            ids=self.state.tokens[rows, positions],
-            positions=positions,
-            slots=self.state.slots(rows, positions),
-            attention=AttentionBatch(
-                rows=part["rows"].int(),
-                q_start=part["q_start"].int(),
-                context=part["context"].int(),
-                block_tables=self.state.block_tables,
-                num_singles=step.num_singles,
-                max_query=max(step.counts),
-                max_context=max(context),
-                host_rows=step.rows,
-                host_counts=step.counts,
-                host_context=context,
-                shared_members=part["shared_members"].int() if step.shared else None,
-                shared_tokens=part["shared_tokens"].int() if step.shared else None,
-            ),
+        return AttentionBatch(
+            rows=part["rows"].int(),
+            q_start=part["q_start"].int(),
+            context=part["context"].int(),
+            block_tables=self.state.block_tables,
+            num_singles=step.num_singles,
+            max_query=max(step.counts),
+            max_context=max(context),
+            host_rows=step.rows,
+            host_counts=step.counts,
+            host_context=context,
+            shared_members=part["shared_members"].int() if step.shared else None,
+            shared_tokens=part["shared_tokens"].int() if step.shared else None,
         )
 
     def _sample(

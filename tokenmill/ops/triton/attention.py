@@ -24,7 +24,9 @@ def attention(
     if batch.tree is not None:
         raise NotImplementedError("the Triton attention has no tree mask; choose the reference attention for trees")
     assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1
-    out = torch.empty(q.shape[0], q.shape[1], channels(v_cache), dtype=q.dtype, device=q.device)
+    out = batch.out
+    if out is None:
+        out = torch.empty(q.shape[0], q.shape[1], channels(v_cache), dtype=q.dtype, device=q.device)
     if batch.num_singles:
         decode_attention(q, k_cache, v_cache, out, batch, mask, scale, scales)
     if batch.num_singles < len(batch.host_counts):
