@@ -14,7 +14,7 @@ from tokenmill.ops.native.library import LEVEL_NAMES, Library, library
 from tokenmill.ops.native.matrix import FORMS, Arena, Form, PackedMatrix
 
 READ_ALL, MULTIPLY_BYTES = 4, 5  # src/matrix.h
-MACS = {0: 1, 1: 8 * 32, 2: 8 * 32, 3: 12 * 64}  # of one repeat, by level
+MACS = (1, 8 * 32, 8 * 32, 8 * 32, 12 * 64, 12 * 64)  # of one repeat, by level; AVX-VNNI and AMX have none
 
 
 class CeilingArgs(ctypes.Structure):
@@ -63,7 +63,7 @@ def matrices(form: Form, rows: int, columns: int, total: int, arena: Arena) -> l
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("threads", type=int, nargs="?", default=torch.get_num_threads())
-    parser.add_argument("--level", type=int, default=None, help="0 baseline, 1 AVX2, 2 AVX-512, 3 VNNI")
+    parser.add_argument("--level", type=int, default=None, help="an index into library.LEVEL_NAMES; default: the best")
     parser.add_argument("--rows", type=int, default=3072)
     parser.add_argument("--columns", type=int, default=768)
     parser.add_argument("--forms", default=",".join(form.name for form in FORMS))

@@ -40,6 +40,24 @@ def test_the_fingerprint_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tm
     assert build.fingerprint(("-g",)) != build.fingerprint()
 
 
+def test_levels_that_the_assembler_does_not_know_are_left_out() -> None:
+    if build.platform.machine() not in build.LEVELS:
+        pytest.skip("there is one level here")
+    new = {f"matrix_{library.LEVEL_NAMES.index(name)}.o" for name in ("AVX-VNNI", "AMX")}
+    all_units, known = build._units(lambda instruction: True), build._units(lambda instruction: False)
+    assert {unit.output for unit in all_units} - {unit.output for unit in known} == new
+    (listed,) = (unit.flags[0] for unit in known if unit.source.stem == "levels")
+    assert "(matrix, 4)" in listed and "(matrix, 5)" not in listed and "(matrix, 2)" not in listed
+
+
+def test_whether_an_instruction_is_known_is_asked_of_the_assembler(tmp_path: Path) -> None:
+    compiler = build.find_compiler()
+    if compiler is None or build.platform.machine() != "x86_64":
+        pytest.skip("there is no C++ compiler for x86")
+    assert build._assembles(compiler, "paddd %xmm0, %xmm1", tmp_path)
+    assert not build._assembles(compiler, "no_such_instruction %xmm0, %xmm1", tmp_path)
+
+
 def test_a_damaged_library_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / build.LIBRARY
     broken.write_bytes(b"not a library")

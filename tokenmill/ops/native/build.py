@@ -20,9 +20,28 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
 _MATH = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")  # but no -ffast-math: NaN must stay NaN
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
-# The levels of src/ops.h, lowest first.
-LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "x86_64": ((), _AVX2, (*_AVX2, *_AVX512), (*_AVX2, *_AVX512, "-mavx512vnni")),
+_VNNI = (*_AVX2, *_AVX512, "-mavx512vnni")
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a CPU level is compiled with. Kernels that it does not name are served by the level below."""
+
+    flags: tuple[str, ...] = ()
+    kernels: tuple[str, ...] | None = None  # None: all of them
+    instruction: str | None = None  # which old assemblers do not know: they leave the level out
+
+
+# The levels of src/ops.h, lowest first. Those that only add integer products are of use to few kernels.
+LEVELS = {
+    "x86_64": (
+        Level(),
+        Level(_AVX2),
+        Level(_AVX2, ("matrix",), "{vex} vpdpbusd %ymm0, %ymm1, %ymm2"),
+        Level((*_AVX2, *_AVX512)),
+        Level(_VNNI, ("matrix", "ceilings")),
+        Level(_VNNI, ("matrix",), "tdpbssd %tmm0, %tmm1, %tmm2"),
+    ),
 }
 
 Tell = Callable[[int, int], None]  # files compiled, in all
@@ -57,10 +76,10 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(f"there is no C++ compiler (looked for {', '.join(COMPILERS)})")
-    units = _units()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
         folder = Path(scratch)
+        units = _units(lambda instruction: _assembles(compiler, instruction, folder))
 
         def compile_one(unit: _Unit) -> None:
             flags = [*FLAGS, *_MATH, *extra, *unit.flags]
@@ -76,18 +95,30 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
         os.replace(linked, target)
 
 
-def _units() -> list[_Unit]:
-    kernels = sorted((SOURCES / "kernels").glob("*.cpp"))
-    listed = " ".join(f"TM_KERNEL({kernel.stem})" for kernel in kernels)
+def _units(assembles: Callable[[str], bool]) -> list[_Unit]:
+    kernels = sorted((SOURCES / "kernels").glob("*.cpp"), key=lambda path: -path.stat().st_size)
+    levels = {
+        number: level
+        for number, level in enumerate(LEVELS.get(platform.machine(), (Level(),)))
+        if level.instruction is None or assembles(level.instruction)
+    }
     # The largest files first, so that no core waits for the last one.
-    levels = LEVELS.get(platform.machine(), ((),))
-    units = [
-        _Unit(kernel, (f"-DTM_LEVEL={level}", f"-I{SOURCES}", *flags), f"{kernel.stem}_{level}.o")
-        for kernel in sorted(kernels, key=lambda path: -path.stat().st_size)
-        for level, flags in enumerate(levels)
-    ]
+    units, listed = [], ""
+    for kernel in kernels:
+        for number, level in levels.items():
+            if level.kernels is None or kernel.stem in level.kernels:
+                flags = (f"-DTM_LEVEL={number}", f"-I{SOURCES}", *level.flags)
+                units.append(_Unit(kernel, flags, f"{kernel.stem}_{number}.o"))
+                listed += f"TM_SOURCE({kernel.stem}, {number}) "
     plain = sorted(SOURCES.glob("*.cpp"))
-    return units + [_Unit(source, (f"-DTM_KERNELS={listed}",), f"{source.stem}.o") for source in plain]
+    return units + [_Unit(source, (f"-DTM_COMPILED={listed}",), f"{source.stem}.o") for source in plain]
+
+
+def _assembles(compiler: str, instruction: str, folder: Path) -> bool:
+    source = folder / "instruction.cpp"
+    source.write_text(f'__asm__("{instruction}");\n')
+    command = [compiler, "-c", str(source), "-o", str(folder / "instruction.o")]
+    return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
 
 
 def _call(command: list[str]) -> None:

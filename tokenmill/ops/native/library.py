@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenmill.ops.native import build
 
-LEVEL_NAMES = ("baseline", "AVX2", "AVX-512", "AVX-512 VNNI")
+LEVEL_NAMES = ("baseline", "AVX2", "AVX-VNNI", "AVX-512", "AVX-512 VNNI", "AMX")  # src/ops.h
 
 Tell = Callable[[int, int, str], None]  # done, in all, what
 
@@ -27,6 +27,8 @@ class Library:
         self.c.tm_args_bytes.restype = ctypes.c_uint32
         self.c.tm_alloc.argtypes = [ctypes.c_size_t]
         self.c.tm_alloc.restype = ctypes.c_void_p
+        self.c.tm_populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.c.tm_populate.restype = None
         self.c.tm_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.c.tm_free.restype = None
 
@@ -60,6 +62,10 @@ class Library:
     @property
     def best_level(self) -> int:
         return int(self.c.tm_best_level())
+
+    def has_level(self, level: int) -> bool:
+        """Whether this CPU can use it: one with a better level need not have all below."""
+        return bool(self.c.tm_has_level(level))
 
 
 @lru_cache

@@ -16,6 +16,7 @@ enum ElementwiseKind : uint32_t {
     kAdd = 68,
     kDecodeInputs = 69,
     kChoose = 70,
+    kMap = 71,
 };
 
 // Counts of rows may be negative: see rows_of in team.h.
@@ -78,6 +79,15 @@ struct AddArgs {
     const float* y;
     float* out;
     int64_t rows, dim, x_stride, y_stride, out_stride;
+};
+
+// One function of every element. out may be x.
+struct MapArgs {
+    const float* x;  // [rows, dim]
+    float* out;      // [rows, dim]
+    int64_t rows, dim, x_stride, out_stride;
+    int64_t kind;  // 0: x * value, 1: value * tanh(x / value)
+    double value;
 };
 
 // What the ops of a decode step read, from the rows and positions that the host wrote.

@@ -1,44 +1,96 @@
-// Which CPU level is used, and the ops that it offers.
+// Which CPU levels there are, which one is used, and the ops that it offers.
 #include "ops.h"
 
-// TM_KERNELS is given by the build: TM_KERNEL(matrix) TM_KERNEL(attention) ..., one per file in kernels/.
-#define TM_KERNEL(name) extern const OpEntry ops_##name##_0[];
-#define TM_KERNEL_X86(name) extern const OpEntry ops_##name##_1[], ops_##name##_2[], ops_##name##_3[];
-namespace mill {
-TM_KERNELS
-#undef TM_KERNEL
 #if defined(__x86_64__)
-#define TM_KERNEL(name) TM_KERNEL_X86(name)
-TM_KERNELS
-#undef TM_KERNEL
+#include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// TM_COMPILED is given by the build: TM_SOURCE(matrix, 0) TM_SOURCE(matrix, 1) ..., one per object made from a kernel.
+namespace mill {
+#define TM_SOURCE(name, level) extern const OpEntry ops_##name##_##level[];
+TM_COMPILED
+#undef TM_SOURCE
 
 namespace {
 
 struct Source {
-    const OpEntry* levels[LEVELS];
+    int level;
+    const OpEntry* ops;
 };
 
-#if defined(__x86_64__)
-#define TM_KERNEL(name) {{ops_##name##_0, ops_##name##_1, ops_##name##_2, ops_##name##_3}},
-#else
-#define TM_KERNEL(name) {{ops_##name##_0, nullptr, nullptr, nullptr}},
-#endif
-const Source SOURCES[] = {TM_KERNELS};
+#define TM_SOURCE(name, level) {level, ops_##name##_##level},
+const Source SOURCES[] = {TM_COMPILED};
+#undef TM_SOURCE
 
-int best_level() {
+// A compiler may have been too old for some.
+bool compiled(int level) {
+    for (const Source& source : SOURCES)
+        if (source.level == level) return true;
+    return false;
+}
+
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-        return BASE;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
-        return AVX2;
-    return __builtin_cpu_supports("avx512vnni") ? VNNI : AVX512;
+struct Leaf {
+    uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+
+    Leaf(uint32_t leaf, uint32_t part) { __get_cpuid_count(leaf, part, &eax, &ebx, &ecx, &edx); }
+};
+
+[[maybe_unused]] bool has_avx_vnni() { return Leaf(7, 0).eax >= 1 && (Leaf(7, 1).eax >> 4 & 1); }
+
+// The CPU has tiles, the system saves them, and gave this process leave to use them.
+[[maybe_unused]] bool has_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr uint32_t TILES_AND_BYTES = 3u << 24, SYSTEM_SAVES = 1u << 27, BOTH_STATES = 3u << 17;
+    if ((Leaf(7, 0).edx & TILES_AND_BYTES) != TILES_AND_BYTES || !(Leaf(1, 0).ecx & SYSTEM_SAVES)) return false;
+    uint32_t saved, high;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if ((saved & BOTH_STATES) != BOTH_STATES) return false;
+    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM; for all threads of the process
+    static const bool allowed = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+    return allowed;
 #else
-    return BASE;
+    return false;
 #endif
 }
+#endif
+
+bool has_level(int level) {
+    if (level < 0 || level >= LEVELS || !compiled(level)) return false;
+    if (level == BASE) return true;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    switch (level) {
+        case AVX2: return avx2;
+        case AVX512: return avx512;
+        case VNNI: return vnni;
+#if defined(TM_STAND_IN)  // other instructions take the place of those that only newer CPUs have
+        default: return vnni;
+#else
+        case AVX_VNNI: return avx2 && has_avx_vnni();
+        default: return vnni && has_tiles();
+#endif
+    }
+#else
+    return false;
+#endif
+}
+
+// The best level up to this one.
+int level_below(int level) {
+    while (!has_level(level)) --level;
+    return level;
+}
+
+int best_level() { return level_below(LEVELS - 1); }
 
 struct Table {
     int level;
@@ -47,7 +99,7 @@ struct Table {
     explicit Table(int level) : level(level), ops{} {
         for (int l = 0; l <= level; ++l)
             for (const Source& source : SOURCES)
-                for (const OpEntry* op = source.levels[l]; op && op->kind; ++op)
+                for (const OpEntry* op = source.ops; source.level == l && has_level(l) && op->kind; ++op)
                     if (op->kind < MAX_KINDS) ops[op->kind] = op;
     }
 };
@@ -68,12 +120,14 @@ extern "C" {
 
 int tm_best_level() { return mill::best_level(); }
 
+// Whether this CPU and this library have a level; 0 or 1.
+int tm_has_level(int level) { return mill::has_level(level); }
+
 int tm_level() { return mill::table().level; }
 
-// Use another level than the best one; returns the one in use, which is never above what the CPU has. Not while ops run.
+// Use another level than the best one; returns the one in use, the best up to this that there is. Not while ops run.
 int tm_set_level(int level) {
-    const int best = mill::best_level();
-    mill::table() = mill::Table(level < 0 ? 0 : level > best ? best : level);
+    mill::table() = mill::Table(level <= 0 ? 0 : mill::level_below(level < mill::LEVELS ? level : mill::LEVELS - 1));
     return mill::table().level;
 }
 

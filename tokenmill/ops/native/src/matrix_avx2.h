@@ -1,4 +1,5 @@
-// Products of packed panels with a tile of quantized inputs, for AVX2, which takes a panel's rows in two halves of 8.
+// Products of packed panels with a tile of quantized inputs, for AVX2 with or without VNNI, which takes a panel's rows in two
+// halves of 8.
 #pragma once
 
 #include <immintrin.h>
@@ -50,87 +51,15 @@ static inline void unpack(const uint8_t* at, int half, int j, __m256i& low, __m2
     }
 }
 
-// The compiler would add in another order, keep all products until the end, and run out of registers.
-static inline void now(__m256i& sum) { __asm__("" : "+x"(sum)); }
+}  // namespace TM_NS
 
-// Whether both halves of a panel are multiplied with an input that was broadcast once: where their sums fit in the registers.
-template <class C>
-constexpr bool BOTH_HALVES = C::BITS < 8 && C::SCALES != K_SIXTEENTHS;
+#if TM_LEVEL >= TM_AVX_VNNI
+#include "dots_avx_vnni.h"
+#else
+#include "dots_avx2.h"
+#endif
 
-// Products of pairs that 16 bits hold the sum of: 8, 4, 2.
-template <class C>
-constexpr int TOGETHER = C::BITS < 8 ? 1 << (7 - C::BITS) : 1;
-
-// sums[half][row]: of four products each, over the whole group.
-template <class C, int ROWS>
-static inline void dots_of_both(const uint8_t* at, const InputBlock* blocks, __m256i sums[2][ROWS]) {
-    constexpr int STEPS = TOGETHER<C> / 2;
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i pairs[2][ROWS];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-        __m256i low[2], high[2];
-        for (int half = 0; half < 2; ++half) unpack<C::BITS>(at, half, j, low[half], high[half]);
-#pragma GCC unroll 4
-        for (int row = 0; row < ROWS; ++row) {
-            const __m256i first = broadcast(blocks[row].q + 4 * j);
-            for (int half = 0; half < 2; ++half) {
-                const __m256i a = _mm256_maddubs_epi16(low[half], first);
-                pairs[half][row] = j % STEPS ? _mm256_add_epi16(pairs[half][row], a) : a;
-                now(pairs[half][row]);
-            }
-            const __m256i second = broadcast(blocks[row].q + 16 + 4 * j);
-            for (int half = 0; half < 2; ++half) {
-                __m256i& pair = pairs[half][row];
-                pair = _mm256_add_epi16(pair, _mm256_maddubs_epi16(high[half], second));
-                now(pair);
-                if (j % STEPS < STEPS - 1) continue;
-                const __m256i fours = _mm256_madd_epi16(pair, ones);
-                sums[half][row] = j < STEPS ? fours : _mm256_add_epi32(sums[half][row], fours);
-            }
-        }
-    }
-}
-
-// Sums of four products each for ROWS rows of inputs in one half: of the whole group, or for scales of 16 columns, of its
-// first half and in `others` of its second.
-template <class C, int ROWS>
-static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, __m256i sums[ROWS], __m256i others[ROWS]) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int row = 0; row < ROWS; ++row) sums[row] = others[row] = _mm256_setzero_si256();
-    if constexpr (C::BITS == 8) {
-        // Unsigned times signed would overflow 16 bits: multiply magnitudes with inputs that carry the weights' signs.
-        const __m256i flip = _mm256_set1_epi8(-128);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) {
-            const __m256i weight = _mm256_xor_si256(load(at + 64 * j + 32 * half), flip), size = _mm256_abs_epi8(weight);
-            for (int row = 0; row < ROWS; ++row) {
-                const __m256i x = _mm256_sign_epi8(broadcast(blocks[row].q + 4 * j), weight);
-                sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_maddubs_epi16(size, x), ones));
-                now(sums[row]);
-            }
-        }
-    } else {
-        __m256i pairs[ROWS], tails[ROWS];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            __m256i low, high;
-            unpack<C::BITS>(at, half, j, low, high);
-            for (int row = 0; row < ROWS; ++row) {
-                const __m256i a = _mm256_maddubs_epi16(low, broadcast(blocks[row].q + 4 * j));
-                const __m256i b = _mm256_maddubs_epi16(high, broadcast(blocks[row].q + 16 + 4 * j));
-                pairs[row] = j % TOGETHER<C> ? _mm256_add_epi16(pairs[row], a) : a;
-                tails[row] = j % TOGETHER<C> ? _mm256_add_epi16(tails[row], b) : b;
-                now(pairs[row]);
-                now(tails[row]);
-                if (j % TOGETHER<C> == TOGETHER<C> - 1) {
-                    sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs[row], ones));
-                    others[row] = _mm256_add_epi32(others[row], _mm256_madd_epi16(tails[row], ones));
-                }
-            }
-        }
-    }
-}
+namespace TM_NS {
 
 static inline __m256 halves(const uint8_t* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
@@ -169,6 +98,14 @@ struct ChunkScales {
     }
 };
 
+// What the sums are without their zero points: `minus` is minus the sum of the inputs.
+template <class C>
+static inline __m256i without_zero(__m256i sums, int32_t minus) {
+    if constexpr (SUBTRACT_ZERO<C>)
+        return _mm256_add_epi32(sums, _mm256_slli_epi32(_mm256_set1_epi32(minus), C::ZERO_SHIFT));
+    return sums;
+}
+
 // Adds the sums of one group to the totals of ROWS rows of one half.
 template <class C, int ROWS>
 static inline void add_sums(const __m256i sums[ROWS], const __m256i others[ROWS], __m256 scale, __m256 other,
@@ -177,16 +114,12 @@ static inline void add_sums(const __m256i sums[ROWS], const __m256i others[ROWS]
         const InputBlock& x = blocks[row];
         const __m256 d = _mm256_broadcast_ss(&x.d);
         if constexpr (C::SCALES == K_SIXTEENTHS) {
-            const __m256i low = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_half), C::ZERO_SHIFT);
-            const __m256i high = _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum - x.minus_half), C::ZERO_SHIFT);
-            const __m256 first = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[row], low));
-            const __m256 second = _mm256_cvtepi32_ps(_mm256_add_epi32(others[row], high));
+            const __m256 first = _mm256_cvtepi32_ps(without_zero<C>(sums[row], x.minus_half));
+            const __m256 second = _mm256_cvtepi32_ps(without_zero<C>(others[row], x.minus_sum - x.minus_half));
             const __m256 both = _mm256_fmadd_ps(first, scale, _mm256_mul_ps(second, other));
             totals[row] = _mm256_fmadd_ps(both, d, totals[row]);
         } else {
-            __m256i whole = sums[row];
-            if constexpr (C::HAS_ZERO && C::BITS < 8)
-                whole = _mm256_add_epi32(whole, _mm256_slli_epi32(_mm256_set1_epi32(x.minus_sum), C::ZERO_SHIFT));
+            const __m256i whole = without_zero<C>(sums[row], x.minus_sum);
             totals[row] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale), d, totals[row]);
             if constexpr (!C::HAS_ZERO)
                 totals[row] = _mm256_fmadd_ps(other, _mm256_broadcast_ss(&x.sum), totals[row]);
@@ -310,25 +243,39 @@ static void product(const uint8_t* panel, int64_t columns, const Rows& rows, flo
             put(totals[half][row], out + row * out_stride + 8 * half, width - 8 * half, bias ? bias + 8 * half : nullptr);
 }
 
-// x is [columns][stride] floats, one column of the tile after the other.
-template <class D, int ROWS>
-static void product_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride, float* out,
-                          int64_t out_stride, int width, const float* bias) {
-    __m256 low[ROWS], high[ROWS];
-    for (int row = 0; row < ROWS; ++row) low[row] = high[row] = _mm256_setzero_ps();
+constexpr int DENSE_ROWS = 6;  // of a tile, that dense panels are multiplied with at once: 12 of the 16 registers are sums
+
+// Panels that so many rows take at once: a sum waits for its last addition, and meanwhile others are added to.
+constexpr int dense_panels(int rows) { return rows <= 4 ? 4 / rows : 1; }
+
+// PANELS dense panels, which are `apart` bytes from each other, times ROWS rows: x is [columns][stride] floats, one column
+// of the tile after the other. Every output is one sum over the columns in their order.
+template <class D, int ROWS, int PANELS>
+static void product_dense(const uint8_t* panels, int64_t apart, int64_t columns, const float* x, int64_t stride, float* out,
+                          int64_t out_stride, int64_t width, const float* bias) {
+    __m256 sums[2 * PANELS][ROWS];  // of half panels
+    for (int half = 0; half < 2 * PANELS; ++half)
+        for (int row = 0; row < ROWS; ++row) sums[half][row] = _mm256_setzero_ps();
     for (int64_t k = 0; k < columns; ++k) {
-        const __m256 a = D::load8(panel), b = D::load8(panel + 8 * D::BYTES);
-        panel += D::BYTES * PANEL;
+        __m256 weights[2 * PANELS];
+        for (int half = 0; half < 2 * PANELS; ++half)
+            weights[half] = D::load8(panels + half / 2 * apart + half % 2 * 8 * D::BYTES);
+        panels += D::BYTES * PANEL;
         for (int row = 0; row < ROWS; ++row) {
             const __m256 value = _mm256_broadcast_ss(x + row);
-            low[row] = _mm256_fmadd_ps(a, value, low[row]);
-            high[row] = _mm256_fmadd_ps(b, value, high[row]);
+            for (int half = 0; half < 2 * PANELS; ++half)
+                sums[half][row] = _mm256_fmadd_ps(weights[half], value, sums[half][row]);
         }
         x += stride;
     }
-    for (int row = 0; row < ROWS; ++row) {
-        put(low[row], out + row * out_stride, width, bias);
-        if (width > 8) put(high[row], out + row * out_stride + 8, width - 8, bias ? bias + 8 : nullptr);
+    // A loop that is not unrolled would keep all sums in memory.
+#pragma GCC unroll 8
+    for (int half = 0; half < 2 * PANELS; ++half) {
+        const int64_t left = width - 8 * half;
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS && left > 0; ++row)
+            put(sums[half][row], out + row * out_stride + 8 * half, left < 8 ? static_cast<int>(left) : 8,
+                bias ? bias + 8 * half : nullptr);
     }
 }
 

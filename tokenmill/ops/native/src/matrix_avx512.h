@@ -53,7 +53,7 @@ static inline __m512i broadcast(const int8_t* four) {
 // its own last sum, and meanwhile the others are multiplied.
 template <int BITS, int COUNT, int ROWS>
 static inline void dots(const __m512i* codes, const InputBlock* blocks, int first, __m512i sums[ROWS]) {
-#if TM_LEVEL >= 3
+#if TM_LEVEL >= TM_VNNI
 #pragma GCC unroll 8
     for (int j = first; j < first + COUNT; ++j)
 #pragma GCC unroll 8
@@ -99,7 +99,7 @@ static inline __m512 small_signed(const uint8_t* at) {
 
 // Whether zero points are subtracted as integers; without VNNI, 8-bit codes are made signed instead.
 template <class C>
-constexpr bool SUBTRACT_ZERO = C::HAS_ZERO && (TM_LEVEL >= 3 || C::BITS < 8);
+constexpr bool SUBTRACT_ZERO = C::HAS_ZERO && (TM_LEVEL >= TM_VNNI || C::BITS < 8);
 
 // The scales of a chunk, and what they are for each of its groups.
 template <class C>
@@ -249,19 +249,6 @@ struct DenseBF16 {
     }
 };
 
-// The same with a dense panel: x is [columns][stride] floats, one column of the tile after the other.
-template <class D, int ROWS>
-static inline void multiply_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride,
-                                  __m512 sums[ROWS]) {
-    for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < columns; ++k) {
-        const __m512 weights = D::load16(panel);
-        panel += D::BYTES * PANEL;
-        for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_fmadd_ps(weights, _mm512_set1_ps(x[row]), sums[row]);
-        x += stride;
-    }
-}
-
 // Writes the sums to rows of the output, `width` of 16 columns.
 template <int ROWS>
 static inline void put(const __m512 sums[ROWS], float* out, int64_t out_stride, int width, const float* bias) {
@@ -279,12 +266,34 @@ static void product(const uint8_t* panel, int64_t columns, const Rows& rows, flo
     put<ROWS>(sums, out, out_stride, width, bias);
 }
 
-template <class D, int ROWS>
-static void product_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride, float* out,
-                          int64_t out_stride, int width, const float* bias) {
-    __m512 sums[ROWS];
-    multiply_dense<D, ROWS>(panel, columns, x, stride, sums);
-    put<ROWS>(sums, out, out_stride, width, bias);
+constexpr int DENSE_ROWS = MAX_ROWS;  // of a tile, that dense panels are multiplied with at once
+
+// Panels that so many rows take at once: a sum waits for its last addition, and meanwhile others are added to.
+constexpr int dense_panels(int rows) { return rows <= 4 ? 4 : 1; }
+
+// PANELS dense panels, which are `apart` bytes from each other, times ROWS rows: x is [columns][stride] floats, one column
+// of the tile after the other. Every output is one sum over the columns in their order.
+template <class D, int ROWS, int PANELS>
+static void product_dense(const uint8_t* panels, int64_t apart, int64_t columns, const float* x, int64_t stride, float* out,
+                          int64_t out_stride, int64_t width, const float* bias) {
+    __m512 sums[PANELS][ROWS];
+    for (int p = 0; p < PANELS; ++p)
+        for (int row = 0; row < ROWS; ++row) sums[p][row] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < columns; ++k) {
+        __m512 weights[PANELS];
+        for (int p = 0; p < PANELS; ++p) weights[p] = D::load16(panels + p * apart);
+        panels += D::BYTES * PANEL;
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512 value = _mm512_set1_ps(x[row]);
+            for (int p = 0; p < PANELS; ++p) sums[p][row] = _mm512_fmadd_ps(weights[p], value, sums[p][row]);
+        }
+        x += stride;
+    }
+    for (int p = 0; p < PANELS; ++p) {
+        const int64_t left = width - p * PANEL;
+        put<ROWS>(sums[p], out + p * PANEL, out_stride, left < PANEL ? static_cast<int>(left) : PANEL,
+                  bias ? bias + p * PANEL : nullptr);
+    }
 }
 
 // The 32 inputs of a block.

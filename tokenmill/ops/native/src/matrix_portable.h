@@ -125,9 +125,14 @@ struct DenseBF16 {
     static inline float at(const uint8_t* p) { return brain_at(p); }
 };
 
-template <class D, int ROWS>
-static void product_dense(const uint8_t* panel, int64_t columns, const float* x, int64_t stride, float* out,
-                          int64_t out_stride, int width, const float* bias) {
+constexpr int DENSE_ROWS = MAX_ROWS;
+constexpr int dense_panels(int) { return 1; }  // at once
+
+// A dense panel times ROWS rows: x is [columns][stride] floats, one column of the tile after the other.
+template <class D, int ROWS, int PANELS>
+static void product_dense(const uint8_t* panel, int64_t, int64_t columns, const float* x, int64_t stride, float* out,
+                          int64_t out_stride, int64_t width, const float* bias) {
+    static_assert(PANELS == 1, "of several, only the first would be multiplied");
     float totals[ROWS][PANEL] = {};
     for (int64_t k = 0; k < columns; ++k) {
         float weights[PANEL];

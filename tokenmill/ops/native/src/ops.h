@@ -2,7 +2,7 @@
 //
 // A kernel source is compiled several times with different flags and -DTM_LEVEL=n. Everything in it lives in namespace
 // TM_NS (another one per level). kernels/name.cpp defines `extern const mill::OpEntry TM_OPS(name)[] = {..., {}};` in
-// namespace mill; the build collects the names. It must not use inline functions or templates of the standard library that end up as
+// namespace mill; the build lists what it compiled. It must not use inline functions or templates of the standard library that end up as
 // symbols: the linker would keep one copy for all levels, perhaps one that this CPU cannot execute. For the same
 // reason nothing in it may run before the level was chosen (no static constructors).
 #pragma once
@@ -12,6 +12,13 @@
 #ifndef TM_LEVEL
 #define TM_LEVEL 0
 #endif
+// The levels, as the preprocessor and as the compiler know them.
+#define TM_AVX2 1
+#define TM_AVX_VNNI 2
+#define TM_AVX512 3
+#define TM_VNNI 4
+#define TM_AMX 5
+
 #define TM_JOIN2(a, b) a##b
 #define TM_JOIN(a, b) TM_JOIN2(a, b)
 #define TM_NS TM_JOIN(tm_level, TM_LEVEL)
@@ -19,7 +26,8 @@
 
 namespace mill {
 
-enum Level { BASE = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, LEVELS = 4 };
+// A CPU need not have all levels below its best one: some have AVX-512 and no AVX-VNNI.
+enum Level { BASE, AVX2 = TM_AVX2, AVX_VNNI = TM_AVX_VNNI, AVX512 = TM_AVX512, VNNI = TM_VNNI, AMX = TM_AMX, LEVELS };
 
 // Kinds 1-63 belong to the matrix sources, 64-127 to attention and elementwise sources.
 constexpr uint32_t MAX_KINDS = 128;

@@ -7,8 +7,6 @@
 #include "ops.h"
 #include "thread_scratch.h"
 
-#if TM_LEVEL < 3
-
 namespace mill {
 namespace TM_NS {
 namespace {
@@ -141,11 +139,3 @@ void attend(const void* args, Team& team) {
 extern const OpEntry TM_OPS(attention)[] = {{kAttention, sizeof(AttentionArgs), TM_NS::attend, TM_NS::scratch}, {}};
 
 }  // namespace mill
-
-#else  // integer products are of no use here: the level below serves this one as well
-
-namespace mill {
-extern const OpEntry TM_OPS(attention)[] = {{}};
-}
-
-#endif

@@ -2,7 +2,7 @@
 #include "matrix.h"
 #include "ops.h"
 
-#if TM_LEVEL >= 1
+#if TM_LEVEL >= TM_AVX2
 #include <immintrin.h>
 #endif
 
@@ -32,13 +32,13 @@ static void read_all(const void* args, Team& team) {
 static void multiply_bytes(const void* args, Team& team) {
     const CeilingArgs& a = *static_cast<const CeilingArgs*>(args);
     int64_t count = 0;
-#if TM_LEVEL >= 3
+#if TM_LEVEL >= TM_VNNI
     __m512i sums[12], x = _mm512_set1_epi8(static_cast<char>(a.repeats)), y = _mm512_set1_epi8(3);
     for (auto& sum : sums) sum = _mm512_setzero_si512();
     for (int64_t repeat = 0; repeat < a.repeats; ++repeat)
         for (auto& sum : sums) sum = _mm512_dpbusd_epi32(sum, x, y);
     for (auto& sum : sums) count += _mm512_reduce_add_epi32(sum);
-#elif TM_LEVEL >= 1
+#elif TM_LEVEL >= TM_AVX2
     __m256i sums[8], x = _mm256_set1_epi8(static_cast<char>(a.repeats)), y = _mm256_set1_epi8(3);
     for (auto& sum : sums) sum = _mm256_setzero_si256();
     for (int64_t repeat = 0; repeat < a.repeats; ++repeat)

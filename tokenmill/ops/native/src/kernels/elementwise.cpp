@@ -5,8 +5,6 @@
 #include "ops.h"
 #include "vec.h"
 
-#if TM_LEVEL < 3
-
 namespace mill {
 namespace TM_NS {
 namespace {
@@ -174,8 +172,9 @@ void act_mul(const ActArgs& a, Team& team) {
     }
 }
 
+// out = row * scale; out may be row.
 template <class T>
-void embed_row(const T* row, float scale, float* out, int64_t dim) {
+void times(const T* row, float scale, float* out, int64_t dim) {
     int64_t i = 0;
     for (; i + W <= dim; i += W) store(out + i, load_wide(row + i) * scale);
     for (; i < dim; i++) out[i] = widen(row[i]) * scale;
@@ -190,9 +189,9 @@ void embed(const EmbedArgs& a, Team& team) {
             for (int64_t i = 0; i < a.dim; i++) out[i] = __builtin_nanf("");
             continue;
         }
-        if (a.table_storage == kFloat) embed_row((const float*)a.table + id * a.dim, float(a.scale), out, a.dim);
-        if (a.table_storage == kHalf) embed_row((const Half*)a.table + id * a.dim, float(a.scale), out, a.dim);
-        if (a.table_storage == kBrain) embed_row((const Brain*)a.table + id * a.dim, float(a.scale), out, a.dim);
+        if (a.table_storage == kFloat) times((const float*)a.table + id * a.dim, float(a.scale), out, a.dim);
+        if (a.table_storage == kHalf) times((const Half*)a.table + id * a.dim, float(a.scale), out, a.dim);
+        if (a.table_storage == kBrain) times((const Brain*)a.table + id * a.dim, float(a.scale), out, a.dim);
     }
 }
 
@@ -200,6 +199,31 @@ void add_rows(const AddArgs& a, Team& team) {
     Span mine = share_of(rows_of(a.rows, team.rows), team);
     for (int64_t row = mine.begin; row < mine.end; row++)
         add(a.x + row * a.x_stride, a.y + row * a.y_stride, a.out + row * a.out_stride, a.dim);
+}
+
+// value * tanh(x / value); out may be x.
+void soft_cap(const float* x, float value, float* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, hyperbolic_tangent(load(x + i) / value) * value);
+    if (i == n) return;
+    float rest[W] = {};
+    for (int64_t j = i; j < n; j++) rest[j - i] = x[j];
+    Vec done = hyperbolic_tangent(load(rest) / value) * value;
+    for (int64_t j = i; j < n; j++) out[j] = done[j - i];
+}
+
+void map(const MapArgs& a, Team& team) {
+    constexpr int64_t kColumns = 4096;  // of logits, one row is enough for all threads
+    int64_t parts = (a.dim + kColumns - 1) / kColumns;
+    Span mine = share_of(rows_of(a.rows, team.rows) * parts, team);
+    for (int64_t unit = mine.begin; unit < mine.end; unit++) {
+        int64_t row = unit / parts, at = unit % parts * kColumns;
+        int64_t n = a.dim - at < kColumns ? a.dim - at : kColumns;
+        const float* x = a.x + row * a.x_stride + at;
+        float* out = a.out + row * a.out_stride + at;
+        if (a.kind == 0) times(x, float(a.value), out, n);
+        if (a.kind == 1) soft_cap(x, float(a.value), out, n);
+    }
 }
 
 void decode_inputs(const DecodeInputArgs& a, Team& team) {
@@ -299,17 +323,10 @@ extern const OpEntry TM_OPS(elementwise)[] = {
     TM_NS::entry<ActArgs, TM_NS::act_mul>(kActMul),
     TM_NS::entry<EmbedArgs, TM_NS::embed>(kEmbed),
     TM_NS::entry<AddArgs, TM_NS::add_rows>(kAdd),
+    TM_NS::entry<MapArgs, TM_NS::map>(kMap),
     TM_NS::entry<DecodeInputArgs, TM_NS::decode_inputs>(kDecodeInputs),
     TM_NS::entry<ChooseArgs, TM_NS::choose>(kChoose, TM_NS::choose_scratch),
     {},
 };
 
 }  // namespace mill
-
-#else  // integer products are of no use here: the level below serves this one as well
-
-namespace mill {
-extern const OpEntry TM_OPS(elementwise)[] = {{}};
-}
-
-#endif

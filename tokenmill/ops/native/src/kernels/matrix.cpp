@@ -6,9 +6,11 @@
 #include "ops.h"
 #include "thread_scratch.h"
 
-#if TM_LEVEL >= 2
+#if TM_LEVEL >= TM_AMX
+#include "matrix_amx.h"
+#elif TM_LEVEL >= TM_AVX512
 #include "matrix_avx512.h"
-#elif TM_LEVEL == 1
+#elif TM_LEVEL >= TM_AVX2
 #include "matrix_avx2.h"
 #else
 #include "matrix_portable.h"
@@ -20,7 +22,7 @@ constexpr int64_t CACHED_PANELS = 256 << 10;  // bytes of panels that every tile
 constexpr int64_t OWN_INPUTS = 8 << 10;       // elements that each thread prepares for itself rather than waiting
 
 using Product = void (*)(const uint8_t*, int64_t, const Rows&, float*, int64_t, int, const float*);
-using ProductDense = void (*)(const uint8_t*, int64_t, const float*, int64_t, float*, int64_t, int, const float*);
+using ProductDense = void (*)(const uint8_t*, int64_t, int64_t, const float*, int64_t, float*, int64_t, int64_t, const float*);
 
 struct Plan {
     int64_t m, k, groups, panels;
@@ -156,7 +158,7 @@ static Product product_for(int rows) {
         case 1: return product<C, 1>;
         case 2: return product<C, 2>;
         case 4: return product<C, 4>;
-#if TM_LEVEL >= 2
+#if TM_LEVEL >= TM_AVX512
         case 8: return product<C, 8>;
         default: return product<C, 16>;
 #else
@@ -165,18 +167,30 @@ static Product product_for(int rows) {
     }
 }
 
+constexpr int DENSE_PANELS = 4;  // at most, at once
+
+// The product of so many rows and, of `panels`, the first `taken`.
+template <class D, int ROWS>
+static ProductDense dense_for(int64_t panels, int& taken) {
+    constexpr int MOST = dense_panels(ROWS);
+    taken = MOST >= 4 && panels >= 4 ? 4 : MOST >= 2 && panels >= 2 ? 2 : 1;
+    if constexpr (MOST >= 4)
+        if (taken == 4) return product_dense<D, ROWS, 4>;
+    if constexpr (MOST >= 2)
+        if (taken == 2) return product_dense<D, ROWS, 2>;
+    return product_dense<D, ROWS, 1>;
+}
+
 template <class D>
-static ProductDense dense_for(int rows) {
+static ProductDense dense_for(int rows, int64_t panels, int& taken) {
     switch (rows) {
-        case 1: return product_dense<D, 1>;
-        case 2: return product_dense<D, 2>;
-        case 4: return product_dense<D, 4>;
-#if TM_LEVEL >= 2
-        case 8: return product_dense<D, 8>;
-        default: return product_dense<D, 16>;
-#else
-        default: return product_dense<D, 4>;
+        case 1: return dense_for<D, 1>(panels, taken);
+        case 2: return dense_for<D, 2>(panels, taken);
+        case 4: return dense_for<D, 4>(panels, taken);
+#if TM_LEVEL >= TM_AVX512
+        case 8: return dense_for<D, 8>(panels, taken);
 #endif
+        default: return dense_for<D, DENSE_ROWS>(panels, taken);
     }
 }
 
@@ -184,8 +198,9 @@ static Product quantized_product(int64_t form, int rows) {
     return with_codes(form, [rows](auto codes) { return product_for<decltype(codes)>(rows); });
 }
 
-static ProductDense dense_product(int64_t form, int rows) {
-    return form == F32 ? dense_for<DenseF32>(rows) : form == F16 ? dense_for<DenseF16>(rows) : dense_for<DenseBF16>(rows);
+static ProductDense dense_product(int64_t form, int rows, int64_t panels, int& taken) {
+    if (form == F32) return dense_for<DenseF32>(rows, panels, taken);
+    return form == F16 ? dense_for<DenseF16>(rows, panels, taken) : dense_for<DenseBF16>(rows, panels, taken);
 }
 
 static int rows_at_once(int64_t left) {
@@ -194,31 +209,86 @@ static int rows_at_once(int64_t left) {
     return rows;
 }
 
+static int dense_rows_at_once(int64_t left) { return left >= DENSE_ROWS ? DENSE_ROWS : rows_at_once(left); }
+
+// Of a tile that begins with `first` and has `size` rows, those from `row` on.
+static Rows rows_from(const Plan& plan, const Inputs& inputs, int64_t first, int64_t size, int64_t row) {
+    const int64_t quad = (first + row) / QUAD, room = most_outliers(plan.groups);
+    return {inputs.blocks + first * plan.groups + row, size, static_cast<int>(row % QUAD), inputs.outliers + quad * room,
+            inputs.taken + quad, room};
+}
+
+// Where a panel lies, and what of the output is its.
+struct Place {
+    const uint8_t* packed;
+    int64_t n;  // first column of the output
+    int width;
+    const float* bias;
+};
+
+static Place place_of(const MatmulArgs& a, const Plan& plan, const Segment& segment, int64_t panel, int64_t column) {
+    const int64_t left = segment.rows - panel * PANEL, n = column + panel * PANEL;
+    return {segment.panels + panel * panel_bytes(segment.form, plan.k), n, static_cast<int>(left < PANEL ? left : PANEL),
+            a.bias ? a.bias + n : nullptr};
+}
+
 // One panel with one tile, whose first row is `first`.
 static void multiply_tile(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, const Segment& segment, int64_t panel,
                           int64_t column, int64_t first) {
-    const int form = static_cast<int>(segment.form);
-    const uint8_t* packed = segment.panels + panel * panel_bytes(form, plan.k);
-    const int64_t left = segment.rows - panel * PANEL;
-    const int width = left < PANEL ? static_cast<int>(left) : PANEL;
-    const int64_t n = column + panel * PANEL;
-    const float* bias = a.bias ? a.bias + n : nullptr;
+    const auto [packed, n, width, bias] = place_of(a, plan, segment, panel, column);
     const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
     for (int64_t row = 0; row < size;) {
         const int rows = rows_at_once(size - row);
         float* out = a.out + (first + row) * a.out_stride + n;
-        if (is_dense(form)) {
-            dense_product(form, rows)(packed, plan.k, inputs.floats + first * plan.k + row, size, out, a.out_stride, width,
-                                      bias);
-        } else {
-            const int64_t quad = (first + row) / QUAD, room = most_outliers(plan.groups);
-            const Rows taken{inputs.blocks + first * plan.groups + row, size, static_cast<int>(row % QUAD),
-                             inputs.outliers + quad * room, inputs.taken + quad, room};
-            quantized_product(form, rows)(packed, plan.k, taken, out, a.out_stride, width, bias);
-        }
+        const Rows these = rows_from(plan, inputs, first, size, row);
+        quantized_product(segment.form, rows)(packed, plan.k, these, out, a.out_stride, width, bias);
         row += rows;
     }
 }
+
+// The dense panels [begin, end) with one tile, a few at a time: its last rows find them in a near cache.
+static void multiply_dense_tile(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, const Segment& segment,
+                                int64_t begin, int64_t end, int64_t column, int64_t first) {
+    const int64_t size = plan.m - first < TILE ? plan.m - first : TILE, apart = panel_bytes(segment.form, plan.k);
+    for (int64_t some = begin; some < end; some += DENSE_PANELS) {
+        const int64_t stop = end - some < DENSE_PANELS ? end : some + DENSE_PANELS;
+        for (int64_t row = 0; row < size;) {
+            const int rows = dense_rows_at_once(size - row);
+            const float* x = inputs.floats + first * plan.k + row;
+            float* out = a.out + (first + row) * a.out_stride + column;
+            int taken;
+            for (int64_t panel = some; panel < stop; panel += taken) {
+                const ProductDense product = dense_product(segment.form, rows, stop - panel, taken);
+                const int64_t n = panel * PANEL, left = segment.rows - n;
+                product(segment.panels + panel * apart, apart, plan.k, x, size, out + n, a.out_stride,
+                        left < taken * PANEL ? left : taken * PANEL, a.bias ? a.bias + column + n : nullptr);
+            }
+            row += rows;
+        }
+    }
+}
+
+#if TM_LEVEL >= TM_AMX
+// The panels [from, to) of a segment with all whole tiles; returns how many rows these have.
+static int64_t multiply_whole_tiles(const MatmulArgs& a, const Plan& plan, const Inputs& inputs, const Segment& segment,
+                                    int64_t from, int64_t to, int64_t column) {
+    const int64_t whole = plan.m / TILE * TILE;
+    if (is_dense(static_cast<int>(segment.form)) || from >= to || whole == 0) return 0;
+    const auto product = with_codes(segment.form, [](auto codes) { return product_of_tiles<decltype(codes)>; });
+    const TilesInUse tiles(SHAPES);
+    for (int64_t first = 0; first < whole; first += TILES_AT_ONCE * TILE) {
+        Rows rows[TILES_AT_ONCE];
+        int count = 0;
+        for (int64_t next = first; next < whole && count < TILES_AT_ONCE; next += TILE)
+            rows[count++] = rows_from(plan, inputs, next, TILE, 0);
+        for (int64_t panel = from; panel < to; ++panel) {
+            const auto [packed, n, width, bias] = place_of(a, plan, segment, panel, column);
+            product(packed, plan.k, rows, count, a.out + first * a.out_stride + n, a.out_stride, width, bias);
+        }
+    }
+    return whole;
+}
+#endif
 
 // The panels [begin, end), counted through all segments. A tile of inputs stays in the first-level cache for as many
 // panels as stay in the second.
@@ -228,11 +298,20 @@ static void multiply_panels(const MatmulArgs& a, const Plan& plan, const Inputs&
         const Segment& segment = a.segments[s];
         const int64_t panels = (segment.rows + PANEL - 1) / PANEL;
         const int64_t from = begin > before ? begin - before : 0, to = end - before < panels ? end - before : panels;
-        const int64_t step = CACHED_PANELS / panel_bytes(segment.form, plan.k) + 1;
+        int64_t done = 0;  // rows
+#if TM_LEVEL >= TM_AMX
+        done = multiply_whole_tiles(a, plan, inputs, segment, from, to, column);
+#endif
+        const int64_t step = plan.m > TILE ? CACHED_PANELS / panel_bytes(segment.form, plan.k) + 1 : panels;
         for (int64_t some = from; some < to; some += step)
-            for (int64_t first = 0; first < plan.m; first += TILE)
-                for (int64_t panel = some; panel < to && panel < some + step; ++panel)
-                    multiply_tile(a, plan, inputs, segment, panel, column, first);
+            for (int64_t first = done; first < plan.m; first += TILE) {
+                const int64_t stop = to - some < step ? to : some + step;
+                if (is_dense(static_cast<int>(segment.form)))
+                    multiply_dense_tile(a, plan, inputs, segment, some, stop, column, first);
+                else
+                    for (int64_t panel = some; panel < stop; ++panel)
+                        multiply_tile(a, plan, inputs, segment, panel, column, first);
+            }
         before += panels;
         column += segment.rows;
     }
