@@ -50,6 +50,14 @@ def test_one_run_has_no_interval(tiny_model: str, tmp_path: Path) -> None:
     assert "95 % of the mean" in bench("offline", tiny_model, *TINY, *words, "--repeats", "2")
 
 
+def test_one_batch_has_no_interval(tiny_model: str) -> None:
+    """Its requests share every step, so that drawing them again would show an interval of no width."""
+    words = ["--batch", "3", "--input", "8", "--output", "4", "--no-ceilings", "--json", "-"]
+    for repeats, known in (("1", False), ("2", True)):
+        (point,) = json.loads(bench("latency", tiny_model, *TINY, *words, "--repeats", repeats))["points"]
+        assert {value is not None for value in point["interval"].values()} == {known}
+
+
 def test_offline_takes_its_lengths_from_a_trace(tiny_model: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
@@ -90,8 +98,10 @@ def test_bytes_and_operations_of_a_run_by_hand() -> None:
     work = work_of(answers, 4, shape)
     assert (work.tokens, work.sampled) == (6 + 2 + 5, 4)
     assert work.keys == 11 + 12 and work.pairs == sum(range(5, 13)) + sum(range(1, 6))
-    roof = Roof(shape, "cpu", "float32", 4, weights=1_000_000, kv_per_token=256, ceilings=Ceilings(1e6, 1e7))
-    assert roof.bytes_of(work) == 4 * (1_000_000 - 128 * 32 * 4) + 23 * 256, "an embedding is looked up, not read"
+    roof = Roof(
+        shape, "cpu", "float32", 4, 128 * 32 * 2, weights=1_000_000, kv_per_token=256, ceilings=Ceilings(1e6, 1e7)
+    )
+    assert roof.bytes_of(work) == 4 * (1_000_000 - 128 * 32 * 2) + 23 * 256, "an embedding is looked up, not read"
     pair = 2 * 4 * (8 + 8) * 2
     assert roof.flops_of(work) == 2 * (13 * 2 * layer + 4 * 128 * 32) + work.pairs * pair
     assert roof.achieved(work, 2.0)["bytes_share"] == pytest.approx(roof.bytes_of(work) / 2e6)

@@ -27,7 +27,8 @@ class Roof:
     shape: ModelShape
     device: str
     dtype: str
-    itemsize: int  # of what is not quantized
+    itemsize: int  # of what is neither quantized nor packed
+    embedding: int  # bytes; 0: it is the head
     weights: int  # bytes
     kv_per_token: float  # bytes
     ceilings: Ceilings
@@ -50,8 +51,8 @@ class Roof:
     def bytes_of(self, work: Work) -> float:
         """Weights once per step, and the keys and values that decoding rows look at. Activations are not counted."""
         shape, tokens = self.shape, work.tokens / max(work.steps, 1)
-        unread = shape.embedding + shape.expert_weights - shape.experts_read(tokens)
-        return work.steps * (self.weights - unread * self.itemsize) + work.keys * self.kv_per_token
+        idle = (shape.expert_weights - shape.experts_read(tokens)) * self.itemsize
+        return work.steps * (self.weights - self.embedding - idle) + work.keys * self.kv_per_token
 
     def flops_of(self, work: Work) -> float:
         shape = self.shape
@@ -93,7 +94,7 @@ def measure_roof(config: EngineConfig) -> Roof:
 def _roof(config: EngineConfig) -> Roof:
     from tokenmill.bench.timing import ceilings
     from tokenmill.engine.build import choose_device, choose_dtype, choose_kv_dtype, native_for, open_checkpoint
-    from tokenmill.engine.choices import model_bytes, schemes_for
+    from tokenmill.engine.choices import matrix_bytes, model_bytes, schemes_for
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
     from tokenmill.ops.native.library import Library
@@ -112,6 +113,7 @@ def _roof(config: EngineConfig) -> Roof:
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
+        embedding=0 if spec.tie_embeddings else matrix_bytes(spec, dtype, schemes, checkpoint)["embed"],
         weights=sizes.weights,
         kv_per_token=sizes.kv_per_token,
         ceilings=ceilings(device, dtype, _products(schemes)),
@@ -119,9 +121,10 @@ def _roof(config: EngineConfig) -> Roof:
 
 
 def _products(schemes: Schemes) -> list[QuantScheme]:
-    """The ways to multiply that are not plain; weights as a file packs them stand for themselves at 4 bits."""
+    """The ways to multiply that are not plain; what a quantized file packs is taken to have 4 bits."""
     from tokenmill.quant.packed import Packed
     from tokenmill.quant.scheme import Dense
 
     several = {id(one): one for one in (schemes.default, *schemes.named.values()) if not isinstance(one, Dense)}
-    return [Packed(AS_IN_FILES) if isinstance(one, Packed) and one.form is None else one for one in several.values()]
+    as_packed = Packed() if schemes.exact else Packed(AS_IN_FILES)
+    return [as_packed if isinstance(one, Packed) and one.form is None else one for one in several.values()]

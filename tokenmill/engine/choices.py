@@ -8,6 +8,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
+from tokenmill.model.weights.dummy import packed_dummies
 from tokenmill.model.weights.load import packed_as_stored, stored_forms
 from tokenmill.model.weights.quantized import QuantizedCheckpoint
 from tokenmill.ops.kv_forms import form_for
@@ -44,7 +45,7 @@ def schemes_for(
         layout, why = auto_layout(place, is_quantized=blocks or bool(stored), max_rows=config.max_num_seqs, fits=fits)
         why = f"quantization is auto: {why}"
     elif layout == Layout():
-        why = "as stored" if blocks or stored else "as the model computes"
+        why = "as stored" if blocks or stored else "floats as saved" if place.native else "as the model computes"
     schemes = choose_schemes(layout, shapes, stored, blocks, place)
     if asked != "auto":
         check_effect(layout, shapes, schemes)
@@ -106,17 +107,10 @@ def model_bytes(
 ) -> ModelBytes:
     itemsize, schemes = dtype.itemsize, schemes or Schemes(Dense())
     widest = torch.float32 if guarded else dtype  # that products are computed in
-    as_stored: dict[str, int] = {}
-    if isinstance(schemes.default, Packed) and checkpoint is not None:
-        as_stored = packed_as_stored(spec, checkpoint)
     shapes = linear_shapes(spec)
     weights = spec.weight_bytes(itemsize)
-    for name, param in spec.parameters().items():
-        scheme = schemes.of(name)
-        if isinstance(scheme, Packed) and scheme.form is None and name in as_stored:
-            weights += as_stored[name] - param.numel * itemsize
-        elif name in shapes:
-            weights += scheme.nbytes(*shapes[name], dtype) - param.numel * itemsize
+    for name, held in matrix_bytes(spec, dtype, schemes, checkpoint).items():
+        weights += held - spec.parameters()[name].numel * itemsize
     input_copy = max(schemes.of(name).input_bytes(columns) for name, (_, columns) in shapes.items())
     return ModelBytes(
         weights=weights,
@@ -130,6 +124,26 @@ def model_bytes(
         guard=_guard_bytes(spec) if guarded else 0,
         guard_per_token=spec.activation_elements * (widest.itemsize - itemsize),
     )
+
+
+def matrix_bytes(
+    spec: DecoderSpec, dtype: torch.dtype, schemes: Schemes, checkpoint: Checkpoint | None
+) -> dict[str, int]:
+    """Bytes of the embedding and of every linear layer, by canonical name."""
+    as_stored: dict[str, int] = {}
+    if isinstance(schemes.default, Packed):
+        as_stored = packed_dummies(spec, dtype) if checkpoint is None else packed_as_stored(spec, checkpoint)
+    found = {}
+    for name, param in spec.parameters().items():
+        if param.kind in ("linear", "embedding"):
+            scheme, (rows, columns) = schemes.of(name), param.shape
+            if isinstance(scheme, Packed) and scheme.form is None:
+                found[name] = as_stored[name]
+            elif param.kind == "linear":
+                found[name] = scheme.nbytes(rows, columns, dtype)
+            else:  # no other scheme stores an embedding
+                found[name] = param.numel * dtype.itemsize
+    return found
 
 
 def _guard_bytes(spec: DecoderSpec) -> int:

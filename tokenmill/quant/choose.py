@@ -38,15 +38,14 @@ def choose_schemes(
     """What is not asked for stays as the checkpoint stores it, or as the model computes."""
     check_names(layout, shapes)
     _check_device(layout, place)
-    packing = place.native and (blocks or layout != Layout() or bool(stored))
-    plain: QuantScheme = Packed() if packing else Dense()
+    plain: QuantScheme = Packed() if place.native else Dense()
     named: dict[str, QuantScheme] = {}
     as_stored = set()
     made: dict[Form, QuantScheme] = {}  # equal forms share a scheme
     for name, (_, columns) in shapes.items():
         form, kept = layout.of(name), stored.get(name)
         if kept is not None and form in (None, kept, Form(kept.kind)):  # not rounded again to what it is
-            if packing and not can_hold(kept, columns) and (form is None or kept.kind != "fp8"):
+            if place.native and not can_hold(kept, columns) and (form is None or kept.kind != "fp8"):
                 continue  # floats
             form = kept
             as_stored.add(name)
@@ -62,8 +61,9 @@ def choose_schemes(
                 f"leave the group out, or give this layer another form ({name}=int8)"
             )
         named[name] = made[form]
+    as_saved = layout == Layout() and not blocks and not stored  # floats, which no scheme here rounds
     exact = layout.default == _EXACT or all(layout.of(name) == _EXACT for name in shapes if name != "lm_head")
-    return Schemes(plain, named, frozenset(as_stored), exact)
+    return Schemes(plain, named, frozenset(as_stored), exact or as_saved)
 
 
 def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits: bool) -> tuple[Layout, str]:

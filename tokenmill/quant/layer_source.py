@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import Checkpoint, GroupCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, recipes
 from tokenmill.quant.joints import Params
+
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,25 @@ class LayerSource:
             if all(piece.source in self._spelled for piece in way):
                 return way
         raise ModelError(f"the checkpoint lacks {ways[0][0].source!r}; it is incomplete or belongs to another config")
+
+
+def untied(source: LayerSource) -> LayerSource:
+    """The same model with a head of its own, for now equal to the embedding: so that it can be rounded alone."""
+    if not source.spec.tie_embeddings:
+        return source
+    ((embedding, _),) = source.parts("embed")
+    return LayerSource(replace(source.spec, tie_embeddings=False), _WithHead(source.checkpoint, embedding))
+
+
+class _WithHead:
+    """A checkpoint that has its embedding a second time."""
+
+    def __init__(self, inner: Checkpoint, embedding: str) -> None:
+        self.config: dict[str, Any] = inner.config
+        self._inner, self._embedding = inner, embedding
+
+    def names(self) -> list[str]:
+        return [*self._inner.names(), HEAD]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._inner.tensor(self._embedding if name == HEAD else name)

@@ -162,7 +162,9 @@ class Schemes:
     default: QuantScheme
     named: Mapping[str, QuantScheme] = field(default_factory=dict)
     as_stored: frozenset[str] = frozenset()  # layers whose schemes take the codes of a quantized checkpoint as they are
-    exact: bool = False  # float32 was asked for, so that nothing beside the weights is to be narrower, either
+    exact: bool = (
+        False  # weights are floats as they were saved, or float32 as asked for: the cache is to be no narrower
+    )
 
     def of(self, name: str) -> QuantScheme:
         return self.named.get(name, self.default)

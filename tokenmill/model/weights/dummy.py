@@ -8,7 +8,8 @@ import torch
 
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec, ParamSpec
-from tokenmill.quant.packed import Packed
+from tokenmill.quant.forms import FLOATS
+from tokenmill.quant.packed import Packed, float_bytes
 from tokenmill.quant.scheme import Dense, Linear, Schemes
 
 _CHUNK = 1 << 25  # elements made at once, so that nothing but the weights themselves needs room
@@ -29,20 +30,35 @@ def dummy_weights(
         # 32 bits, since torch's CPU generator ignores the rest.
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weights[name] = weight = allocate(spec, param, dtype, place, schemes.of(name))
-        _fill(weight, param, dtype, generator)
+        _fill(weight, param, dtype, saved_dtype(spec, dtype), generator)
     return ResidentWeights(spec, weights)
 
 
-def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, generator: torch.Generator) -> None:
+def saved_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
+    """What a checkpoint with this config would hold."""
+    known = spec.dtype is not None and spec.dtype in FLOATS.values()
+    return getattr(torch, str(spec.dtype)) if known else dtype
+
+
+def packed_dummies(spec: DecoderSpec, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of each matrix when it is packed as a checkpoint would store it."""
+    saved, params = saved_dtype(spec, dtype), spec.parameters()
+    matrices = {name: param.shape for name, param in params.items() if param.kind in ("linear", "embedding")}
+    return {name: float_bytes(saved, rows, columns) for name, (rows, columns) in matrices.items()}
+
+
+def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, saved: torch.dtype, generator: torch.Generator) -> None:
     # Outputs of the size of the inputs: activations neither vanish nor overflow, however deep the model.
     deviation = param.shape[-1] ** -0.5
     if isinstance(weight, Linear):
         rows, columns = param.shape
-        # What is packed is written in few parts.
+        # What is packed is written in few parts; without a form it is kept in the type it comes in.
         step = rows if isinstance(weight.scheme, Packed) else max(1, _CHUNK // columns)
+        comes = saved if isinstance(weight.scheme, Packed) and weight.scheme.form is None else dtype
         for first in range(0, rows, step):
             part = torch.empty(min(step, rows - first), columns, dtype=dtype, device=generator.device)
-            weight.scheme.write(weight.storage, first, part.normal_(0, deviation, generator=generator))
+            part.normal_(0, deviation, generator=generator)
+            weight.scheme.write(weight.storage, first, part.to(comes))
     elif param.kind == "norm":
         weight.fill_(1)
     else:

@@ -122,9 +122,7 @@ def _gemma(fields: _Fields, hidden: int, layers: int, heads: int, head_dim: int)
     }
 
 
-def _rope(
-    fields: _Fields, config: dict[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]]
-) -> dict[str, Any]:
+def _rope(fields: _Fields, config: dict[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
     head_dim = config["head_dim"]
     rotated = fields.whole("rope.dimension_count", default=head_dim, high=head_dim)
     found: dict[str, Any] = {

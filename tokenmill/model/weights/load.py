@@ -72,9 +72,8 @@ def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int
                 if (blocks := _blocks(checkpoint, source, piece)) is not None:
                     found[name] += packed_bytes(blocks.type_id, rows, columns)
                     continue
-                dtype = None  # not known, where values are changed on the way
-                if isinstance(checkpoint, TypedCheckpoint) and piece.change is None:
-                    dtype = checkpoint.dtype(source)
+                # What is changed on the way to a matrix is the order of its rows.
+                dtype = checkpoint.dtype(source) if isinstance(checkpoint, TypedCheckpoint) else None
                 found[name] += float_bytes(dtype, rows, columns)
     return found
 
