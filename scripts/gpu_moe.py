@@ -38,23 +38,11 @@ HOPPER = Shape(0, 0, 0, 0, 0)  # stands for the products of moe_hopper.py
 FEW_GATE_UP = [FewShape(rows, warps) for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))]
 FEW_DOWN = [FewShape(rows, warps) for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
 NARROW = [(64, 128, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3)]
-LARGE_GATE_UP = [
-    Shape(128, 128, 64, 8, 4, 8),
-    Shape(128, 128, 64, 8, 4, 8, bulk=True),
-    Shape(128, 128, 64, 8, 3, 8, bulk=True),
-    Shape(128, 128, 64, 8, 4, 4, bulk=True),
-    Shape(64, 128, 64, 4, 4, 8),
-    Shape(64, 128, 64, 4, 4, 8, bulk=True),
-]
-LARGE_DOWN = [
-    Shape(128, 256, 64, 8, 4, 8),
-    Shape(128, 256, 64, 8, 4, 8, bulk=True),
-    Shape(128, 256, 64, 8, 3, 8, bulk=True),
-    Shape(128, 256, 64, 8, 4, 4, bulk=True),
-    Shape(128, 128, 64, 4, 4, 8, bulk=True),
-    Shape(64, 256, 64, 4, 4, 8),
-    Shape(64, 256, 64, 4, 4, 8, bulk=True),
-]
+DEEP = [(4, 8, False), (4, 8, True), (3, 8, True), (4, 4, True)]  # stages, group, bulk
+FLAT = [(4, 8, False), (4, 8, True)]
+LARGE_GATE_UP = [Shape(128, 128, 64, 8, *more) for more in DEEP] + [Shape(64, 128, 64, 4, *more) for more in FLAT]
+LARGE_DOWN = [Shape(128, 256, 64, 8, *more) for more in DEEP] + [Shape(64, 256, 64, 4, *more) for more in FLAT]
+LARGE_DOWN.append(Shape(128, 128, 64, 4, 4, 8, bulk=True))
 SCORES = {
     64: [ScoresShape(16, n, 128, parts, 4, 2) for n, parts in ((32, 8), (16, 8), (32, 16), (64, 8))],
     256: [ScoresShape(*s) for s in ((16, 64, 128, 8, 4, 2), (16, 64, 64, 8, 4, 3), (32, 64, 128, 8, 4, 2))],

@@ -196,9 +196,7 @@ class _Mailbox:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
 
-def _tell(
-    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], value: Any, error: Exception | None
-) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
     def deliver() -> None:
         if answer.cancelled():
             return

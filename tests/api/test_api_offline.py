@@ -323,6 +323,7 @@ def test_a_progress_bar_counts_this_calls_requests_only_and_only_at_a_terminal(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     pytest.importorskip("tqdm")
+
     class Screen(io.StringIO):
         def isatty(self) -> bool:
             return terminal

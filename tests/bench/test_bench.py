@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from tokenmill import LLM
-from tokenmill.bench.ops import cases
+from tokenmill.bench.ops import COLD_BYTES, Case, bench_ops, cases, line_of
 from tokenmill.bench.timeline import Span, Timeline, draw
-from tokenmill.bench.timing import seconds
+from tokenmill.bench.timing import Ceilings, seconds
 from tokenmill.bench.trace import record
 from tokenmill.cli.app import app
 from tokenmill.model.families import spec_from_config
@@ -27,12 +27,34 @@ def test_a_slower_operation_takes_more_seconds() -> None:
 
 
 def test_every_op_gets_a_line_with_its_share_of_a_ceiling(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmill.bench.ops.seconds", lambda variants, device: [one() for one in variants] and 1e-3)
+    monkeypatch.setattr("tokenmill.bench.ops.seconds", lambda variants, device: [one() for one in variants] and 1.0)
     result = CliRunner().invoke(app, ["bench", "ops", "-m", tiny_model, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     for name in ("dense qkv", "dense down", "add_rms_norm", "act_mul", "rope_kv_write", "attention decode"):
         assert any(line.startswith(name) and "% of the" in line for line in result.output.splitlines()), name
     assert "attention prefill" in result.output and "sample top_k" in result.output and "sample greedy" in result.output
+
+
+def test_more_than_a_ceiling_is_explained() -> None:
+    best, nothing = Ceilings(bytes_per_s=1e9, flops_per_s=1e12), [lambda: None] * 64
+    large = Case("large", COLD_BYTES / 64, 0, nothing)  # type: ignore[arg-type]
+    assert line_of(large, 2 * large.bytes / 1e9, best).text().endswith("50.0% of the memory ceiling")
+    assert "125.0% of the memory ceiling (other work was" in line_of(large, 0.8 * large.bytes / 1e9, best).text()
+    small = Case("small", 1e6, 1e6, nothing)  # type: ignore[arg-type]
+    assert line_of(small, 1e-3, best).text().endswith("ceiling (a cache may hold its 64 MB)")
+    assert line_of(small, 1e-3, Ceilings(1e12, 1e9)).text().endswith("100.0% of the compute ceiling")
+
+
+def test_an_op_is_held_against_the_best_ceiling_seen_up_to_it(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine became twice as fast after the first op; whoever is near the ceiling has it measured again."""
+    spec = spec_from_config(json.loads((Path(tiny_model) / "config.json").read_text()))
+    speeds = iter([1e9, 2e9, 1.5e9, 5e9])
+    monkeypatch.setattr("tokenmill.bench.ops.ceilings_of", lambda *_: lambda _: Ceilings(next(speeds), 1e30))
+    monkeypatch.setattr("tokenmill.bench.ops.seconds", lambda *_: 1e-3)
+    sizes = (0.5e6, 1e6, 1.9e6, 4e6)  # bytes of a millisecond
+    monkeypatch.setattr("tokenmill.bench.ops.cases", lambda *_: [Case("", size, 0, []) for size in sizes])
+    lines = bench_ops(spec, torch.device("cpu"), torch.float32, lambda _: None)
+    assert [line.share for line in lines] == pytest.approx([0.5, 0.5, 0.95, 0.8])
 
 
 def test_mixtures_are_among_the_ops() -> None:

@@ -80,6 +80,34 @@ def test_a_wrong_value_is_a_sentence_that_names_it(served, words, named):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("table", "line", "place"),
+    [
+        ("engine", 'seed = "x"', "engine.seed"),
+        ("engine", "slo_ttft_ms = 500", "engine.slo_ttft_ms"),
+        ("engine", 'policy = "lottery"', "engine.policy"),
+        ("engine", 'quantization = {default = "int3"}', "engine.quantization"),
+        ("serve", 'log_level = "loud"', "serve.log_level"),
+        ("serve", 'port = "https"', "serve.port"),
+    ],
+)
+def test_a_wrong_value_in_a_file_says_where_it_stands(served, tmp_path, table, line, place):
+    path = tmp_path / "s.toml"
+    path.write_text(f"[{table}]\ndtype = 'float32'\n{line}\n" if table == "engine" else f"[{table}]\n{line}\n")
+    done, service = served("some/model", "--config", str(path))
+    assert (done.exit_code, service) == (2, None)
+    told = "".join(letter for letter in done.stderr if letter not in " \n│")  # as wide as the terminal
+    assert f"({place}in{path})" in told
+
+
+def test_a_wrong_value_that_is_typed_is_not_laid_on_the_file(served, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text('[engine]\npolicy = "fcfs"\nseed = 7\n[serve]\nport = 80\n')
+    for words in (["--policy", "lottery"], ["--port", "https"]):
+        done, _ = served("some/model", "--config", str(path), *words)
+        assert done.exit_code == 2 and path.name not in done.stderr
+
+
 def test_the_load_test_starts_a_server_that_understands_what_it_is_given(monkeypatch, served):
     """The words that `bench serve` gives to the server it starts are read by the real `tokenmill serve`."""
     commands = []

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from tokenmill.ops import reference
 from tokenmill.ops.native import library, ops
+from tokenmill.ops.native.call import run
 from tokenmill.ops.native.structs import DecodeInputArgs
 
 EXACT = {"rtol": 2e-6, "atol": 2e-6}
+CAPPED = {"rtol": 1e-6, "atol": 6e-6}  # about 1e-7 of the cap
 NAN, INF = float("nan"), float("inf")
 widths = pytest.mark.parametrize("dim", [1, 3, 8, 17, 64, 100, 576])
 each_level = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -122,6 +124,19 @@ def test_addition(level: int) -> None:
     torch.testing.assert_close(ops.add(x, y), x + y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dim", [1, 17, 100, 4096, 9001])  # parts of a row are computed apart
+def test_factor_and_soft_cap_equal_the_reference(level: int, dim: int) -> None:
+    torch.manual_seed(dim)
+    x = torch.randn(3, dim + 2)[:, 1:-1] * 40
+    torch.testing.assert_close(ops.scaled(x, 6.5), x * 6.5, rtol=0, atol=0)
+    torch.testing.assert_close(ops.soft_cap(x.clone(), 30.0), reference.soft_cap(x.double(), 30.0).float(), **CAPPED)
+
+
+def test_a_soft_cap_holds_what_is_large_and_passes_on_what_is_no_number(level: int) -> None:
+    found = ops.soft_cap(torch.tensor([[INF, -INF, NAN, 1e30, 0.0]]), 6.0)
+    torch.testing.assert_close(found, torch.tensor([[6.0, -6.0, NAN, 6.0, 0.0]]), rtol=0, atol=0, equal_nan=True)
+
+
 @each_level
 @given(
     seed=st.integers(0, 1 << 30),
@@ -151,7 +166,7 @@ def test_inputs_of_a_decode_step_are_gathered_from_the_tables(level: int) -> Non
     rows, starts = torch.tensor([4, 0, 2]), torch.tensor([39, 0, 17])
     ids, slots = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     table_rows, context = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    ops._run(
+    run(
         DecodeInputArgs(
             rows=rows.data_ptr(), starts=starts.data_ptr(), tokens=tokens.data_ptr(), blocks=blocks.data_ptr(),
             ids=ids.data_ptr(), slots=slots.data_ptr(), table_rows=table_rows.data_ptr(), context=context.data_ptr(),

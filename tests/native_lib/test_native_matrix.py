@@ -61,16 +61,19 @@ def test_outliers_cost_the_others_nothing(name: str, level: int) -> None:
     assert float((rounded(x) - x.double()).abs().max()) < 0.05
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 7), (33, 100), (5, 257)])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 7), (33, 100), (5, 257), (120, 64)])
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_products_are_as_exact_as_floats(name: str, shape: tuple[int, int], level: int) -> None:
+    """Few rows are multiplied with several panels at once, of which the last may not be full."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(DENSE[name])
     matrix = PackedMatrix(*shape)
     matrix.append_floats(weight)
-    x = torch.randn(19, shape[1], generator=generator)
-    expected = x.double() @ weight.double().T
-    torch.testing.assert_close(matrix.matmul(x).double(), expected, rtol=1e-5, atol=1e-5)
+    x, bias = torch.randn(31, shape[1], generator=generator), torch.randn(shape[0], generator=generator)
+    expected = x.double() @ weight.double().T + bias
+    for rows in (1, 2, 3, 4, 7, 15, 31):
+        found = matrix.matmul(x[:rows], bias).double()
+        torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*QUANTIZED, *DENSE])

@@ -7,7 +7,8 @@ from tokenmill.errors import ConfigError
 from tokenmill.ops import registry
 from tokenmill.ops.registry import Implementation, Need, select
 
-ALL_OPS = {"rms_norm", "add_rms_norm", "rope_kv_write", "attention", "act_mul", "moe", "sample"}
+SMALL = {"add", "scaled", "soft_cap"}
+ALL_OPS = {"rms_norm", "add_rms_norm", "rope_kv_write", "attention", "act_mul", "moe", "sample"} | SMALL
 CPU = Need(device="cpu", dtype=torch.float32)
 TORCH_ONLY = Need(device="cpu", dtype=torch.float64)  # what the native library does not compute, where there is one
 

@@ -100,7 +100,12 @@ def test_a_quantized_checkpoint_is_planned_with_what_it_stores(small, plain):
     assert "saved" not in stored["reasons"]["dtype"]["why"]
 
 
-def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small):
+@pytest.mark.parametrize("head", [None, "int8", "int4-g32"])
+def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small, plain, tmp_path, head):
+    if head is not None:
+        small = tmp_path / "with-head"
+        words = ["quantize", str(plain), "--scheme", SCHEME, "--lm-head", head, "-o", str(small)]
+        assert CliRunner().invoke(app, words).exit_code == 0
     config = EngineConfig(model=str(small))
     checkpoint, settings = open_checkpoint(config, resolve(str(small)))
     spec = spec_from_config(settings)
@@ -112,6 +117,7 @@ def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small):
     assert fit.memory.weights == pytest.approx(sizes.weights, rel=0.02)
     assert fit.memory.weights < 0.7 * spec.weight_bytes(2)
     assert 4 * form.widest == sizes.scratch
+    assert fit.cost.form.head == pytest.approx({None: 2, "int8": 1 + 4 / 64, "int4-g32": 0.5 + 4 / 32}[head])
 
 
 def test_where_a_gpu_has_no_kernels_for_stored_weights_the_plan_says_so(small):

@@ -94,9 +94,7 @@ def test_on_the_gpu_fused_and_separate_kernels_give_the_same_products(rows):
     generator = torch.Generator().manual_seed(rows)
     scheme.write(storage, 0, torch.randn(512, 1024, generator=generator).to(dtype))
     layer = Linear(scheme, storage)
-    x, residual, gate_up = (
-        torch.randn(rows, size, generator=generator).to(cuda, dtype) for size in (1024, 1024, 2048)
-    )
+    x, residual, gate_up = (torch.randn(rows, size, generator=generator).to(cuda, dtype) for size in (1024, 1024, 2048))
     gain = torch.rand(1024, generator=generator).to(cuda, dtype)
     plain, plain_total = ops.add_rms_norm(x.clone(), residual.clone(), gain, 1e-6)
     normed, total = add_norm_for(layer, ops, x.clone(), residual.clone(), gain, 1e-6)

@@ -276,8 +276,10 @@ def test_one_form_for_all_needs_no_list_of_names():
         (["--scheme", "layers.0-9=int4", "-o", "new"], "this model has 2 layers, 0 to 1"),
         (["--scheme", "int4", "-o", "model"], "not empty"),
         (["--scheme", "int4", "-o", "text.txt"], "text.txt is a file"),
-        (["--text", "text.txt", "-o", "new"], "--text is for --report, which writes no model; name a text to calibrate "
-         "with as --calibrate"),
+        (
+            ["--text", "text.txt", "-o", "new"],
+            "--text is for --report, which writes no model; name a text to calibrate with as --calibrate",
+        ),
         (["--json", "-o", "new"], "--json is for --report"),
         (["--no-speed", "-o", "new"], "--speed is for --report"),
         (["--report"], "--text"),

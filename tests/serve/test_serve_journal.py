@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, InvalidRequest
+from tokenmill.serve import batches_api
 from tokenmill.serve import journal as journal_module
 from tokenmill.serve.jobs import JobStore
 from tokenmill.serve.journal import MAGIC, Journal, JournalFull
@@ -137,6 +140,8 @@ def test_fsync_follows_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             for _ in range(10):
                 now[0] += 0.25
                 journal.append(b"x")
+                if journal._running is not None:  # in a thread, so that nobody waits for the disk
+                    journal._running.result()
             counts[policy] = len(syncs)
     assert counts == {"always": 10, "interval": 2, "never": 0}
     with pytest.raises(ConfigError, match="sometimes"):
@@ -156,6 +161,75 @@ def test_a_failed_fsync_is_a_failed_append(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.undo()
         journal.append(b"three")
     assert read(path) == [b"one", b"three"]
+
+
+class SlowDisk:
+    """An fsync that takes as long as the test lets it, and notes how much of the file it brought to the disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.path, self.synced, self.count = path, 0, 0
+        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        monkeypatch.setattr(journal_module.os, "fsync", self)
+
+    def __call__(self, file: int) -> None:
+        size = self.path.stat().st_size  # what comes later may be on the disk or not
+        self.entered.release()
+        assert self.go.acquire(timeout=20)
+        self.synced, self.count = size, self.count + 1
+
+
+def test_a_slow_disk_holds_up_only_those_who_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on, and one fsync serves all that came while the one before was running."""
+    path = tmp_path / "journal"
+
+    async def scenario(journal: Journal, disk: SlowDisk) -> None:
+        async def kept(record: bytes) -> int:
+            journal.append(record)
+            end = journal.size
+            await journal.flushed()
+            assert disk.synced >= end, "told before it was on the disk"
+            return disk.count
+
+        first = asyncio.create_task(kept(b"first"))
+        await asyncio.to_thread(disk.entered.acquire)
+        others = [asyncio.create_task(kept(b"%d" % number)) for number in range(20)]
+        for _ in range(50):  # of which none would come back if the loop waited
+            await asyncio.sleep(0)
+        assert not first.done() and not any(other.done() for other in others)
+        disk.go.release()
+        assert await first == 1
+        await asyncio.to_thread(disk.entered.acquire)
+        assert not any(other.done() for other in others), "the fsync that was running knew nothing of them"
+        disk.go.release()
+        assert set(await asyncio.gather(*others)) == {2}
+
+    with Journal(path) as journal:
+        asyncio.run(asyncio.wait_for(scenario(journal, SlowDisk(monkeypatch, path)), 20))
+    assert len(read(path)) == 21
+
+
+def test_a_batch_that_is_not_on_the_disk_is_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario(store: JobStore) -> None:
+        store.create("a", [b"1"])
+        await store.flushed()
+        monkeypatch.setattr(journal_module.os, "fsync", broken)
+        await store.flushed()  # nothing is new
+        job = store.create("b", [b"2"])
+        for _ in range(2):  # whoever asks again is told again
+            with pytest.raises(JournalFull, match="Input/output error"):
+                await store.flushed()
+        with pytest.raises(JournalFull):
+            await batches_api._kept(store, job)
+        assert set(store.jobs) == {"a"}
+        monkeypatch.undo()
+
+    with Journal(tmp_path / "journal") as journal:
+        asyncio.run(scenario(JobStore(journal)))
+    with Journal(tmp_path / "journal") as journal:
+        assert set(JobStore(journal).jobs) == {"a"}
 
 
 def test_two_servers_cannot_share_a_journal(tmp_path: Path) -> None:

@@ -53,9 +53,7 @@ def trained_pieces(tmp_path_factory):
 def sentencepiece_metadata(trained_pieces) -> dict:
     """The metadata that a GGUF file of that model carries."""
     model, ids = trained_pieces, range(trained_pieces.vocab_size())
-    kinds = [
-        2 if model.is_unknown(id) else 3 if model.is_control(id) else 6 if model.is_byte(id) else 1 for id in ids
-    ]
+    kinds = [2 if model.is_unknown(id) else 3 if model.is_control(id) else 6 if model.is_byte(id) else 1 for id in ids]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [model.id_to_piece(id) for id in ids],

@@ -111,27 +111,31 @@ def of_run(run: Run, promise: Slo | None = None) -> dict[str, Any]:
     return found
 
 
-def of_point(runs: Sequence[Run], promise: Slo | None = None) -> dict[str, Any]:
-    """All repeats of one load: sums and percentiles over all requests, speeds averaged, intervals, every repeat."""
+def of_point(runs: Sequence[Run], promise: Slo | None = None, *, apart: bool = True) -> dict[str, Any]:
+    """All repeats of one load: sums and percentiles over all requests, speeds averaged, intervals, every repeat.
+
+    apart: requests came one by one, so that those of one run tell something of the next. Those of a batch share its
+    steps, and do not.
+    """
     whole = Run(sum(run.seconds for run in runs), [answer for run in runs for answer in run.answers])
     repeats = [of_run(run, promise) for run in runs]
     errors = whole.errors
     return {
         **of_run(whole, promise),
-        "interval": intervals(runs, repeats),
+        "interval": intervals(runs, repeats, apart),
         "errors": dict(errors),
         "messages": sorted({answer.message for answer in whole.answers if answer.message})[:10],
         "repeats": repeats,
     }
 
 
-def intervals(runs: Sequence[Run], repeats: Sequence[dict[str, Any]]) -> dict[str, Interval | None]:
-    """95 % intervals: over repeats where there are several; else latencies by drawing the run's requests again."""
+def intervals(runs: Sequence[Run], repeats: Sequence[dict[str, Any]], apart: bool) -> dict[str, Interval | None]:
+    """95 %: over repeats where there are several; else latencies by drawing requests again, if they came apart."""
     found: dict[str, Interval | None] = {name: over_repeats([one[name] for one in repeats]) for name in RATES}
     for name in LATENCIES:
         for kind in ("mean", "p50", "p90", "p99"):
             values = [one[name][kind] for one in repeats if one[name][kind] is not None]
-            single = len(runs) == 1 and kind == "mean"  # a tail drawn from itself knows nothing beyond itself
+            single = len(runs) == 1 and apart and kind == "mean"  # a tail drawn from itself knows nothing beyond itself
             found[f"{name}.{kind}"] = resampled(runs[0].good, _mean_of(name)) if single else over_repeats(values)
     return found
 

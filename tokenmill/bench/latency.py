@@ -53,7 +53,7 @@ def answer(llm: LLM, asks: list[Ask]) -> Batch:
 
 def figures(batches: list[Batch], roof: Roof | None) -> dict[str, Any]:
     """Of all repeats of one batch size."""
-    found = of_point([batch.run for batch in batches])
+    found = of_point([batch.run for batch in batches], apart=False)
     steps = [seconds for batch in batches for seconds in batch.decode_steps]
     size = len(batches[0].run.answers)
     prompt, output = batches[0].run.answers[0].prompt_tokens, batches[0].run.answers[0].output_tokens

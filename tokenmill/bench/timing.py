@@ -24,6 +24,9 @@ class Ceilings:
     bytes_per_s: float
     flops_per_s: float
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        return Ceilings(max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s))
+
 
 def seconds(variants: list[Work], device: torch.device, budget: float = 0.3, *, best: bool = False) -> float:
     """Seconds of one call, median or best. `variants` do the same on different memory, so that no cache is of use."""
@@ -35,23 +38,34 @@ def seconds(variants: list[Work], device: torch.device, budget: float = 0.3, *, 
 
 def ceilings(device: torch.device, dtype: torch.dtype, schemes: Iterable[QuantScheme] = ()) -> Ceilings:
     """`schemes` are other ways to multiply, the fastest of which is the ceiling of products."""
+    return ceilings_of(device, dtype, schemes)(0.3)
+
+
+def ceilings_of(
+    device: torch.device, dtype: torch.dtype, schemes: Iterable[QuantScheme] = ()
+) -> Callable[[float], Ceilings]:
+    """What measures the ceilings, as often as it is called, with so many seconds for each part."""
     big = device.type == "cuda"
     # Several times the largest caches: of 64 MiB, one of 32 kept enough to double the speed of a read now and then.
     source = torch.ones((1 << 28) if big else (1 << 26), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    # A CPU is often not alone: the best of many is what it can. A GPU at its best is one that has not warmed up yet.
-    # A copy by a kernel: in a recording, `copy_` becomes a transfer by the copy engine, which is slower.
-    copy = seconds([lambda: torch.neg(source, out=target)], device, best=not big)
-    read = seconds([lambda: source.sum()], device, best=not big)
     size = 8192 if big else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = seconds([lambda: a @ b], device, best=not big)
+    products: list[Work] = [lambda: a @ b]
     for scheme in schemes:
         storage = scheme.allocate(size, size, dtype, device)
         scheme.write(storage, 0, b)
-        took = seconds([lambda: scheme.matmul(a, storage, None)], device, best=not big)  # noqa: B023 (called at once)
-        product = min(product, took)
-    return Ceilings(max(2 * source.nbytes / copy, source.nbytes / read), 2 * size**3 / product)
+        products.append(lambda scheme=scheme, storage=storage: scheme.matmul(a, storage, None))  # type: ignore[misc]
+
+    def measure(budget: float) -> Ceilings:
+        # A CPU is often not alone: the best of many is what it can. A GPU at its best has not warmed up yet.
+        # A copy by a kernel: in a recording, `copy_` becomes a transfer by the copy engine, which is slower.
+        copy = seconds([lambda: torch.neg(source, out=target)], device, budget, best=not big)
+        read = seconds([lambda: source.sum()], device, budget, best=not big)
+        product = min(seconds([one], device, budget, best=not big) for one in products)
+        return Ceilings(max(2 * source.nbytes / copy, source.nbytes / read), 2 * size**3 / product)
+
+    return measure
 
 
 def _on_cpu(variants: list[Work], budget: float) -> list[float]:

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from tokenmill import __version__
 from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate
+from tokenmill.cli.settings_file import CommandWithFile
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 
@@ -78,7 +79,7 @@ def tokenmill(
 
 app.command(name="run")(run.run)
 app.command(name="chat")(chat.chat)
-app.command(name="serve")(serve.serve)
+app.command(name="serve", cls=CommandWithFile)(serve.serve)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(pull.pull)
 app.command(name="models")(models.models)

@@ -68,9 +68,7 @@ def offline(
         found_runs = [generate(llm, mix.asks(seed + number), show=True) for number in range(repeats)]
         memory = memory_of(llm)
     runs = [run for run, _ in found_runs]
-    found: dict[str, Any] = of_point(runs)
-    if repeats == 1:  # requests share their steps: drawn again, those of one run know nothing of the next
-        found["interval"] = dict.fromkeys(found["interval"])
+    found: dict[str, Any] = of_point(runs, apart=False)
     found["memory"] = memory
     if roof is not None:
         answers = [answer for run in runs for answer in run.good]

@@ -56,7 +56,7 @@ def print_report(wanted: Wanted) -> None:
     # What a model cannot have and what cannot be asked is told before anything is measured.
     chosen = _chosen(wanted)
     asked = [] if wanted.gsm8k is None else gsm8k_questions(wanted.gsm8k, wanted.questions)
-    opened = open_model(wanted.model)
+    opened = _with_a_head(open_model(wanted.model), wanted)
     for scheme in dict.fromkeys(one.scheme for one in chosen if one.scheme is not None):
         for line in plan_forms(opened.source.spec, parse_layout(scheme))[1]:
             note(f"({scheme}: {line})")
@@ -72,6 +72,20 @@ def print_report(wanted: Wanted) -> None:
         lines = _with_questions(wanted.model, opened, lines, calibration, asked)
     count = len(asked) if any(line.solved is not None for line in lines) else 0
     typer.echo(json.dumps(as_json(lines), indent=1) if wanted.as_json else "\n".join(table(lines, count)))
+
+
+def _with_a_head(opened: Opened, wanted: Wanted) -> Opened:
+    """A head that is the embedding cannot be rounded in a model that is written; here it can, on its own."""
+    from tokenmill.quant.layer_source import untied
+
+    if not opened.source.spec.tie_embeddings or all(name != "lm_head" for name, _ in wanted.layout.overrides):
+        return opened
+    if wanted.gsm8k is not None:
+        raise ConfigError(
+            "this model's head is its embedding: rounded alone it answers no questions; leave out --gsm8k"
+        )
+    note("(this model's head is its embedding: it is measured as a matrix of its own, and the embedding stays)")
+    return replace(opened, source=untied(opened.source))
 
 
 def _chosen(wanted: Wanted) -> list[Candidate]:

@@ -11,26 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill.cli import options
+from tokenmill.cli.settings_file import SHARED, take_config
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
 _NET = "Who may ask"
 _LOAD = options.LOAD
 _WATCH = "What it tells"
-# Settings of the engine that a file gives as defaults of options; what else it has for the engine is taken as it is.
-_SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")
-
-
-def _take_config(context: typer.Context, path: Path | None) -> Path | None:
-    """A config file's settings become the defaults of the options, so that what is typed wins."""
-    if path is not None:
-        from tokenmill.plan.configfile import read_config_file
-
-        names = [one.name for one in context.command.params if one.name and one.name not in ("config", "model")]
-        found = read_config_file(path, names)
-        context.obj = found.engine
-        context.default_map = {**found.serve, **{name: one for name, one in found.engine.items() if name in _SHARED}}
-    return path
 
 
 def serve(
@@ -40,7 +27,7 @@ def serve(
         Path | None,
         typer.Option(
             help="File of settings (`tokenmill plan --apply`); what is typed here wins.",
-            callback=_take_config,
+            callback=take_config,
             is_eager=True,
         ),
     ] = None,
@@ -161,7 +148,7 @@ def serve(
 
     async def main() -> None:
         second = None if degrade is None else Service(EngineConfig.from_options(model=degrade, **alike), settings)
-        from_file = {name: one for name, one in (context.obj or {}).items() if name not in _SHARED}
+        from_file = {name: one for name, one in (context.obj or {}).items() if name not in SHARED}
         engine = EngineConfig.from_options(model=model, load_format=load_format, **{**from_file, **chosen})
         service = Service(engine, settings, second)
         with ExitStack() as stack:

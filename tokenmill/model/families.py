@@ -124,9 +124,7 @@ _GEMMA = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        ("llama",), qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
+    "LlamaForCausalLM": Family(("llama",), qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(
         ("mistral",), {"num_key_value_heads": 8, "sliding_window": 4096}, windows=_window_everywhere
     ),

@@ -102,9 +102,7 @@ def attention(
     return out.view(q.shape[0], q.shape[1], v_dim)
 
 
-def _tiles(
-    batch: AttentionBatch, group: int, width: int
-) -> tuple[torch.Tensor, ...]:
+def _tiles(batch: AttentionBatch, group: int, width: int) -> tuple[torch.Tensor, ...]:
     """For tiles of `width` pairs of one row each, those with most keys first: the pairs' tokens, heads of the group and
     positions [tiles, width] (a lane without a query has the position -1); keys and table row [tiles].
 

@@ -142,6 +142,19 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     raise ValueError(f"activation {kind!r} is not one of silu, gelu_tanh")
 
 
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, dim] each
+    return x + y
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:  # [tokens, dim]
+    return x * factor
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:  # [n, vocab], may be overwritten
+    """Nothing is larger than the cap, and what is small beside it stays as it is."""
+    return torch.tanh(x / cap) * cap
+
+
 def moe(
     x: torch.Tensor,  # [tokens, hidden]
     weights: torch.Tensor,  # [tokens, k]: how much of each chosen expert
@@ -210,8 +223,9 @@ IMPLEMENTATIONS = tuple(
         op=fn.__name__,
         name="reference",
         fn=fn,
+        capture_safe=fn in (add, scaled, soft_cap),  # torch's own kernels, one each
         batch_invariant=fn not in (attention, act_mul, moe),
         kv_forms=tuple(KV_FORMS),
     )
-    for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, moe, sample)
+    for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, add, scaled, soft_cap, moe, sample)
 )

@@ -52,6 +52,9 @@ class Ops:
     rope_kv_write: Callable[..., None]
     attention: Callable[..., torch.Tensor]
     act_mul: Callable[..., torch.Tensor]
+    add: Callable[..., torch.Tensor]
+    scaled: Callable[..., torch.Tensor]
+    soft_cap: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
 

@@ -138,9 +138,10 @@ def form_of_built(built: Built, shape: ModelShape) -> tuple[Form, ModelBytes]:
     kv_per_token = settings.memory.kv // (settings.num_blocks * settings.block_size)
     form = Form(
         weight=linear / shape.linear,
-        other=itemsize if shape.experts else _stored(weights.lm_head) / shape.head,
+        other=itemsize,
         kv=kv_per_token / shape.kv_elements,
         activation=itemsize,
+        rounded_head=_stored(weights.lm_head) / shape.head,
     )
     # Products of quantized weights may copy their inputs; never more than all that is alive in a layer.
     copies = shape.activation if form.weight < itemsize else 0

@@ -171,11 +171,15 @@ def _scratch(weights: WeightForm, widened: bool) -> int:
 
 def _moved(weights: WeightForm, form: Form, rows: int, widened: bool) -> tuple[Form, str]:
     """What a step moves, and which rates it has: stored weights may have to become floats for every product."""
+    more = 0.0  # bytes per weight
     if widened:
-        return replace(form, weight=form.weight + weights.widening), "dense"
-    if weights.stored and weights.efficiency in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
-        return replace(form, weight=form.weight + 2 * form.activation), "dense"  # written as floats, and read
-    return form, weights.efficiency
+        more = weights.widening
+    elif weights.stored and weights.efficiency in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
+        more = 2 * form.activation  # written as floats, and read
+    if not more:
+        return form, weights.efficiency
+    head = None if form.rounded_head is None else form.rounded_head + more
+    return replace(form, weight=form.weight + more, rounded_head=head), "dense"
 
 
 def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:

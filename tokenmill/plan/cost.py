@@ -42,9 +42,14 @@ class Form:
     """How numbers are stored, in bytes."""
 
     weight: float  # per parameter of linear layers, scales included
-    other: float  # per parameter of everything else: experts, head, embedding
+    other: float  # per parameter of everything else: experts, embedding
     kv: float  # per cached element, scales included
     activation: float = 2.0  # per element between products
+    rounded_head: float | None = None  # per parameter of the head, scales included; None: like everything else
+
+    @property
+    def head(self) -> float:
+        return self.other if self.rounded_head is None else self.rounded_head
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class CostModel:
         products = shape.linear / rates.linear_flops + (shape.active - shape.linear) / rates.stacked_flops
         seconds = _either(read / rates.weight_bytes, 2.0 * load.tokens * products / every)
         if load.sampled:
-            head = shape.head * form.other / ranks / rates.weight_bytes
+            head = shape.head * form.head / ranks / rates.weight_bytes
             seconds += _either(head, 2.0 * load.sampled * shape.head / every / rates.linear_flops)
         return seconds
 

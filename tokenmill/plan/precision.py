@@ -14,7 +14,9 @@ QUALITIES = ("exact", "near", "any")
 
 @dataclass(frozen=True)
 class WeightForm:
-    """A form of linear layers. Experts, the head and the embedding stay as the model was saved."""
+    """A form of linear layers. Experts and the embedding stay as the model was saved, and so does the head, if the
+    checkpoint does not store it otherwise.
+    """
 
     quantization: str | None  # the engine's setting
     efficiency: str  # the key in `gpus.EFFICIENCIES`
@@ -23,6 +25,7 @@ class WeightForm:
     stored: str = ""  # the form in which the checkpoint has them, if it is quantized: the engine keeps it, unasked
     widest: int = 0  # weights of the largest matrix that is stored so
     widening: float = 0.0  # bytes per weight that are moved to widen it where there are no kernels for it
+    head_bytes: float | None = None  # per parameter of the head; None: as the model computes
 
     @property
     def name(self) -> str:
@@ -57,6 +60,7 @@ def form_of(weights: WeightForm, kv: KVForm, itemsize: int, head_dim: int) -> Fo
         other=itemsize,
         kv=itemsize if kv.element_bytes is None else kv.element_bytes + kv.scale_bytes / head_dim,
         activation=itemsize,
+        rounded_head=weights.head_bytes,
     )
 
 
@@ -72,8 +76,9 @@ def rank_bytes(shape: ModelShape, form: Form, split: Split, itemsize: int) -> Mo
     layers = -(-shape.layers // split.pipeline) / shape.layers
     linear = shape.linear / split.tensor * form.weight
     stacked = (shape.stacked + shape.expert_weights / split.expert) / split.tensor * form.other
-    ends = (shape.head + shape.embedding) if split.pipeline == 1 else max(shape.head, shape.embedding)
-    weights = layers * (linear + stacked + shape.small * max(itemsize, 4)) + ends / split.tensor * form.other
+    ends = shape.head * form.head, shape.embedding * form.other
+    outer = (sum(ends) if split.pipeline == 1 else max(ends)) / split.tensor
+    weights = layers * (linear + stacked + shape.small * max(itemsize, 4)) + outer
     stream = 4 * shape.hidden  # every tensor rank has the whole of it
     inner = (shape.activation - stream) / split.tensor
     # A rank's inputs of quantized products are copied, a byte each.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from tokenmill.model.spec import DecoderSpec
@@ -17,37 +18,42 @@ if TYPE_CHECKING:
 # the operations (quant/weight_only.py, quant/row_scaled.py), not measured.
 WIDENING = {"int4": 48.0, "int8": 38.0}
 WIDENING_BYTES = 21.0  # of codes of one byte with a scale per row
+HEAD = "lm_head"
 
 
 def stored_form(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtype) -> WeightForm | None:
     """The mean over the linear layers, with the rates of the form that most weights have; None: all are floats.
 
-    The head counts as floats, as it does in every plan.
+    The head is counted apart: it is read for sampled rows only.
     """
     import torch  # the rest of planning does without
 
     from tokenmill.engine.choices import linear_shapes
     from tokenmill.quant.choose import Place, choose_schemes
 
-    shapes = {name: shape for name, shape in linear_shapes(spec).items() if name != "lm_head"}
+    shapes = linear_shapes(spec)
     kept = {name: form for name, form in stored.items() if name in shapes}
     if not kept:
         return None
     schemes = choose_schemes(Layout(), shapes, kept, False, Place(torch.device("cuda"), dtype))
-    total = sum(rows * columns for rows, columns in shapes.values())
-    held = sum(schemes.of(name).nbytes(*shape, dtype) for name, shape in shapes.items())
+
+    def mean_bytes(names: Iterable[str]) -> float:
+        some = [(schemes.of(name).nbytes(*shapes[name], dtype), math.prod(shapes[name])) for name in names]
+        return sum(held for held, _ in some) / sum(count for _, count in some)
+
     weights: Counter[Form] = Counter()
     for name, form in kept.items():
-        weights[form] += shapes[name][0] * shapes[name][1]
+        weights[form] += math.prod(shapes[name])
     most = weights.most_common(1)[0][0]
     by_row = most.group is None and most.kind in ("fp8", "w8a8")  # their inputs are rounded, too
     efficiency = most.kind if by_row or most.kind == "int4" else "int8"
     return WeightForm(
         None,
         efficiency,
-        held / total,
+        mean_bytes(shapes.keys() - {HEAD}),
         0,
         stored=", ".join(form.name for form, _ in weights.most_common()),
-        widest=max(rows * columns for name, (rows, columns) in shapes.items() if name in kept),
+        widest=max(math.prod(shapes[name]) for name in kept),
         widening=WIDENING_BYTES if by_row else WIDENING[efficiency],
+        head_bytes=mean_bytes([HEAD]) if HEAD in kept else None,
     )

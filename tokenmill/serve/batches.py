@@ -61,6 +61,7 @@ class Batches:
         await self._leave(job.id)
         if job.how is None:
             self.store.end(job.id, "cancelled")
+            await self.store.flushed()
 
     async def stop(self) -> None:
         """Leave everything as it is for the next process."""
@@ -89,6 +90,8 @@ class Batches:
                 for _ in range(min(PARALLEL, len(todo))):
                     group.create_task(worker())
             self.store.end(job.id)
+            with contextlib.suppress(JournalFull):  # it is written; only the disk has not confirmed it
+                await self.store.flushed()
             log.info("batch completed", extra={"batch": job.id, "items": len(job.items), "failed": job.failed})
         except* JournalFull as full:  # it stays unfinished, for a restart with room on the disk
             log.error("batch %s stops: %s", job.id, full.exceptions[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email
 import re
 import uuid
@@ -17,7 +18,8 @@ from starlette.responses import Response
 from tokenmill.serve.batches import Ask, about
 from tokenmill.serve.call import Call, json_response
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.jobs import Job
+from tokenmill.serve.jobs import Job, JobStore
+from tokenmill.serve.journal import JournalFull
 from tokenmill.serve.reading import read_body
 from tokenmill.serve.schemas import BatchRequest
 from tokenmill.serve.site import Site
@@ -78,6 +80,7 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
     _check_room(site, tenant, len(content))
     job = store.create(f"file-{uuid.uuid4().hex}", [content], noted, tenant.name)
     store.end(job.id)
+    await _kept(store, job)
     return json_response(_file(job.id, len(content), job))
 
 
@@ -114,6 +117,16 @@ def _check_room(site: Site, tenant: Tenant, size: int) -> None:
             f"files and batches may have {most} bytes and there may be {MOST_JOBS} of them; delete some first",
             "storage_full",
         )
+
+
+async def _kept(store: JobStore, job: Job) -> None:
+    """Nobody is told of a job that is not on the disk. Raises JournalFull, and then it is forgotten."""
+    try:
+        await store.flushed()
+    except JournalFull:
+        with contextlib.suppress(JournalFull):
+            store.remove(job.id)
+        raise
 
 
 async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -188,7 +201,9 @@ async def create_batch(call: Call, body: BatchRequest) -> Response:
     job = site.batches.store.create(
         f"batch_{uuid.uuid4().hex}", items, msgspec.json.encode(noted), owner=call.tenant.name
     )
-    site.batches.begin(job)
+    await _kept(site.batches.store, job)
+    if job.how is None:  # nobody was told of it, but it can be found, and cancelled
+        site.batches.begin(job)
     return call.answer(_batch(job))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.serve.journal import Journal, JournalFull
+from tokenmill.serve.journal import Journal
 
 WASTE = 64 * 1024 * 1024  # bytes of a journal below which it is not rewritten
 
@@ -109,9 +108,6 @@ class JobStore:
     def end(self, id: str, how: str = "completed") -> None:
         self._running(id)
         self._record(Ended(id, self._clock(), how))
-        if self._journal is not None:
-            with contextlib.suppress(JournalFull):  # it is written; only the disk has not confirmed it
-                self._journal.flush()
 
     def remove(self, id: str) -> None:
         """Forget a job; its space in the journal is won back when enough of it is waste."""
@@ -119,6 +115,11 @@ class JobStore:
             raise InvalidRequest(f"there is no job {id!r}")
         self._record(Removed(id))
         self._tidy()
+
+    async def flushed(self) -> None:
+        """Every change so far is on the disk when this returns. Raises JournalFull; what was changed stays changed."""
+        if self._journal is not None:
+            await self._journal.flushed()
 
     def close(self) -> None:
         """Everything is on the disk when this returns; nothing can be changed after it."""

@@ -6,6 +6,7 @@ the last record can be torn, because appends go to the end, and one that failed 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -15,6 +16,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -34,8 +36,11 @@ class Journal:
     """One writer at a time, held by a lock on the file. `append` returns when the record is as safe as `fsync` asks:
 
     always    on the disk
-    interval  with the kernel, and on the disk at most `interval` seconds later if appends go on, or at `flush`
+    interval  with the kernel, and on the disk soon after `interval` seconds if appends go on, or when `flushed` returns
     never     with the kernel: survives the death of this process, not of the machine
+
+    Disks may take seconds. Whoever serves others meanwhile takes `interval` and awaits `flushed`: a thread waits then,
+    once for all who do.
     """
 
     def __init__(
@@ -55,7 +60,9 @@ class Journal:
         self._interval = interval
         self._clock = clock
         self._synced = clock()
-        self._dirty = False
+        self._appended = self._on_disk = 0  # records of this process
+        self._thread = ThreadPoolExecutor(1, "journal")  # started when it is needed
+        self._running: Future[None] | None = None  # what the thread does
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
@@ -81,32 +88,61 @@ class Journal:
         data = _framed(record)
         try:
             self._write(data, self._end)
-            self._dirty = True
-            if self._fsync == "always" or (
-                self._fsync == "interval" and self._clock() - self._synced >= self._interval
-            ):
-                self._sync()
+            if self._fsync == "always":
+                os.fsync(self._file)
         except OSError as error:
             self._cut_to(self._end)
             self.healthy = False
             hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
             raise JournalFull(f"the journal {self.path} cannot be written ({error.strerror}); {hint}") from None
         self._end += len(data)
+        self._appended += 1
         self.healthy = True
+        if self._fsync == "always":
+            self._on_disk = self._appended
+        elif self._fsync == "interval" and self._clock() - self._synced >= self._interval:
+            self._sync_later()
 
     def flush(self) -> None:
         """Everything appended is on the disk when this returns. Raises JournalFull."""
-        try:
-            self._sync()
-        except OSError as error:
-            self.healthy = False
-            raise JournalFull(f"the journal {self.path} cannot be written ({error.strerror}); check the disk") from None
+        if self._on_disk < self._appended:
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self.healthy = False
+                raise self._not_on_disk(error) from None
+            self._on_disk = self._appended
 
-    def _sync(self) -> None:
-        if self._dirty:
-            os.fsync(self._file)
-            self._dirty = False
-        self._synced = self._clock()
+    async def flushed(self) -> None:
+        """Like `flush`, while others go on. All who wait for the same are served by one fsync."""
+        wanted = self._appended
+        while self._on_disk < wanted:
+            try:
+                await asyncio.shield(asyncio.wrap_future(self._sync_later()))
+            except OSError as error:
+                raise self._not_on_disk(error) from None
+
+    def _sync_later(self) -> Future[None]:
+        """What the thread does already, which may not know of the last records, or from now on."""
+        if self._running is None or self._running.done():
+            self._synced = self._clock()
+            # A descriptor of its own: a rewrite closes the journal's.
+            self._running = self._thread.submit(self._sync, os.dup(self._file), self._appended)
+        return self._running
+
+    def _sync(self, file: int, appended: int) -> None:
+        """In the thread."""
+        try:
+            os.fsync(file)
+            self._on_disk = max(self._on_disk, appended)
+        except OSError:
+            self.healthy = False
+            raise
+        finally:
+            os.close(file)
+
+    def _not_on_disk(self, error: OSError) -> JournalFull:
+        return JournalFull(f"the journal {self.path} cannot be written ({error.strerror}); check the disk")
 
     def rewrite(self, records: Iterable[bytes]) -> None:
         """Replace everything by these records, all or nothing, even if the machine dies meanwhile."""
@@ -124,13 +160,14 @@ class Journal:
             fresh.unlink(missing_ok=True)
             raise JournalFull(f"the journal {self.path} cannot be rewritten ({error.strerror})") from None
         os.close(self._file)
-        self._file, self._end, self._dirty = file, end, False
+        self._file, self._end, self._on_disk = file, end, self._appended
         _sync_folder(self.path.parent)
 
     def close(self) -> None:
         if self._file >= 0:
             with contextlib.suppress(JournalFull):
                 self.flush()
+            self._thread.shutdown()
             os.close(self._file)
             self._file = -1
 

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from tokenmill.ops import cpu
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.native import library
+from tokenmill.ops.native.call import as_rows, check_float32, run
+from tokenmill.ops.native.elementwise import act_mul, add, scaled, soft_cap
 from tokenmill.ops.native.recording import NotRecordableError, new, row_count
 from tokenmill.ops.native.structs import (
-    ActArgs,
-    AddArgs,
-    Args,
     AttentionArgs,
     ChooseArgs,
     DecodeInputArgs,
     EmbedArgs,
     NormArgs,
     RopeArgs,
-    check_structs,
     storage_of,
 )
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 
 MAX_HEAD_DIM = 1024
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-
-
-def _check_float32(*tensors: torch.Tensor) -> None:
-    """The library takes pointers as they come: with numbers of another size it would write beyond their end."""
-    for tensor in tensors:
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"a native op got {tensor.dtype}, but was chosen for float32")
 
 
 def rms_norm(
@@ -42,11 +30,11 @@ def rms_norm(
     weight: torch.Tensor,  # [dim]
     eps: float,
 ) -> torch.Tensor:
-    _check_float32(x)
-    rows = _as_rows(x)
+    check_float32(x)
+    rows = as_rows(x)
     out = new(tuple(x.shape))
     dim = x.shape[-1]
-    _run(
+    run(
         NormArgs(
             x=rows.data_ptr(),
             weight=weight.data_ptr(),
@@ -68,8 +56,8 @@ def add_rms_norm(
     weight: torch.Tensor,  # [dim]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_float32(x, residual)
-    _run(
+    check_float32(x, residual)
+    run(
         NormArgs(
             x=x.data_ptr(),
             residual=residual.data_ptr(),
@@ -103,7 +91,7 @@ def rope_kv_write(
     eps: float = 0.0,
     scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> None:
-    _check_float32(q, k, *([] if v is None else [v]))
+    check_float32(q, k, *([] if v is None else [v]))
     positions, slots = positions.long(), slots.long()
     args = RopeArgs(
         q=q.data_ptr(),
@@ -135,7 +123,7 @@ def rope_kv_write(
     if q_norm is not None and k_norm is not None:
         args.q_norm, args.k_norm, args.norm_storage = q_norm.data_ptr(), k_norm.data_ptr(), storage_of(q_norm)
     _set_scales(args, scales)
-    _run(args)
+    run(args)
 
 
 def attention(
@@ -147,7 +135,7 @@ def attention(
     scale: float,
     scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
-    _check_float32(q)
+    check_float32(q)
     tokens, heads, k_dim = q.shape
     v_dim = v_cache.shape[3]
     out = new((tokens, heads, v_dim))
@@ -191,7 +179,7 @@ def attention(
         tree = batch.tree.contiguous()
         args.tree, args.tree_stride = tree.data_ptr(), tree.shape[1]
     _set_scales(args, scales)
-    _run(args)
+    run(args)
     return out
 
 
@@ -202,28 +190,6 @@ def _set_scales(args: RopeArgs | AttentionArgs, scales: KVScales | None) -> None
         args.v_scale_block, args.v_scale_slot, args.v_scale_head, _ = scales.v.stride()
 
 
-def act_mul(
-    x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
-    kind: str,  # "silu" or "gelu_tanh"
-) -> torch.Tensor:  # [tokens, inner]
-    _check_float32(x)
-    rows = _as_rows(x)
-    inner = x.shape[-1] // 2
-    out = new((*x.shape[:-1], inner))
-    _run(
-        ActArgs(
-            x=rows.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(rows.shape[0]),
-            inner=inner,
-            x_stride=rows.stride(0),
-            out_stride=inner,
-            kind=_ACTIVATIONS[kind],
-        )
-    )
-    return out
-
-
 def sample(
     logits: torch.Tensor,  # [n, vocab]
     batch: SampleBatch,
@@ -232,7 +198,7 @@ def sample(
     if not batch.all_greedy or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return cpu.sample(logits, batch)
     out = new((logits.shape[0],), torch.int64)
-    _run(
+    run(
         ChooseArgs(
             logits=logits.data_ptr(),
             out=out.data_ptr(),
@@ -251,7 +217,7 @@ def embed(
 ) -> torch.Tensor:  # [tokens, dim] float32
     ids = ids.long()
     out = new((ids.shape[0], table.shape[1]))
-    _run(
+    run(
         EmbedArgs(
             ids=ids.data_ptr(),
             table=table.data_ptr(),
@@ -262,24 +228,6 @@ def embed(
             out_stride=table.shape[1],
             table_storage=storage_of(table),
             scale=scale,
-        )
-    )
-    return out
-
-
-def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, dim] each
-    _check_float32(x, y)
-    out = new(tuple(x.shape))
-    _run(
-        AddArgs(
-            x=x.data_ptr(),
-            y=y.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(x.shape[0]),
-            dim=x.shape[1],
-            x_stride=x.stride(0),
-            y_stride=y.stride(0),
-            out_stride=x.shape[1],
         )
     )
     return out
@@ -297,7 +245,7 @@ def decode_inputs(
     context: torch.Tensor,  # [n] int32, written
 ) -> None:
     """What a decode step reads, gathered from the tables."""
-    _run(
+    run(
         DecodeInputArgs(
             rows=rows.data_ptr(),
             starts=starts.data_ptr(),
@@ -326,7 +274,7 @@ def choose_into(
     """The likeliest tokens, also written to where the next step finds them."""
     if logits.dtype != torch.float32:
         raise NotRecordableError(f"logits are {logits.dtype}")
-    _run(
+    run(
         ChooseArgs(
             logits=logits.data_ptr(),
             out=out.data_ptr(),
@@ -340,24 +288,6 @@ def choose_into(
             token_stride=tokens.stride(0),
         )
     )
-
-
-def _as_rows(x: torch.Tensor) -> torch.Tensor:  # [rows, dim]
-    """The same elements with the leading dims joined: a view where the strides allow it."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _run(args: Args) -> None:
-    _library().run(args.KIND, args)
-
-
-@lru_cache
-def _library() -> library.Library:
-    native = library.library()
-    check_structs(native)
-    return native
 
 
 def _implementations() -> tuple[Implementation, ...]:
@@ -379,7 +309,7 @@ def _implementations() -> tuple[Implementation, ...]:
             kv_forms=("int8",),
             rank=10,
         )
-        for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, sample)
+        for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, add, scaled, soft_cap, sample)
     )
 
 

@@ -75,6 +75,11 @@ class ChooseArgs(Args):
     _fields_ = _fields("logits out on table_row starts tokens", "rows vocab stride token_stride")
 
 
+class MapArgs(Args):
+    KIND = 71
+    _fields_ = _fields("x out", "rows dim x_stride out_stride kind", "value")
+
+
 class AttentionArgs(Args):
     KIND = 80
     _fields_ = _fields(

@@ -72,7 +72,7 @@ def hopper_kernel(
 
 
 @gluon.jit
-def _item(tiles, kv_heads, items, turn, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+def _item(tiles, kv_heads, turn, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """The tile and kv head of this program's turn. The longest come first; even and odd turns run to and fro."""
     programs = gl.num_programs(0)
     lane = gl.program_id(0)
@@ -106,7 +106,7 @@ def _load(
 ):  # fmt: skip
     step = 0
     for turn in range(_turns(items)):
-        head, _, _, _, _, place, blocks, _ = _item(tiles, kv_heads, items, turn, GROUP, BLOCK_N)
+        head, _, _, _, _, place, blocks, _ = _item(tiles, kv_heads, turn, GROUP, BLOCK_N)
         k_row = head * keys + place
         v_row = k_row + kv_heads * keys
         for i in range(blocks):
@@ -136,9 +136,7 @@ def _attend(
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM_BLOCK, DIM_BLOCK // 8], [4, 1], [1, 0])
     step = 0
     for turn in range(_turns(items)):
-        head, first_token, count, before, first_pair, _, blocks, full = _item(
-            tiles, kv_heads, items, turn, GROUP, BLOCK_N
-        )
+        head, first_token, count, before, first_pair, _, blocks, full = _item(tiles, kv_heads, turn, GROUP, BLOCK_N)
         offsets, inside = _places(
             first_token,
             count,
@@ -197,7 +195,7 @@ def _attend(
         queries.store((acc / total[:, None]).to(queries.dtype))
         gl.thread_barrier()
         # Asked for again, because keeping it in registers through the loops would cost more.
-        head, first_token, count, _, first_pair, _, _, _ = _item(tiles, kv_heads, items, turn, GROUP, BLOCK_N)
+        head, first_token, count, _, first_pair, _, _, _ = _item(tiles, kv_heads, turn, GROUP, BLOCK_N)
         offsets, inside = _places(
             first_token, count, first_pair + HALF, head, stride_out_token, stride_out_head, GROUP, DIM, DIM_BLOCK,
             load_layout,

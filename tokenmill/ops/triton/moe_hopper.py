@@ -178,9 +178,7 @@ def _load(
 
 
 @gluon.jit
-def _row_places(
-    rows, order, first, end, stride_row, PLACES: gl.constexpr, BLOCK_K: gl.constexpr, layout: gl.constexpr
-):
+def _row_places(rows, order, first, end, stride_row, PLACES: gl.constexpr, BLOCK_K: gl.constexpr, layout: gl.constexpr):
     """Where the 64 rows of a tile begin [64, BLOCK_K]; what is past the end is read from the last row."""
     row = gl.minimum(first + gl.arange(0, 64, gl.SliceLayout(1, layout)), end - 1)
     token = gl.load(order + row) // PLACES

@@ -97,9 +97,10 @@ def sample_filtered(
     group, chunks, spans, words = cut(vocab, shape)
     space = torch.empty(rows * words, dtype=torch.float32, device=logits.device)
     settings = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.position)
+    surveyed = (*settings[:3], *settings[4:])  # min_p has no part in the first look
     sizes = (vocab, logits.stride(0), words)
     fixed = {"GROUP": group, "CHUNK": shape.chunk, "CHUNKS": chunks}
-    _survey_kernel[(rows, chunks)](logits, space, *settings, *sizes, **fixed, num_warps=shape.survey_warps)
+    _survey_kernel[(rows, chunks)](logits, space, *surveyed, *sizes, **fixed, num_warps=shape.survey_warps)
     for turn in range(shape.rounds):
         _round_kernel[(rows, spans)](
             logits, space, *settings, *sizes,
@@ -113,14 +114,13 @@ def sample_filtered(
 
 # Small tensors whose alignment changes from step to step must not compile a kernel anew.
 @quick_launch
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "seed", "position"])
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "seed", "position"])
 def _survey_kernel(
     logits,  # [rows, vocab]
     space,  # [rows, words]
     temperature,  # [rows]
     top_k,  # [rows]
     top_p,  # [rows]
-    min_p,  # [rows]
     seed,  # [rows]
     position,  # [rows]
     vocab,

@@ -1,0 +1,74 @@
+"""`--config FILE`: its settings are the defaults of options, and an error about one of them says where it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from tokenmill.errors import TokenmillError
+
+# Settings of the engine that a file gives as defaults of options; what else it has for the engine is taken as it is.
+SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")
+_TABLES = "tokenmill.tables"  # what the file holds, in the context's notes
+
+
+def take_config(context: typer.Context, path: Path | None) -> Path | None:
+    """A config file's settings become the defaults of the options, so that what is typed wins."""
+    if path is not None:
+        from tokenmill.plan.configfile import read_config_file
+
+        names = [one.name for one in context.command.params if one.name and one.name not in ("config", "model")]
+        found = read_config_file(path, names)
+        context.obj = found.engine
+        context.default_map = {**found.serve, **{name: one for name, one in found.engine.items() if name in SHARED}}
+        context.meta[_TABLES] = path, {"engine": found.engine, "serve": found.serve}
+    return path
+
+
+class CommandWithFile(TyperCommand):
+    """Adds the file and the key to errors about values that were not typed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is not None and error.param.name:
+                error.message += _told([error.param.name], ctx)
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TokenmillError as error:
+            _, tables = ctx.meta.get(_TABLES, (None, {}))
+            settings = {key: value for table in tables.values() for key, value in table.items()}
+            named = [key for key, value in settings.items() if _is_about(str(error), key, value)]
+            error.args = (f"{error}{_told(named, ctx)}",)
+            raise
+
+
+def _told(keys: list[str], ctx: Any) -> str:
+    """Where those of the settings stand that come from the file: " (engine.seed in settings.toml)"."""
+    path, tables = ctx.meta.get(_TABLES, (None, {}))
+    places = [
+        f"{name}.{key}"
+        for name, table in tables.items()
+        for key in keys
+        if key in table and getattr(ctx.get_parameter_source(key), "name", "") != "COMMANDLINE"
+    ]
+    return f" ({' and '.join(places)} in {path})" if places else ""
+
+
+def _is_about(message: str, key: str, value: object) -> bool:
+    """Whether a message names a setting. Some are words of the language, too: then it has to show the value as well."""
+    option = key.replace("_", "-")
+    if not re.search(rf"(?<![\w-])({re.escape(key)}|--{re.escape(option)})(?![\w-])", message):
+        return False
+    if "_" in key or f"--{option}" in message:
+        return True
+    leaves = [*value, *value.values()] if isinstance(value, dict) else [value]
+    return any(str(leaf) in message for leaf in leaves)

@@ -1,0 +1,77 @@
+"""Native ops that compute every element on its own: gated activations, sums, factors, soft caps."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.ops.native.call import as_rows, check_float32, run
+from tokenmill.ops.native.recording import new, row_count
+from tokenmill.ops.native.structs import ActArgs, AddArgs, MapArgs
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_TIMES, _SOFT_CAP = 0, 1
+
+
+def act_mul(
+    x: torch.Tensor,  # [tokens, 2 * inner]: gate, then up
+    kind: str,  # "silu" or "gelu_tanh"
+) -> torch.Tensor:  # [tokens, inner]
+    check_float32(x)
+    rows = as_rows(x)
+    inner = x.shape[-1] // 2
+    out = new((*x.shape[:-1], inner))
+    run(
+        ActArgs(
+            x=rows.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(rows.shape[0]),
+            inner=inner,
+            x_stride=rows.stride(0),
+            out_stride=inner,
+            kind=_ACTIVATIONS[kind],
+        )
+    )
+    return out
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, dim] each
+    check_float32(x, y)
+    out = new(tuple(x.shape))
+    run(
+        AddArgs(
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(x.shape[0]),
+            dim=x.shape[1],
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            out_stride=x.shape[1],
+        )
+    )
+    return out
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:  # [tokens, dim]
+    return _map(x, new(tuple(x.shape)), _TIMES, factor)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:  # [n, vocab], overwritten
+    return _map(x, x, _SOFT_CAP, cap)
+
+
+def _map(x: torch.Tensor, out: torch.Tensor, kind: int, value: float) -> torch.Tensor:
+    check_float32(x)
+    run(
+        MapArgs(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            rows=row_count(x.shape[0]),
+            dim=x.shape[1],
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            kind=kind,
+            value=value,
+        )
+    )
+    return out
