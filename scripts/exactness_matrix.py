@@ -236,12 +236,12 @@ quantized, for half of the cells), and `test_exactness.py` beside it more of the
 """
 
 PACKED = """
-Packed weights are the native CPU path, in its own float32 with inputs in 8 bits. A product gives a row the same bits
-whatever else is computed, so batches, cached and cut prompts, forks and beams change nothing. Where several tokens of
-an answer are computed in one step (drafts, or once more after preemption or a failure), attention runs in the kernel
-for chunks, which adds in another order than the one for single tokens: with chunks' kernel for both, bits are the same.
-So there the claim is not *identical* but near: how near is in the cells, and two tokens that are nearly equally likely
-may change places.
+Packed weights are the native CPU path, in its own float32. Inputs of integer weights, which all these rows have, are
+rounded to 8 bits; those of packed floats are not. A product gives a row the same bits whatever else is computed, so
+batches, cached and cut prompts, forks and beams change nothing. Where several tokens of an answer are computed in one
+step (drafts, or once more after preemption or a failure), attention runs in the kernel for chunks, which adds in
+another order than the one for single tokens: with chunks' kernel for both, bits are the same. So there the claim is not
+*identical* but near: how near is in the cells, and two tokens that are nearly equally likely may change places.
 
 None of this is computed on a GPU. There, in 16 bits, only `batch_invariant` promises equal bits; `tests/gpu/` has the
 bounds.

@@ -24,8 +24,10 @@ from tokenmill.params import SamplingParams
 class LLM:
     """A model, ready to answer. Settings are those of EngineConfig; what is left unset is solved (see plan_lines).
 
-    llm = LLM()                                  # the default model
-    llm.generate("The mill turns", SamplingParams(temperature=0))[0].outputs[0].text
+    In two lines:
+
+        llm = LLM()                                  # the default model
+        llm.generate("The mill turns", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
     def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from tokenmill.bench.achieved import Roof, work_of
 from tokenmill.bench.figures import Answer
-from tokenmill.bench.timing import Ceilings, ceilings
+from tokenmill.bench.timing import Ceilings, ceilings, ceilings_of
 from tokenmill.cli.app import app
 from tokenmill.model.families import spec_from_config
 from tokenmill.plan.shape import shape_of
@@ -122,3 +123,13 @@ def test_the_ceiling_of_products_is_the_fastest_way_to_multiply(monkeypatch: pyt
     monkeypatch.setattr("tokenmill.bench.timing.seconds", fake)
     plain = ceilings(torch.device("cpu"), torch.float32)
     assert ceilings(torch.device("cpu"), torch.float32, [Slow()]).flops_per_s == plain.flops_per_s > 0
+
+
+def test_what_measures_ceilings_holds_no_memory_between_two_measurements() -> None:
+    def large() -> int:
+        return sum(type(one) is torch.Tensor and one.nbytes >= 1 << 20 for one in gc.get_objects())
+
+    before = large()
+    measure = ceilings_of(torch.device("cpu"), torch.float32)
+    assert measure(0.0).bytes_per_s > 0
+    assert large() == before

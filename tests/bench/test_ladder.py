@@ -15,13 +15,14 @@ from tiny import write_tiny
 from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
-from tokenmill.bench.ladder import BOUNDED, Plan, Rung, Sizes, fitted, requests
+from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, Plan, Rung, Sizes, fitted, requests
 from tokenmill.bench.ladder_process import Worker, WorkerFailed, workers
 from tokenmill.bench.ladder_run import Exactness, Row, climb, first_differences
 from tokenmill.bench.ladder_show import cells, lines, page, waterfall
 from tokenmill.cli.app import app
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
+from tokenmill.ops.registry import implementations
 
 SIZES = Sizes(rows=8, max_len=256, kv_bytes=1 << 20, whole_step=2048)
 TINY = ["--load-format", "dummy", "--device", "cpu", "--requests", "8", "--input", "24", "--output", "8"]
@@ -50,6 +51,12 @@ def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
     on_top |= {"cuda_graphs", "ops"} | ({"overlap", "shared_prefix_attention"} if device == "cuda" else set())
     for name in on_top:  # nothing is left off
         assert before.get(name, defaults[name]) == defaults[name], name
+
+
+def test_every_op_but_the_experts_is_torchs_at_the_bottom() -> None:
+    """An op that is not named would be the fastest there is; of moe there is one on a CPU."""
+    assert TORCH_OPS.keys() == {one.op for one in implementations("cpu")} - {"moe"}
+    assert "native" not in TORCH_OPS.values()
 
 
 def test_a_rung_that_nobody_knows_is_named() -> None:

@@ -14,6 +14,7 @@ from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.runner import piecewise
+from tokenmill.engine.runner.graphs import PATIENCE, Recordings
 from tokenmill.engine.runner.piecewise import PieceGraphs, token_sizes, tokens_worth_recording
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.model.families import spec_from_config
@@ -200,3 +201,11 @@ def test_a_fake_recording_reads_its_inputs_anew() -> None:
     y.fill_(-1)
     graph.replay()
     assert y.tolist() == [4.0, 6.0, 8.0]
+
+
+def test_where_nothing_more_is_recorded_larger_recordings_go_on_serving() -> None:
+    recordings = Recordings[str]([160, 192], 1.5)
+    recordings.serve(192)[1].graph = "recorded"
+    sizes = [recordings.serve(150, may_record=False)[0] for _ in range(3 * PATIENCE)]
+    assert set(sizes) == {192}
+    assert recordings.serve(150)[0] == 160  # it has waited long enough for its own

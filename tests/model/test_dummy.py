@@ -7,9 +7,15 @@ import pytest
 import tiny_models
 import torch
 from decoder_driver import Sequence, make_decoder
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmill.model.families import spec_from_config
+from tokenmill.model.weights import dummy
 from tokenmill.model.weights.dummy import dummy_weights
+from tokenmill.ops.native.library import Library
+from tokenmill.ops.native.library import load as load_native
+from tokenmill.quant.packed import Packed
+from tokenmill.quant.scheme import Schemes
 
 PROMPT = list(range(3, 33))
 
@@ -49,6 +55,35 @@ def test_the_bytes_allocated_are_the_bytes_planned():
         weights = dummy_weights(spec, torch.bfloat16, "cpu", seed=0)
         tensors = {id(tensor): tensor for tensor in _tensors(weights)}
         assert sum(tensor.nbytes for tensor in tensors.values()) == spec.weight_bytes(2)
+
+
+class _Largest(TorchDispatchMode):
+    """How many elements the largest float32 tensor had that was made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.skipif(not isinstance(load_native(), Library), reason="needs the native library")
+def test_packed_weights_are_drawn_in_chunks_and_are_the_same(monkeypatch):
+    config = published.SMOLLM2_135M | {"num_hidden_layers": 1, "hidden_size": 144, "vocab_size": 500}
+    spec = spec_from_config(config | {"dtype": "bfloat16"})
+
+    def packed():
+        with _Largest() as seen:
+            store = dummy_weights(spec, torch.float32, "cpu", 3, Schemes(Packed()))
+        return store.embedding(torch.arange(500)), seen.elements
+
+    whole, most = packed()
+    assert most >= 500 * 144 and 0.9 < whole.std() * 12 < 1.1
+    monkeypatch.setattr(dummy, "_CHUNK", 144 * 100)
+    chunked, most = packed()
+    assert torch.equal(chunked, whole) and most <= 144 * 100
 
 
 def _tensors(node):

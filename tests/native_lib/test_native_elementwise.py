@@ -132,6 +132,39 @@ def test_factor_and_soft_cap_equal_the_reference(level: int, dim: int) -> None:
     torch.testing.assert_close(ops.soft_cap(x.clone(), 30.0), reference.soft_cap(x.double(), 30.0).float(), **CAPPED)
 
 
+LAYOUTS = {
+    "three dims": lambda x: x.view(3, 4, 10),
+    "three dims, heads apart": lambda x: x.view(3, 4, 10)[:, 1:3],
+    "three dims, turned": lambda x: x.view(3, 4, 10).transpose(0, 1),
+    "every other column": lambda x: x.view(6, 20)[:, ::2],
+    "columns as rows": lambda x: x.view(12, 10).t(),
+    "one dim": lambda x: x,
+    "one row for all": lambda x: x[:40].expand(3, 40),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_factors_and_soft_caps_take_any_layout(native: library.Library, layout: str) -> None:
+    torch.manual_seed(2)
+    x, y = (LAYOUTS[layout](torch.randn(120) * 40) for _ in range(2))
+    torch.testing.assert_close(ops.add(x, y), x + y, rtol=0, atol=0)
+    torch.testing.assert_close(ops.add(x.contiguous(), y), x + y, rtol=0, atol=0)
+    torch.testing.assert_close(ops.scaled(x, 6.5), x * 6.5, rtol=0, atol=0)
+    expected = reference.soft_cap(x.double(), 30.0).float()
+    torch.testing.assert_close(ops.soft_cap(x, 30.0), expected, **CAPPED)
+
+
+def test_a_soft_cap_leaves_the_numbers_between_its_rows(native: library.Library) -> None:
+    whole = torch.full((3, 4, 10), 100.0)
+    assert ops.soft_cap(whole[:, 1:3], 5.0).eq(5).all() and ops.soft_cap(whole[..., ::2], 5.0).eq(5).all()
+    assert whole[:, [0, 3]].eq(100).all() and whole[..., 1::2][:, [0, 3]].eq(100).all()
+
+
+def test_a_sum_of_two_shapes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(5, 8\) and \(8,\)"):
+        ops.add(torch.ones(5, 8), torch.ones(8))
+
+
 def test_a_soft_cap_holds_what_is_large_and_passes_on_what_is_no_number(level: int) -> None:
     found = ops.soft_cap(torch.tensor([[INF, -INF, NAN, 1e30, 0.0]]), 6.0)
     torch.testing.assert_close(found, torch.tensor([[6.0, -6.0, NAN, 6.0, 0.0]]), rtol=0, atol=0, equal_nan=True)

@@ -43,6 +43,12 @@ def test_recorded_steps_give_the_tokens_of_plain_ones(native: library.Library, d
     assert replayed == plain
 
 
+def test_prompts_can_be_left_out_of_recording(native: library.Library, default_model: str) -> None:
+    with LLM(default_model, device="cpu", prompt_graphs=False, max_num_seqs=2, max_model_len=256) as llm:
+        runner = llm._front.engine.runner
+        assert runner._chunks is None and runner._recorded is not None
+
+
 @pytest.mark.parametrize("budget", [40, 512])  # chunks beside decoding rows; whole prompts together
 def test_recorded_chunks_give_the_bits_of_plain_ones(native: library.Library, default_model: str, budget: int) -> None:
     prompts = [[(31 * place + 7919 * row) % 49152 for place in range(5 + 83 * row)] for row in range(5)]
@@ -58,6 +64,7 @@ def test_recorded_chunks_give_the_bits_of_plain_ones(native: library.Library, de
             found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
             runner = llm._front.engine.runner
         assert (runner._chunks is not None) == recorded
+        assert (runner._recorded is not None) == recorded
     assert runner._chunks._tapes is not None
     assert found[0] == found[1]
 

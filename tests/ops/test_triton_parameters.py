@@ -13,12 +13,14 @@ SOURCES = sorted((Path(tokenmill.__file__).parent / "ops" / "triton").glob("*.py
 
 
 def unused(source: str) -> list[str]:
-    """Parameters of compiled functions that their bodies do not name."""
+    """Parameters of compiled functions that their bodies do not read."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and any(".jit" in ast.unparse(one) for one in node.decorator_list):
-            used = {one.id for part in node.body for one in ast.walk(part) if isinstance(one, ast.Name)}
-            found += [f"{node.name}: {one.arg}" for one in node.args.args if one.arg not in used]
+            names = (one for part in node.body for one in ast.walk(part) if isinstance(one, ast.Name))
+            used = {one.id for one in names if isinstance(one.ctx, ast.Load)}
+            taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            found += [f"{node.name}: {one.arg}" for one in taken if one.arg not in used]
     return found
 
 
@@ -30,3 +32,4 @@ def test_every_parameter_of_a_kernel_is_used(path: Path) -> None:
 def test_an_unused_parameter_is_found() -> None:
     assert len(SOURCES) > 20
     assert unused("@triton.jit(noinline=True)\ndef kernel(x, y):\n    z = x\n") == ["kernel: y"]
+    assert unused("@triton.jit\ndef kernel(x, y, *, z, w):\n    y = x + w\n") == ["kernel: y", "kernel: z"]

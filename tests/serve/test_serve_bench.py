@@ -53,7 +53,9 @@ def test_rates_are_swept_with_new_prompts_each_time(server: Server, tmp_path: Pa
     points = json.loads(target.read_text())["points"]
     assert code == 0 and [point["rate"] for point in points] == [40, 80]
     for point in points:
-        assert point["completed"] == 40 and point["cached_tokens"] == 0 and len(point["repeats"]) == 2
+        assert point["completed"] == 40 and len(point["repeats"]) == 2
+        # The first block of 16 holds two or three words, which two prompts may share; the same prompts would be 640.
+        assert point["cached_tokens"] <= 4 * 16
         assert point["goodput"]["share"] == 1 and point["interval"]["ttft.mean"] is not None
         assert point["memory"]["resident"] > 1e7 and point["cost"]["per_million_tokens"] > 0
     assert "goodput/s" in text and "within TTFT 60000 ms and ITL 60000 ms at p90" in text

@@ -23,6 +23,9 @@ TORCH_OPS = {
     "rope_kv_write": "reference",
     "attention": "cpu",
     "act_mul": "reference",
+    "add": "reference",
+    "scaled": "reference",
+    "soft_cap": "reference",
     "sample": "cpu",
 }
 NATIVE_OPS = dict.fromkeys(TORCH_OPS, "native")
@@ -168,14 +171,17 @@ def _together(sizes: Sizes) -> list[Rung]:
 
 
 def _on_cpu(stored_packed: bool) -> list[Rung]:
-    """Recorded steps come after quantization: the tape holds native calls only, and float products are torch's."""
+    """Recorded steps come after quantization: a tape holds native calls only, and below `ops` names each op.
+
+    An engine that is told its ops one by one leaves products to torch; left alone, it multiplies floats natively, too.
+    """
     what = "as the file stores them" if stored_packed else "in int8"
     return [
         Rung(
             "fused-ops",
             "native fused ops",
             {"ops": NATIVE_OPS},
-            "Norms, RoPE with the cache write, attention, activation and sampling in C++; products stay torch's.",
+            "Norms, RoPE with the cache write, attention, activations and sampling in C++; products stay torch's.",
         ),
         Rung(
             "quantized",
@@ -184,7 +190,12 @@ def _on_cpu(stored_packed: bool) -> list[Rung]:
             f"Weights stay packed {what}, multiplied in integers; below, they were floats.",
             BOUNDED,
         ),
-        Rung("recorded", "recorded steps", {"cuda_graphs": None}, "A decode step is one native call, not one per op."),
+        Rung(
+            "recorded",
+            "recorded steps",
+            {"cuda_graphs": None},
+            "A decode step is one native call and one that reads prompts is two, not one per op.",
+        ),
         Rung("kv-quantized", "int8 KV cache", {"kv_cache_dtype": "int8"}, "A quarter of the bytes per token.", BOUNDED),
     ]
 
@@ -197,7 +208,12 @@ def _on_gpu() -> list[Rung]:
             {"shared_prefix_attention": None},
             "Keys that many rows share are read once per step.",
         ),
-        Rung("recorded", "CUDA graphs", {"cuda_graphs": None}, "Decode steps are recorded and replayed."),
+        Rung(
+            "recorded",
+            "CUDA graphs",
+            {"cuda_graphs": None},
+            "Decode steps and those that read short prompts are recorded and replayed.",
+        ),
         Rung("overlap", "overlap", {"overlap": None}, "The next step is launched before the one before is read back."),
         Rung("quantized", "fp8 weights", {"quantization": "fp8"}, "Products of weights and inputs in fp8.", BOUNDED),
         Rung("kv-quantized", "fp8 KV cache", {"kv_cache_dtype": "fp8"}, "Half the bytes per token.", BOUNDED),

@@ -44,11 +44,34 @@ def ceilings(device: torch.device, dtype: torch.dtype, schemes: Iterable[QuantSc
 def ceilings_of(
     device: torch.device, dtype: torch.dtype, schemes: Iterable[QuantScheme] = ()
 ) -> Callable[[float], Ceilings]:
-    """What measures the ceilings, as often as it is called, with so many seconds for each part."""
+    """What measures the ceilings, as often as it is called, with so many seconds for each part.
+
+    Its memory is taken for each call: between two of them, other work needs the room.
+    """
+    ways = tuple(schemes)
+
+    def measure(budget: float) -> Ceilings:
+        return Ceilings(_memory_speed(device, budget), _product_speed(device, dtype, ways, budget))
+
+    return measure
+
+
+def _memory_speed(device: torch.device, budget: float) -> float:  # bytes per second
     big = device.type == "cuda"
     # Several times the largest caches: of 64 MiB, one of 32 kept enough to double the speed of a read now and then.
     source = torch.ones((1 << 28) if big else (1 << 26), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
+    # A CPU is often not alone: the best of many is what it can. A GPU at its best has not warmed up yet.
+    # A copy by a kernel: in a recording, `copy_` becomes a transfer by the copy engine, which is slower.
+    copy = seconds([lambda: torch.neg(source, out=target)], device, budget, best=not big)
+    read = seconds([lambda: source.sum()], device, budget, best=not big)
+    return max(2 * source.nbytes / copy, source.nbytes / read)
+
+
+def _product_speed(
+    device: torch.device, dtype: torch.dtype, schemes: Iterable[QuantScheme], budget: float
+) -> float:  # operations per second
+    big = device.type == "cuda"
     size = 8192 if big else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     products: list[Work] = [lambda: a @ b]
@@ -56,16 +79,7 @@ def ceilings_of(
         storage = scheme.allocate(size, size, dtype, device)
         scheme.write(storage, 0, b)
         products.append(lambda scheme=scheme, storage=storage: scheme.matmul(a, storage, None))  # type: ignore[misc]
-
-    def measure(budget: float) -> Ceilings:
-        # A CPU is often not alone: the best of many is what it can. A GPU at its best has not warmed up yet.
-        # A copy by a kernel: in a recording, `copy_` becomes a transfer by the copy engine, which is slower.
-        copy = seconds([lambda: torch.neg(source, out=target)], device, budget, best=not big)
-        read = seconds([lambda: source.sum()], device, budget, best=not big)
-        product = min(seconds([one], device, budget, best=not big) for one in products)
-        return Ceilings(max(2 * source.nbytes / copy, source.nbytes / read), 2 * size**3 / product)
-
-    return measure
+    return 2 * size**3 / min(seconds([one], device, budget, best=not big) for one in products)
 
 
 def _on_cpu(variants: list[Work], budget: float) -> list[float]:

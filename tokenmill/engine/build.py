@@ -154,7 +154,13 @@ def join(
         recordable = recordable and _is_packed(decoder)
     graphs = config.cuda_graphs and recordable
     runner = TorchRunner(
-        decoder, state, max_rows=settings.max_rows, max_tokens=settings.max_step_tokens, graphs=graphs, guard=guard
+        decoder,
+        state,
+        max_rows=settings.max_rows,
+        max_tokens=settings.max_step_tokens,
+        graphs=graphs,
+        prompt_graphs=graphs and config.prompt_graphs,
+        guard=guard,
     )
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap

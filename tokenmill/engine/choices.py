@@ -107,10 +107,10 @@ def model_bytes(
 ) -> ModelBytes:
     itemsize, schemes = dtype.itemsize, schemes or Schemes(Dense())
     widest = torch.float32 if guarded else dtype  # that products are computed in
-    shapes = linear_shapes(spec)
+    shapes, params = linear_shapes(spec), spec.parameters()
     weights = spec.weight_bytes(itemsize)
     for name, held in matrix_bytes(spec, dtype, schemes, checkpoint).items():
-        weights += held - spec.parameters()[name].numel * itemsize
+        weights += held - params[name].numel * itemsize
     input_copy = max(schemes.of(name).input_bytes(columns) for name, (_, columns) in shapes.items())
     return ModelBytes(
         weights=weights,

@@ -223,7 +223,7 @@ IMPLEMENTATIONS = tuple(
         op=fn.__name__,
         name="reference",
         fn=fn,
-        capture_safe=fn in (add, scaled, soft_cap),  # torch's own kernels, one each
+        capture_safe=fn in (add, scaled, soft_cap),  # a few of torch's own kernels: good enough for a CUDA graph
         batch_invariant=fn not in (attention, act_mul, moe),
         kv_forms=tuple(KV_FORMS),
     )

@@ -162,9 +162,8 @@ class Schemes:
     default: QuantScheme
     named: Mapping[str, QuantScheme] = field(default_factory=dict)
     as_stored: frozenset[str] = frozenset()  # layers whose schemes take the codes of a quantized checkpoint as they are
-    exact: bool = (
-        False  # weights are floats as they were saved, or float32 as asked for: the cache is to be no narrower
-    )
+    # Weights are floats as they were saved, or float32 as asked for: the cache is to be no narrower.
+    exact: bool = False
 
     def of(self, name: str) -> QuantScheme:
         return self.named.get(name, self.default)

@@ -57,11 +57,11 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
     async def cancel(self, job: Job) -> None:
-        """End a job; what it has by now is kept."""
+        """End a job; what it has by now is kept. Raises JournalFull where the disk does not know that it ended."""
         await self._leave(job.id)
         if job.how is None:
             self.store.end(job.id, "cancelled")
-            await self.store.flushed()
+        await self.store.flushed()  # also for whoever asks again because this failed
 
     async def stop(self) -> None:
         """Leave everything as it is for the next process."""
@@ -89,9 +89,8 @@ class Batches:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(PARALLEL, len(todo))):
                     group.create_task(worker())
+            await self.store.flushed()  # the answers; that it ended, a restart would find out without asking anything
             self.store.end(job.id)
-            with contextlib.suppress(JournalFull):  # it is written; only the disk has not confirmed it
-                await self.store.flushed()
             log.info("batch completed", extra={"batch": job.id, "items": len(job.items), "failed": job.failed})
         except* JournalFull as full:  # it stays unfinished, for a restart with room on the disk
             log.error("batch %s stops: %s", job.id, full.exceptions[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import email
 import re
 import uuid
@@ -124,8 +123,7 @@ async def _kept(store: JobStore, job: Job) -> None:
     try:
         await store.flushed()
     except JournalFull:
-        with contextlib.suppress(JournalFull):
-            store.remove(job.id)
+        store.forget(job.id)
         raise
 
 

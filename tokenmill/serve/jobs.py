@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.serve.journal import Journal
+from tokenmill.serve.journal import Journal, JournalFull
 
 WASTE = 64 * 1024 * 1024  # bytes of a journal below which it is not rewritten
 
@@ -116,14 +117,28 @@ class JobStore:
         self._record(Removed(id))
         self._tidy()
 
+    def forget(self, id: str) -> None:
+        """Remove a job of which nobody was told, if it is there, whether the journal takes that or not. Where it does
+        not, and `close` cannot rewrite it either, the job may be there again after a restart."""
+        if id in self.jobs:
+            try:
+                self._record(Removed(id))
+            except JournalFull:
+                self._apply(Removed(id))
+
     async def flushed(self) -> None:
         """Every change so far is on the disk when this returns. Raises JournalFull; what was changed stays changed."""
         if self._journal is not None:
             await self._journal.flushed()
 
     def close(self) -> None:
-        """Everything is on the disk when this returns; nothing can be changed after it."""
+        """Everything is on the disk when this returns, if that takes it; nothing can be changed after it."""
         if self._journal is not None:
+            with contextlib.suppress(JournalFull):
+                self._journal.flush()
+            if self._journal.lost:  # the next process must not go on with what only the kernel's memory has
+                with contextlib.suppress(JournalFull):
+                    self._journal.rewrite(self._records())
             self._journal.close()
 
     def unfinished(self) -> list[Job]:
@@ -163,9 +178,13 @@ class JobStore:
     def _tidy(self) -> None:
         if self._journal is None or self._journal.size < WASTE:
             return
-        records = [_encode(record) for job in self.jobs.values() for record in _history(job)]
+        records = self._records()
         if 2 * sum(map(len, records)) < self._journal.size:
-            self._journal.rewrite(records)
+            with contextlib.suppress(JournalFull):  # what was removed is removed all the same
+                self._journal.rewrite(records)
+
+    def _records(self) -> list[bytes]:
+        return [_encode(record) for job in self.jobs.values() for record in _history(job)]
 
 
 def _history(job: Job) -> Iterator[Record]:

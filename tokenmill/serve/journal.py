@@ -10,17 +10,20 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
 from tokenmill.errors import ConfigError, TokenmillError
+
+log = logging.getLogger("tokenmill.serve")
 
 MAGIC = b"tokenmill journal 1\n"
 FSYNC = ("always", "interval", "never")
@@ -33,14 +36,18 @@ class JournalFull(TokenmillError):
 
 
 class Journal:
-    """One writer at a time, held by a lock on the file. `append` returns when the record is as safe as `fsync` asks:
+    """One writer at a time, held by a lock on the file, and one thread of that. `append` returns when the record is as
+    safe as `fsync` asks:
 
     always    on the disk
     interval  with the kernel, and on the disk soon after `interval` seconds if appends go on, or when `flushed` returns
-    never     with the kernel: survives the death of this process, not of the machine
+    never     with the kernel: survives the death of this process, not of the machine; nor does `flushed` do more
 
     Disks may take seconds. Whoever serves others meanwhile takes `interval` and awaits `flushed`: a thread waits then,
     once for all who do.
+
+    A kernel says only once that it could not bring to the disk what it had taken, and then forgets it. So when an fsync
+    fails after its records were appended, the journal takes no more, until a `rewrite` brings everything to the disk.
     """
 
     def __init__(
@@ -54,13 +61,13 @@ class Journal:
         if fsync not in FSYNC:
             raise ConfigError(f"the journal's fsync is {fsync!r}; it must be one of {', '.join(FSYNC)}")
         self.path = Path(path)
-        self.healthy = True  # the last write went through
         self.cut = 0  # bytes at the end that were no whole record when it was opened
         self._fsync = fsync
         self._interval = interval
         self._clock = clock
         self._synced = clock()
-        self._appended = self._on_disk = 0  # records of this process
+        self._lost: OSError | None = None  # why some of what was appended is not on the disk
+        self._appended = self._safe = 0  # records of this process, and how many are as safe as `fsync` asks
         self._thread = ThreadPoolExecutor(1, "journal")  # started when it is needed
         self._running: Future[None] | None = None  # what the thread does
         try:
@@ -74,6 +81,7 @@ class Journal:
                 raise ConfigError(f"the journal {self.path} is no ordinary file; give another path")
             self._lock()
             self.recovered: list[bytes] = self._recover()  # what earlier runs wrote; the owner may clear it
+            self._settle()
         except BaseException:
             os.close(self._file)
             raise
@@ -83,72 +91,87 @@ class Journal:
         """Bytes."""
         return self._end
 
+    @property
+    def lost(self) -> bool:
+        """Records that were appended may not be on the disk, ever; only a `rewrite` helps."""
+        return self._lost is not None
+
     def append(self, record: bytes) -> None:
         """Add a record. Raises JournalFull, and then the journal is as it was."""
         data = _framed(record)
+        if self._lost is not None:
+            raise self._full(self._lost)
         try:
             self._write(data, self._end)
             if self._fsync == "always":
                 os.fsync(self._file)
         except OSError as error:
             self._cut_to(self._end)
-            self.healthy = False
-            hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
-            raise JournalFull(f"the journal {self.path} cannot be written ({error.strerror}); {hint}") from None
+            raise self._full(error) from None
         self._end += len(data)
         self._appended += 1
-        self.healthy = True
-        if self._fsync == "always":
-            self._on_disk = self._appended
-        elif self._fsync == "interval" and self._clock() - self._synced >= self._interval:
-            self._sync_later()
+        if self._fsync != "interval":
+            self._safe = self._appended
+        elif self._clock() - self._synced >= self._interval:
+            with contextlib.suppress(RuntimeError):  # it is written; the next one tries again
+                self._sync_later()
 
     def flush(self) -> None:
         """Everything appended is on the disk when this returns. Raises JournalFull."""
-        if self._on_disk < self._appended:
-            try:
-                os.fsync(self._file)
-            except OSError as error:
-                self.healthy = False
-                raise self._not_on_disk(error) from None
-            self._on_disk = self._appended
+        self._wait()
+        if self._safe < self._appended:
+            self._sync()
+            if self._lost is not None:
+                raise self._full(self._lost)
 
     async def flushed(self) -> None:
         """Like `flush`, while others go on. All who wait for the same are served by one fsync."""
         wanted = self._appended
-        while self._on_disk < wanted:
+        while self._safe < wanted:
+            if self._lost is not None:
+                raise self._full(self._lost)
             try:
-                await asyncio.shield(asyncio.wrap_future(self._sync_later()))
-            except OSError as error:
-                raise self._not_on_disk(error) from None
+                running = self._sync_later()
+            except RuntimeError as error:
+                raise JournalFull(f"the journal {self.path} cannot be brought to the disk ({error})") from None
+            await asyncio.shield(asyncio.wrap_future(running))
 
     def _sync_later(self) -> Future[None]:
-        """What the thread does already, which may not know of the last records, or from now on."""
+        """What the thread does already, which may not know of the last records, or from now on. Raises RuntimeError
+        where no thread can be started."""
         if self._running is None or self._running.done():
+            self._running = self._thread.submit(self._sync)
             self._synced = self._clock()
-            # A descriptor of its own: a rewrite closes the journal's.
-            self._running = self._thread.submit(self._sync, os.dup(self._file), self._appended)
         return self._running
 
-    def _sync(self, file: int, appended: int) -> None:
-        """In the thread."""
-        try:
-            os.fsync(file)
-            self._on_disk = max(self._on_disk, appended)
-        except OSError:
-            self.healthy = False
-            raise
-        finally:
-            os.close(file)
+    def _wait(self) -> None:
+        """Of two fsyncs of a file at a time only one would be told of an error; and a rewrite closes the file."""
+        if self._running is not None:
+            wait([self._running])
 
-    def _not_on_disk(self, error: OSError) -> JournalFull:
-        return JournalFull(f"the journal {self.path} cannot be written ({error.strerror}); check the disk")
+    def _sync(self) -> None:
+        """Mostly in the thread."""
+        appended = self._appended
+        if self._lost is None:
+            try:
+                os.fsync(self._file)
+                self._safe = appended
+            except OSError as error:
+                self._lost = error
+                log.error("the journal %s could not be brought to the disk: %s", self.path, error.strerror)
+
+    def _full(self, error: OSError) -> JournalFull:
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
+        if self._lost is not None:
+            hint += " and start again"
+        return JournalFull(f"the journal {self.path} cannot be written ({error.strerror}); {hint}")
 
     def rewrite(self, records: Iterable[bytes]) -> None:
-        """Replace everything by these records, all or nothing, even if the machine dies meanwhile."""
-        fresh = self.path.with_name(self.path.name + ".new")
-        file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Replace everything by these records, all or nothing, even if the machine dies. Raises JournalFull."""
+        self._wait()
+        fresh, file = self.path.with_name(self.path.name + ".new"), -1
         try:
+            file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             end = _write_all(file, MAGIC, 0)
             for record in records:
@@ -156,12 +179,20 @@ class Journal:
             os.fsync(file)
             os.replace(fresh, self.path)
         except OSError as error:
-            os.close(file)
-            fresh.unlink(missing_ok=True)
+            if file >= 0:
+                os.close(file)
+                with contextlib.suppress(OSError):
+                    fresh.unlink()
             raise JournalFull(f"the journal {self.path} cannot be rewritten ({error.strerror})") from None
-        os.close(self._file)
-        self._file, self._end, self._on_disk = file, end, self._appended
-        _sync_folder(self.path.parent)
+        old, self._file, self._end = self._file, file, end
+        with contextlib.suppress(OSError):
+            os.close(old)
+        try:
+            _sync_folder(self.path.parent)
+        except OSError as error:  # the old file may come back, which knows nothing of what is appended from now on
+            self._lost = error
+            raise self._full(error) from None
+        self._lost, self._safe = None, self._appended
 
     def close(self) -> None:
         if self._file >= 0:
@@ -205,6 +236,16 @@ class Journal:
             self._cut_to(at)
         return records
 
+    def _settle(self) -> None:
+        """What is found counts as on the disk, but may be with the kernel only; and a new file is nowhere before its
+        folder is there."""
+        if self._fsync != "never":
+            try:
+                os.fsync(self._file)
+                _sync_folder(self.path.parent)
+            except OSError as error:
+                raise ConfigError(f"the journal {self.path} is not safe on its disk: {error.strerror}") from None
+
     def _write(self, data: bytes, at: int) -> None:
         _write_all(self._file, data, at)
 
@@ -246,9 +287,12 @@ def _read_all(file: int) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk when its folder is."""
+    """A new name is on the disk when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not do this to folders
+            raise
     finally:
         os.close(handle)

@@ -57,12 +57,14 @@ class Recordings(Generic[Graph]):
     def empty(self) -> bool:
         return all(recording.graph is None for recording in self._of.values())
 
-    def serve(self, rows: int, traits: int = 0, shared: bool = False) -> tuple[int, Recording[Graph]]:
+    def serve(
+        self, rows: int, traits: int = 0, shared: bool = False, may_record: bool = True
+    ) -> tuple[int, Recording[Graph]]:
         """The size at which a step of so many rows is run, and what there is for it."""
         place = bisect_left(self.sizes, rows)
         own = self.sizes[place]
         recording = self._of.setdefault((own, traits, shared), Recording())
-        if recording.graph is None and recording.lent < PATIENCE:
+        if recording.graph is None and (recording.lent < PATIENCE or recording.refused or not may_record):
             near = [size for size in self.sizes[place + 1 :] if size <= self.stretch * own]
             known = [(size, one) for size in near if (one := self._of.get((size, traits, shared))) is not None]
             recorded = [pair for pair in known if pair[1].graph is not None]

@@ -28,8 +28,9 @@ def token_sizes(most: int) -> list[int]:
     """Numbers of tokens that are recorded; a step is padded to the next one.
 
     Where products change to another kernel (behind 1, 4, 8, 32, 64, 128, 192 and 384 tokens) there is a size, so that
-    padding never leads to a kernel for more tokens than there are. 448 is left out: the library's products of llama3-8b
-    take longer with so many rows than with 512 (14.3 and 11.0 ms on an H200, scripts/gpu_prompts.py).
+    padding leads to no kernel for more tokens than there are, but where a larger recording serves. 448 is left out: the
+    library's products of llama3-8b take longer with so many rows than with 512 (14.3 and 11.0 ms on an H200,
+    scripts/gpu_prompts.py).
     """
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 193, 32), 256, 320, 384, *range(512, 1025, 128)]
     return [size for size in sizes if size <= most]
@@ -100,9 +101,10 @@ class PieceGraphs:
         sizes = self._recordings.sizes
         if not sizes or step.num_tokens > sizes[-1]:
             return None
-        size, recording = self._recordings.serve(step.num_tokens)
-        full = recording.graph is None and self._pieces + self._decoder.spec.num_layers > RECORDED_PIECES
-        return None if recording.refused or full else (size, recording)
+        full = self._pieces + self._decoder.spec.num_layers > RECORDED_PIECES
+        size, recording = self._recordings.serve(step.num_tokens, may_record=not full)
+        plain = recording.refused or (full and recording.graph is None)
+        return None if plain else (size, recording)
 
     def begin(
         self,

@@ -37,7 +37,8 @@ class TorchRunner:
         *,
         max_rows: int,
         max_tokens: int,  # of a step
-        graphs: bool = False,
+        graphs: bool = False,  # decode steps are recorded
+        prompt_graphs: bool = False,  # and so are steps that read prompts
         guard: PrecisionGuard | None = None,  # for rows that a narrow dtype cannot compute
     ) -> None:
         self.decoder = decoder
@@ -52,14 +53,16 @@ class TorchRunner:
         self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
-            most = tokens_worth_recording(decoder.spec, max_tokens)
-            self._pieces = PieceGraphs(decoder, state, most, Capture(self.device))
+            if prompt_graphs:
+                most = tokens_worth_recording(decoder.spec, max_tokens)
+                self._pieces = PieceGraphs(decoder, state, most, Capture(self.device))
         elif graphs:
             from tokenmill.engine.runner.recorded import RecordedDecode
             from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
             self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
-            self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
+            if prompt_graphs:
+                self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import torch
 
@@ -52,14 +53,29 @@ def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, saved: torch.dty
     deviation = param.shape[-1] ** -0.5
     if isinstance(weight, Linear):
         rows, columns = param.shape
-        # What is packed is written in few parts; without a form it is kept in the type it comes in.
-        step = rows if isinstance(weight.scheme, Packed) else max(1, _CHUNK // columns)
-        comes = saved if isinstance(weight.scheme, Packed) and weight.scheme.form is None else dtype
-        for first in range(0, rows, step):
-            part = torch.empty(min(step, rows - first), columns, dtype=dtype, device=generator.device)
-            part.normal_(0, deviation, generator=generator)
-            weight.scheme.write(weight.storage, first, part.to(comes))
+        parts = _drawn(rows, columns, dtype, deviation, generator)
+        if isinstance(weight.scheme, Packed):
+            # Written in one part, since each has its own panels; without a form it is kept in the type it comes in.
+            comes = saved if weight.scheme.form is None else dtype
+            whole = torch.empty(rows, columns, dtype=comes, device=generator.device)
+            for first, part in parts:
+                whole[first : first + len(part)] = part
+            del part  # the chunk, which would be held while the whole is written
+            weight.scheme.write(weight.storage, 0, whole)
+        else:
+            for first, part in parts:
+                weight.scheme.write(weight.storage, first, part)
     elif param.kind == "norm":
         weight.fill_(1)
     else:
         weight.normal_(0, deviation, generator=generator)
+
+
+def _drawn(
+    rows: int, columns: int, dtype: torch.dtype, deviation: float, generator: torch.Generator
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first row of every chunk and its values, which the next chunk overwrites."""
+    step = max(1, _CHUNK // columns)
+    chunk = torch.empty(min(step, rows), columns, dtype=dtype, device=generator.device)
+    for first in range(0, rows, step):
+        yield first, chunk[: rows - first].normal_(0, deviation, generator=generator)

@@ -63,7 +63,11 @@ def find_compiler() -> str | None:
 
 
 def fingerprint(extra: tuple[str, ...] = ()) -> str:
-    """Changes whenever the library would."""
+    """Changes with the sources, the flags and the kind of CPU.
+
+    Not with the compiler, which would have to be asked at every start: a library from an assembler that left a level
+    out stays until the next change, or until its folder is removed.
+    """
     digest = hashlib.sha256(repr((FLAGS, _MATH, LEVELS, extra, platform.machine())).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():

@@ -34,33 +34,43 @@ def act_mul(
     return out
 
 
-def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, dim] each
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [..., dim] each, of one shape
     check_float32(x, y)
+    if x.shape != y.shape:
+        raise ValueError(f"a native op got shapes {tuple(x.shape)} and {tuple(y.shape)} to add")
+    left, right = as_rows(x), as_rows(y)
     out = new(tuple(x.shape))
     run(
         AddArgs(
-            x=x.data_ptr(),
-            y=y.data_ptr(),
+            x=left.data_ptr(),
+            y=right.data_ptr(),
             out=out.data_ptr(),
-            rows=row_count(x.shape[0]),
-            dim=x.shape[1],
-            x_stride=x.stride(0),
-            y_stride=y.stride(0),
-            out_stride=x.shape[1],
+            rows=row_count(left.shape[0]),
+            dim=left.shape[1],
+            x_stride=left.stride(0),
+            y_stride=right.stride(0),
+            out_stride=left.shape[1],
         )
     )
     return out
 
 
-def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:  # [tokens, dim]
-    return _map(x, new(tuple(x.shape)), _TIMES, factor)
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:  # [..., dim]
+    rows = as_rows(x)
+    out = new(tuple(rows.shape))
+    _map(rows, out, _TIMES, factor)
+    return out.view(x.shape)
 
 
-def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:  # [n, vocab], overwritten
-    return _map(x, x, _SOFT_CAP, cap)
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:  # [..., vocab], overwritten where its rows are dense
+    rows = as_rows(x)
+    if rows.stride(0) < rows.shape[1]:  # rows that share memory would be capped more than once
+        rows = rows.contiguous()
+    _map(rows, rows, _SOFT_CAP, cap)
+    return rows.view(x.shape)
 
 
-def _map(x: torch.Tensor, out: torch.Tensor, kind: int, value: float) -> torch.Tensor:
+def _map(x: torch.Tensor, out: torch.Tensor, kind: int, value: float) -> None:  # [rows, dim], rows dense
     check_float32(x)
     run(
         MapArgs(
@@ -74,4 +84,3 @@ def _map(x: torch.Tensor, out: torch.Tensor, kind: int, value: float) -> torch.T
             value=value,
         )
     )
-    return out

@@ -2,9 +2,9 @@
 //
 // A kernel source is compiled several times with different flags and -DTM_LEVEL=n. Everything in it lives in namespace
 // TM_NS (another one per level). kernels/name.cpp defines `extern const mill::OpEntry TM_OPS(name)[] = {..., {}};` in
-// namespace mill; the build lists what it compiled. It must not use inline functions or templates of the standard library that end up as
-// symbols: the linker would keep one copy for all levels, perhaps one that this CPU cannot execute. For the same
-// reason nothing in it may run before the level was chosen (no static constructors).
+// namespace mill; the build lists what it compiled. It must not use inline functions or templates of the standard
+// library that end up as symbols: the linker would keep one copy for all levels, perhaps one that this CPU cannot
+// execute. For the same reason nothing in it may run before the level was chosen (no static constructors).
 #pragma once
 
 #include "team.h"
