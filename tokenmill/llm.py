@@ -112,6 +112,11 @@ class LLM:
         self._check_open()
         return self._built.report
 
+    @property
+    def slower(self) -> str | None:
+        """Why the native CPU library has no part in this, where it could have one, and what to do."""
+        return self._built.slower
+
     def shutdown(self) -> None:
         """Free the device. The object cannot be used afterwards."""
         if not self._closed:

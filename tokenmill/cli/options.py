@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill.cli.terminal import progress
+from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -100,10 +100,13 @@ def open_llm(model: str, **chosen: Any) -> LLM:
     with progress() as report:
         from tokenmill import LLM  # torch comes with it, so it waits until options are known to be good
 
-        return LLM(
+        llm = LLM(
             model=model,
             max_num_seqs=1,  # one conversation is one request at a time
             seed=random.getrandbits(32),  # without --seed another answer each time
             progress=report,
             **{name: value for name, value in chosen.items() if value is not None},
         )
+    if llm.slower is not None:
+        note(f"the native CPU library is {llm.slower}")
+    return llm

@@ -52,6 +52,7 @@ class Built:
     settings: Settings
     files: ModelFiles
     report: list[str]  # what was chosen and why, one line each
+    slower: str | None  # why this is slower here than it need be, and what to do
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
@@ -63,6 +64,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     dtype, dtype_why = choose_dtype(config.dtype, spec, device)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
     native = native_for(config, dtype, device, tell)
+    slower = why_slower(native, config, device)
     schemes, schemes_why = schemes_for(config, spec, checkpoint, Place(device, dtype, isinstance(native, Library)))
     check_kv_form(config.kv_cache_dtype, spec)
     kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes, device)
@@ -94,13 +96,13 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
         f"linear       {describe(schemes, linear_shapes(spec))} ({schemes_why})",
         *(f"weights      {note}" for note in (checkpoint.notes() if isinstance(checkpoint, GroupCheckpoint) else [])),
-        *_native_lines(native),
+        *_native_lines(native, slower),
         f"kv cache     {kv_name} ({kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
     ]
-    return Built(engine, tokenizer, spec, settings, files, report)
+    return Built(engine, tokenizer, spec, settings, files, report, slower)
 
 
 def join(
@@ -286,10 +288,22 @@ def _is_packed(decoder: Decoder) -> bool:
     return all(isinstance(one.scheme, Packed) for one in linear)
 
 
-def _native_lines(native: Library | str | None) -> list[str]:
+def why_slower(native: Library | str | None, config: EngineConfig, device: torch.device) -> str | None:
+    """What keeps a model on a CPU from the native library though nobody asked for that, and what to do."""
     if isinstance(native, str):
-        return [f"native       not there, so this is slower than it could be: {native}"]
-    return [] if native is None else [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads"]
+        return f"not there, so this is slower than it could be: {native}"
+    if device.type == "cpu" and config.ops is None and config.dtype in ("bfloat16", "float16"):
+        return (
+            f"not used, because it computes in float32 and dtype is {config.dtype}: one request is several times as "
+            "slow; leave dtype out, and weights stay as they were saved all the same"
+        )
+    return None
+
+
+def _native_lines(native: Library | str | None, slower: str | None) -> list[str]:
+    if slower is not None:
+        return [f"native       {slower}"]
+    return [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads"] if isinstance(native, Library) else []
 
 
 def _ops_lines(ops: Ops) -> list[str]:
