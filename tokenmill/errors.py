@@ -1,5 +1,9 @@
 """The errors a user can meet; each message says what happened, with which value, and what to do."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 
 class TokenmillError(Exception):
     """Base of every error that tokenmill raises on purpose."""
@@ -23,3 +27,11 @@ class ModelError(TokenmillError):
 
 class StepFailed(TokenmillError):
     """A launched step did not finish; its requests will be tried again, then alone."""
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds optional packages; a checkout is installed from its own folder."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "pyproject.toml").is_file():
+        return f"pip install 'tokenmill[{extra}]'"
+    return f"pip install -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"

@@ -121,7 +121,22 @@ def test_a_model_that_cannot_fit_is_refused_before_loading_with_numbers_and_opti
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_an_unknown_architecture_is_refused_by_name(tiny_model: str, tmp_path: Path) -> None:
     strange = copy_of(tiny_model, tmp_path / "strange", architectures=["MambaForCausalLM"], model_type="mamba")
-    refusal(ModelError, ["MambaForCausalLM", "supported"], strange, **SETTINGS)
+    refusal(ModelError, [f"{strange}/config.json: ", "MambaForCausalLM", "supported"], strange, **SETTINGS)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_attention_heads", "nine"), ("rope_scaling", "yarn"), ("hidden_act", "relu")]
+)
+def test_a_wrong_config_is_refused_with_its_path(tiny_model: str, tmp_path: Path, key: str, value: str) -> None:
+    wrong = copy_of(tiny_model, tmp_path / "wrong", **{key: value})
+    refusal(ModelError, [f"{wrong}/config.json", repr(value)], wrong, **SETTINGS)
+
+
+def test_a_wrong_quantization_is_refused_with_its_path(saved_model: str, tmp_path: Path) -> None:
+    wrong = copy_of(saved_model, tmp_path / "wrong", quantization_config="int4")
+    words = [f"{wrong}/config.json has quantization_config='int4'"]
+    refusal(ModelError, words, wrong, skip_tokenizer_init=True, device="cpu")
 
 
 def test_a_config_that_is_no_config_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ for line in sys.stdin:
 """
 OURS, LLAMA, VLLM = Contender("tokenmill", "as is"), Contender("llama.cpp", "q4_0"), Contender("vllm", "float32")
 WHO = [OURS, LLAMA, VLLM]
+NO_LLAMA = ["--against", "llama.cpp:q4_0", "--peer", "llama.cpp=/no/python"]
 
 
 @pytest.fixture
@@ -88,6 +89,25 @@ def test_figures_are_what_the_workers_timed(setup: Setup) -> None:
     assert ours.median(batch_column(3)) == pytest.approx(6) and llama.median(batch_column(3)) == pytest.approx(3)
     assert ours.median(PEAK) == pytest.approx(25) and len(ours.figures["cold"]) == setup.rounds
     assert (llama.model, llama.version) == (str(setup.model) + ".q4_0", "fake on_llama_cpp")
+
+
+def test_the_line_after_a_round_has_the_medians_of_that_round(setup: Setup, tmp_path: Path) -> None:
+    bad = """if command == "single":
+        turns = globals().setdefault("turns", []); turns.append(1)
+        answer["times"] = [one * (1, 1, 4, 2, 1)[len(turns) - 1] for one in answer["times"]]  # cold, untimed, timed"""
+    said: list[str] = []
+    (row,) = compare(replace(setup, serve=write_fake(tmp_path, bad), rounds=1), WHO[:1], said.append)
+    assert row.figures["decode"] == pytest.approx([10, 20, 40]) and row.median(DECODE) == pytest.approx(20)
+    assert any("prefill tok/s 200, decode tok/s 20," in line for line in said), said
+
+
+def test_weights_that_are_taken_as_they_are_have_their_form_beside_them(setup: Setup) -> None:
+    rows = compare(replace(setup, form="Q4_1", rounds=1), WHO[:2], quiet)
+    assert [line.split(" |")[0] for line in table(setup.columns, rows)[2:4]] == [
+        "| tokenmill as is (Q4_1)",
+        "| llama.cpp q4_0",
+    ]
+    assert notes(rows)[0] == "tokenmill as is (Q4_1): fake on_tokenmill"
 
 
 def test_contenders_take_turns_within_every_column(setup: Setup, tmp_path: Path) -> None:
@@ -134,11 +154,6 @@ def test_a_peer_that_fails_does_not_stop_the_others(setup: Setup, tmp_path: Path
     assert "| llama.cpp q4_0 | 200 (200-200) | 20.0 (20.0-20.0) | - |" in "\n".join(table(setup.columns, rows))
     assert any(reason in line for line in notes(rows))
     assert not any(Path(f"/proc/{line[4]}").exists() for line in asked(tmp_path))
-
-
-def test_a_peer_without_an_environment_is_said_to_be_missing(setup: Setup) -> None:
-    rows = compare(replace(setup, pythons={"tokenmill": sys.executable}), WHO, quiet)
-    assert rows[0].failure is None and "--peer llama.cpp=PYTHON" in str(rows[1].failure)
 
 
 def test_an_environment_that_is_not_there_is_named(setup: Setup) -> None:
@@ -263,15 +278,15 @@ def test_a_chart_of_nothing_is_still_a_chart() -> None:
 def test_the_command_measures_this_engine_and_writes_the_figures(default_model: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     words = ["bench", "cpu", "-m", default_model, "--rounds", "1", "--prompt", "8", "--new", "4", "--requests", "2"]
-    result = CliRunner().invoke(app, [*words, "--threads", "1", "--against", "llama.cpp:q4_0", "-o", str(out)])
+    result = CliRunner().invoke(app, [*words, "--threads", "1", "-o", str(out), *NO_LLAMA])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     ours, llama = written["rows"]
     assert ours["failure"] is None and all(
         ours["figures"][key] for key in ("prefill", "decode", "batch2", "cold", "peak")
     )
-    assert len(ours["tokens"]) == 4 and "--peer llama.cpp=PYTHON" in llama["failure"]
-    assert "| tokenmill as is |" in result.output
+    assert len(ours["tokens"]) == 4 and "/no/python cannot be run" in llama["failure"]
+    assert "| tokenmill as is (Q4_1) |" in result.output and "3 single requests per round" in result.output
 
 
 @pytest.mark.parametrize(
@@ -281,11 +296,16 @@ def test_the_command_measures_this_engine_and_writes_the_figures(default_model: 
         (["--peer", "vllm"], "--peer"),
         (["--requests", "16,x"], "--requests"),
         (["--against", "lama"], "--against"),
+        (["--plot", "charts"], "--plot is only of use with --scaling"),
+        (["--contexts", "128"], "--contexts is only of use with --scaling"),
+        (["--against", "llama.cpp"], "add for example --peer llama.cpp=/"),
+        (["--against", "vllm,llama.cpp", "--peer", "vllm=python"], "add for example --peer llama.cpp=/"),
     ],
 )
 def test_wrong_words_are_refused_before_anything_runs(tiny_model: str, words: list[str], reason: str) -> None:
     result = CliRunner().invoke(app, ["bench", "cpu", "-m", tiny_model, *words])
     assert result.exit_code == 2 and reason in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_the_worker_keeps_its_answers_apart_from_what_engines_print(tmp_path: Path) -> None:

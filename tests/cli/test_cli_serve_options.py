@@ -100,6 +100,33 @@ def test_a_wrong_value_in_a_file_says_where_it_stands(served, tmp_path, table, l
     assert f"({place}in{path})" in told
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[engine]\nmax_num_seqs = true\n", "max_num_seqs is true; it must be a whole number"),
+        ("[engine]\nmax_num_seqs = 2.5\n", "max_num_seqs is 2.5; it must be a whole number"),
+        ("[serve]\nport = true\n", "port is true; it must be a whole number"),
+        ("[serve]\ndrain_seconds = false\n", "drain_seconds is false; it must be a number"),
+        ("[serve]\nlog_level = true\n", "log_level is true; it must be a text"),
+        ("[engine]\nmax_num_batched_tokens = true\n", "max_num_batched_tokens is True; it must be a positive whole"),
+    ],
+)
+def test_a_value_of_another_kind_in_a_file_is_not_bent(served, tmp_path, text, said):
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    done, service = served("some/model", "--config", str(path))
+    assert (done.exit_code, service) == (2, None)
+    assert said in done.stderr and str(path) in done.stderr
+
+
+def test_switches_and_numbers_of_a_file_are_taken(served, tmp_path):
+    path = tmp_path / "s.toml"
+    path.write_text("[engine]\nmax_num_seqs = 3\n[serve]\nlog_prompts = true\ndrain_seconds = 2\ntrace_ratio = 0.5\n")
+    done, service = served("some/model", "--config", str(path))
+    assert done.exit_code == 0, done.output
+    assert service.config.max_num_seqs == 3
+
+
 def test_a_wrong_value_that_is_typed_is_not_laid_on_the_file(served, tmp_path):
     path = tmp_path / "settings.toml"
     path.write_text('[engine]\npolicy = "fcfs"\nseed = 7\n[serve]\nport = 80\n')

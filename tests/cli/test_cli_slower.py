@@ -29,7 +29,8 @@ def test_a_missing_library_is_told_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "load_native", lambda tell: "there is no C++ compiler")
-    assert "library is not there, so this is slower than it could be: there is no C++ compiler" in told(capsys, tmp_path)
+    found = told(capsys, tmp_path)
+    assert "library is not there, so this is slower than it could be: there is no C++ compiler" in found
 
 
 def test_nothing_is_told_of_what_was_chosen_or_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

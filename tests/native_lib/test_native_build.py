@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,34 @@ def test_the_fingerprint_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "a.cpp").write_text("2")
     assert build.fingerprint() != before
     assert build.fingerprint(("-g",)) != build.fingerprint()
+
+
+def test_builds_that_nobody_loads_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When a new one is made; what was loaded within a month stays, and so does what is no build."""
+    long_ago, lately = time.time() - 40 * 86400, time.time() - 20 * 86400
+    folders = {name: tmp_path / name for name in ("0" * 16, "1" * 16, "2" * 16, "notes")}
+    for folder in folders.values():
+        folder.mkdir()
+    for name in ("0" * 16, "1" * 16, "notes"):
+        (folders[name] / build.LIBRARY).write_bytes(b"")
+    os.utime(folders["0" * 16] / build.LIBRARY, (long_ago, long_ago))
+    os.utime(folders["1" * 16] / build.LIBRARY, (lately, lately))
+    os.utime(folders["notes"] / build.LIBRARY, (long_ago, long_ago))
+    os.utime(folders["1" * 16], (long_ago, long_ago))  # the library's time counts
+    os.utime(folders["2" * 16], (long_ago, long_ago))  # a build that never ended
+    monkeypatch.setattr(library, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "fingerprint", lambda: "f" * 16)
+
+    def compile_library(target: Path, tell: object) -> None:
+        target.parent.mkdir()
+        target.write_bytes(b"not a library")
+        os.utime(target, (long_ago, long_ago))
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))  # so that no packaged one is found
+    library.load.__wrapped__()
+    assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "f" * 16, "notes"}
+    assert (tmp_path / ("f" * 16) / build.LIBRARY).stat().st_mtime > lately  # touched when loaded
 
 
 def test_levels_that_the_assembler_does_not_know_are_left_out() -> None:

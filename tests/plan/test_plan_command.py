@@ -194,6 +194,33 @@ def test_an_unknown_setting_names_the_closest(tmp_path):
         read_config_file(path, ["max_queued_tokens"])
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("s.toml", 'max_num_seqs = "many"\n', "max_num_seqs stands outside .* move it under \\[engine\\]$"),
+        ("s.toml", "port = 80\n[engine]\nseed = 1\n", "port stands outside .* move it under \\[serve\\]$"),
+        ("s.toml", "max_queued_tokens = 9\n", "move it under \\[serve\\]$"),
+        ("s.toml", "colour = 9\n", "colour stands outside .* move it under \\[engine\\] or \\[serve\\]$"),
+        ("s.json", '{"seed": 1}', 'seed stands outside .* move it under "engine"$'),
+        ("s.toml", "engine = 5\n", "engine is 5; it must be a table"),
+        ("s.json", "[1]", "must hold the tables engine and serve"),
+        ("s.toml", "[engines]\n", "has a table 'engines'"),
+        ("s.toml", "[engine]\ntensor_parallel_size = 2\n", "s.toml: tensor_parallel_size=2 .* one device is used"),
+    ],
+)
+def test_what_stands_in_the_wrong_place_is_told_where_it_belongs(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_config_file(path, ["port", "max_queued_tokens"])
+
+
+def test_names_of_other_engines_are_taken_from_a_file_too(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text('[engine]\ntensor_parallel_size = 1\ndtype = "half"\nenforce_eager = true\n')
+    assert read_config_file(path, []).engine == {"dtype": "float16", "cuda_graphs": False}
+
+
 def test_serve_takes_a_file_and_what_is_typed_wins(tmp_path, monkeypatch, tiny_model):
     pytest.importorskip("uvicorn")
     seen: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.peers import KINDS, Contender
+from tokenmill.bench.peers import AS_IS, KINDS, Contender
 from tokenmill.bench.peers.host import SERVE, PeerFailed, Worker
 
 COLD_PROMPT = 16  # tokens of the prompt that a new process answers first
@@ -33,10 +33,11 @@ class Column:
     key: str
     title: str
     more_is_better: bool = True
+    per_round: int = 1  # figures
 
 
-PREFILL = Column("prefill", "prefill tok/s")
-DECODE = Column("decode", "decode tok/s")
+PREFILL = Column("prefill", "prefill tok/s", per_round=SINGLES)
+DECODE = Column("decode", "decode tok/s", per_round=SINGLES)
 COLD = Column("cold", "cold start s", more_is_better=False)
 PEAK = Column("peak", "peak MB (single)", more_is_better=False)
 
@@ -60,6 +61,7 @@ class Setup:
     requests: tuple[int, ...] = (16, 64)
     timeout: float = 900.0  # seconds per question
     serve: Path = SERVE
+    form: str = ""  # of the weights in `model`, such as Q4_1
 
     @property
     def length(self) -> int:
@@ -76,11 +78,16 @@ class Row:
     """What was measured of one contender: by column, a figure per round (of single streams: several)."""
 
     contender: Contender
-    model: str = ""  # the form of the weights that it reads
+    form: str = ""  # of weights that are taken as they are
+    model: str = ""  # the file that it reads
     version: str = ""
     figures: dict[str, list[float]] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)  # its first answer: shows who computes the same
     failure: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.contender.label} ({self.form})" if self.form else self.contender.label
 
     def add(self, column: Column, value: float) -> None:
         self.figures.setdefault(column.key, []).append(value)
@@ -110,14 +117,12 @@ def compare(
 
 def prepare(setup: Setup, who: list[Contender], tell: Tell) -> list[Row]:
     """Have every contender make its form of the weights, if it has not before."""
-    rows = [Row(contender) for contender in who]
+    rows = [Row(contender, setup.form if contender.variant == AS_IS else "") for contender in who]
     setup.forms.mkdir(parents=True, exist_ok=True)
     for row in rows:
         workers = Workers()
         try:
             with whose_turn(row, workers, tell):
-                if row.contender.name not in setup.pythons:
-                    raise PeerFailed(f"not measured; --peer {row.contender.name}=PYTHON names the Python that has it")
                 worker = workers[row.contender] = start(setup, row)
                 question = {"source": str(setup.model), "variant": row.contender.variant, "folder": str(setup.forms)}
                 row.model = worker.ask("prepare", PREPARING, **question)["model"]
@@ -234,4 +239,6 @@ def _batch(setup: Setup, row: Row, worker: Worker, number: int, requests: int) -
 
 
 def _latest(row: Row, columns: list[Column]) -> str:
-    return f"{row.contender.label}: " + ", ".join(f"{one.title} {row.figures[one.key][-1]:.4g}" for one in columns)
+    """The last round's medians."""
+    medians = [(one.title, statistics.median(row.figures[one.key][-one.per_round :])) for one in columns]
+    return f"{row.contender.label}: " + ", ".join(f"{title} {middle:.4g}" for title, middle in medians)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.cpu import Column, Row, Setup
+from tokenmill.bench.cpu import SINGLES, Column, Row, Setup
 from tokenmill.bench.peers import OURS
 
 # What of a CPU's features decides how fast small models run; the names are Linux's.
@@ -20,11 +20,18 @@ def table(columns: list[Column], rows: list[Row]) -> list[str]:
     lines = ["| engine, weights | " + " | ".join(column.title for column in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for row in rows:
-        lines.append(f"| {row.contender.label} | " + " | ".join(_cell(row, column) for column in columns) + " |")
+        lines.append(f"| {row.title} | " + " | ".join(_cell(row, column) for column in columns) + " |")
     ratios = [_ratio(rows, column) for column in columns]
     if any(ratio != "-" for ratio in ratios):
         lines.append("| tokenmill / best peer | " + " | ".join(ratios) + " |")
     return lines
+
+
+def legend(rounds: int) -> str:
+    return (
+        f"cells: median (lowest-highest) over {rounds} round{'s' if rounds > 1 else ''}; prefill and decode are of "
+        f"{SINGLES} single requests per round"
+    )
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -37,7 +44,7 @@ def notes(rows: list[Row]) -> list[str]:
             said.append(f"first {_common(ours, row.tokens)} of {len(ours)} tokens as ours")
         if row.failure:
             said.append(row.failure)
-        lines.append(f"{row.contender.label}: {'; '.join(said)}")
+        lines.append(f"{row.title}: {'; '.join(said)}")
     return lines
 
 

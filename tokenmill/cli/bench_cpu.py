@@ -14,6 +14,7 @@ from tokenmill.cli.options import DEFAULT_MODEL, Model
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
+CONTEXTS = "128,256,512,1024,2048,4096,8192"
 BUSY = 0.5  # processes: above this load the machine has other things to do
 
 
@@ -33,24 +34,30 @@ def cpu(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one question to an engine may take.")] = 900,
     scaling: Annotated[bool, typer.Option("--scaling", help="Instead: against threads and context length.")] = False,
     contexts: Annotated[
-        str, typer.Option(help="With --scaling: context lengths, separated by commas.")
-    ] = "128,256,512,1024,2048,4096,8192",
+        str | None, typer.Option(help="With --scaling: context lengths, separated by commas.", show_default=CONTEXTS)
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --scaling: folder for the charts (SVG).")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
 ) -> None:
     """Compare with other engines on this CPU: one interleaved run, medians and spread.
+
+    Prefill and decode are medians of three single requests per round; the other columns have one figure per round.
 
     Peers are optional and live in environments of their own: --against llama.cpp --peer llama.cpp=/venv/bin/python
     """
     from tokenmill.bench.cpu import Setup, compare
     from tokenmill.bench.cpu_scaling import draw
     from tokenmill.bench.cpu_scaling import scaling as measure_scaling
-    from tokenmill.bench.cpu_table import as_json, machine, notes, table
-    from tokenmill.bench.peers import OURS, contenders
+    from tokenmill.bench.cpu_table import as_json, legend, machine, notes, table
+    from tokenmill.bench.peers import OURS, check_pythons, contenders
 
+    for option, value in (("--plot", plot), ("--contexts", contexts)):
+        if value is not None and not scaling:
+            raise ConfigError(f"{option} is only of use with --scaling; add that, or leave {option} out")
     who = contenders(against)
     pythons = {OURS: sys.executable, **dict(map(_peer, peer or []))}
-    path, vocab = _model(model)
+    check_pythons(who, pythons)
+    path, vocab, form = _model(model)
     setup = Setup(
         model=path,
         vocab=vocab,
@@ -62,6 +69,7 @@ def cpu(
         new=new,
         requests=_numbers("--requests", requests),
         timeout=timeout,
+        form=form,
     )
     before = machine()
     note(f"{before['cpu']}, {before['cores']} cores ({', '.join(before['features'])}), {setup.threads} threads")
@@ -73,31 +81,34 @@ def cpu(
             out.write_text(json.dumps(content, indent=1) + "\n")
 
     if scaling:
-        results = measure_scaling(setup, who, _numbers("--contexts", contexts), note)
+        results = measure_scaling(setup, who, _numbers("--contexts", contexts or CONTEXTS), note)
         for count, rows in results.threads.items():
             typer.echo(f"\n{count} threads\n\n" + "\n".join(table(setup.columns, rows)))
+        typer.echo("\n" + legend(rounds))
         written = draw(results, setup.columns, plot) if plot is not None else []
         for file in written:
             note(f"wrote {file}")
         write({"machine": before, **results.as_dict()})
     else:
         rows = compare(setup, who, note, lambda rows: write(as_json(setup, rows, before)))
-        typer.echo("\n".join(["", *table(setup.columns, rows), "", *notes(rows)]))
+        typer.echo("\n".join(["", *table(setup.columns, rows), "", legend(rounds), *notes(rows)]))
     if out is not None:
         note(f"wrote {out}")
 
 
-def _model(model: str) -> tuple[Path, int]:
-    """The model's file, and how many tokens it knows."""
+def _model(model: str) -> tuple[Path, int, str]:
+    """The model's file, how many tokens it knows, and the form of its weights."""
     from tokenmill.config import EngineConfig
     from tokenmill.engine.build import open_checkpoint
     from tokenmill.model.families import spec_from_config
+    from tokenmill.model.weights.gguf_file import weights_form
     from tokenmill.model.weights.source import resolve
 
     with progress() as report:
         files = resolve(model, progress=report)
-    spec = spec_from_config(open_checkpoint(EngineConfig(model=model, load_format="dummy"), files)[1])
-    return files.path, spec.vocab_size
+    config = open_checkpoint(EngineConfig(model=model, load_format="dummy"), files)[1]
+    form = weights_form(files.path) if files.kind == "gguf" else str(config.get("dtype") or "")
+    return files.path, spec_from_config(config).vocab_size, form
 
 
 def _forms(model: Path) -> Path:

@@ -13,7 +13,7 @@ import typer
 from tokenmill.cli import options
 from tokenmill.cli.settings_file import SHARED, take_config
 from tokenmill.cli.terminal import note, progress
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, pip_install
 
 _NET = "Who may ask"
 _LOAD = options.LOAD
@@ -97,7 +97,7 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's and Anthropic's API.
 
-    Ctrl-C or SIGTERM stops accepting, finishes what runs, and exits.
+    Ctrl-C or SIGTERM stops accepting, finishes what runs, and exits; a second one exits at once.
     """
     try:
         from tokenmill.serve.http_settings import HttpSettings
@@ -108,7 +108,7 @@ def serve(
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tokenmill"):
             raise
-        raise ConfigError(f"serving needs the package {error.name}; pip install 'tokenmill[serve]'") from None
+        raise ConfigError(f"serving needs the package {error.name}; {pip_install('serve')}") from None
     from tokenmill.config import EngineConfig
 
     if log_format not in (None, "json", "plain"):

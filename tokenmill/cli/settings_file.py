@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import ConfigError, TokenmillError
 
 # Settings of the engine that a file gives as defaults of options; what else it has for the engine is taken as it is.
 SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")
+_KINDS = {int: "a whole number", float: "a number"}
 _TABLES = "tokenmill.tables"  # what the file holds, in the context's notes
 
 
@@ -25,8 +28,20 @@ def take_config(context: typer.Context, path: Path | None) -> Path | None:
         found = read_config_file(path, names)
         context.obj = found.engine
         context.default_map = {**found.serve, **{name: one for name, one in found.engine.items() if name in SHARED}}
+        _check_kinds(path, context)
         context.meta[_TABLES] = path, {"engine": found.engine, "serve": found.serve}
     return path
+
+
+def _check_kinds(path: Path, context: typer.Context) -> None:
+    """Refuses what would be taken for something else on the way to an option: true for 1 or "True", 2.5 for 2."""
+    hints = get_type_hints(inspect.unwrap(context.command.callback)) if context.command.callback else {}
+    for name, value in (context.default_map or {}).items():
+        kinds = get_args(hints.get(name)) or (hints.get(name),)  # int | None, or one type
+        wanted = next((words for kind, words in _KINDS.items() if kind in kinds), "a text")
+        whole = int in kinds and isinstance(value, float)
+        if whole or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(f"{path}: {name} is {json.dumps(value)}; it must be {wanted}")
 
 
 class CommandWithFile(TyperCommand):

@@ -303,7 +303,9 @@ def why_slower(native: Library | str | None, config: EngineConfig, device: torch
 def _native_lines(native: Library | str | None, slower: str | None) -> list[str]:
     if slower is not None:
         return [f"native       {slower}"]
-    return [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads"] if isinstance(native, Library) else []
+    if not isinstance(native, Library):
+        return []
+    return [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads"]
 
 
 def _ops_lines(ops: Ops) -> list[str]:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tokenmill.errors import ModelError
 
 _HUGE = 1 << 40  # no real size comes near it
 _MAX_LAYERS = 10_000
+
+
+class StoredConfig(dict[str, Any]):
+    """A config that knows its file, so that what is wrong in it can be said with the path."""
+
+    def __init__(self, content: dict[str, Any], path: Path) -> None:
+        super().__init__(content)
+        self.path = path
+
+
+@contextmanager
+def errors_with_path(config: dict[str, Any]) -> Iterator[None]:
+    """Errors about a config that has a file name it by its path."""
+    try:
+        yield
+    except ModelError as error:
+        if not isinstance(config, StoredConfig):
+            raise
+        said, path = str(error), str(config.path)
+        named = said.replace("config.json", path, 1) if "config.json" in said else f"{path}: {said}"
+        raise ModelError(named) from None
 
 
 class ConfigReader:

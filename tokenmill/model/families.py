@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.errors import ModelError
-from tokenmill.model.config_reader import ConfigReader
+from tokenmill.model.config_reader import ConfigReader, errors_with_path
 from tokenmill.model.rope_config import layer_ropes, longest_rope, score_scale
 from tokenmill.model.spec import DecoderSpec, MLASpec, MoESpec, NormPlacement, QKNorm
 
@@ -233,7 +233,12 @@ _DEFAULTS = {
 
 
 def spec_from_config(config: dict[str, Any]) -> DecoderSpec:
-    """Read a Hugging Face config.json. Raises ModelError for what cannot be served."""
+    """Read a Hugging Face config.json. Raises ModelError for what cannot be served, with the path of a stored one."""
+    with errors_with_path(config):
+        return _read(config)
+
+
+def _read(config: dict[str, Any]) -> DecoderSpec:
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
     nested = config.get("text_config")

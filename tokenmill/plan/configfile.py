@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tokenmill.compat import did_you_mean
+from tokenmill.compat import did_you_mean, translate
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.plan.planner import Plan
@@ -88,7 +88,7 @@ def write_config(path: Path, config: ConfigFile) -> None:
 
 
 def read_config_file(path: Path, serve_options: Iterable[str]) -> ConfigFile:
-    """Refuses unknown names, with the closest known one."""
+    """Refuses unknown names, with the closest known one; other engines' names are taken as LLM takes them."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -98,14 +98,30 @@ def read_config_file(path: Path, serve_options: Iterable[str]) -> ConfigFile:
     except ValueError as error:
         raise ConfigError(f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
     known = {"engine": {one.name for one in fields(EngineConfig)}, "serve": set(serve_options)}
-    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+    if not isinstance(tables, dict):
         raise ConfigError(f"{path} must hold the tables engine and serve")
     for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {_outside(name, table, known, path.suffix == '.json')}")
         if name not in known:
             raise ConfigError(f"{path} has a table {name!r}; there are engine and serve")
+    try:
+        tables["engine"] = translate(tables.get("engine", {}))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for name, table in tables.items():
         for key in table:
             if key not in known[name]:
                 raise ConfigError(f"{path}: {name} has no setting {key!r}; {did_you_mean(key, known[name])}")
             if name == "engine" and key in SERVERS_OWN:
                 raise ConfigError(f"{path}: the queue is the server's: move {key} from engine to serve")
-    return ConfigFile(tables.get("engine", {}), tables.get("serve", {}))
+    return ConfigFile(tables["engine"], tables.get("serve", {}))
+
+
+def _outside(key: str, value: object, known: dict[str, set[str]], is_json: bool) -> str:
+    """What to say of a value that stands where a table should."""
+    if key in known:
+        return f"{key} is {value!r}; it must be a table of settings"
+    homes = ["serve"] if key in SERVERS_OWN else [name for name, keys in known.items() if key in keys][:1]
+    shown = " or ".join(f'"{name}"' if is_json else f"[{name}]" for name in homes or known)
+    return f"{key} stands outside the tables engine and serve; move it under {shown}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, pip_install
 from tokenmill.sampling.form_levels import check_levels
 from tokenmill.sampling.structured import StructuredOutput
 
@@ -290,5 +290,5 @@ def _said(message: str) -> str:
 def _need_library() -> None:
     if importlib.util.find_spec("llguidance") is None:
         raise InvalidRequest(
-            "structured output needs the llguidance package, which is not installed; pip install 'tokenmill[serve]'"
+            f"structured output needs the llguidance package, which is not installed; {pip_install('serve')}"
         )

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill import __version__
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, pip_install
 from tokenmill.serve import batches_api, health, schemas, tokens_api
 from tokenmill.serve.batches import Batches
 from tokenmill.serve.call import Handler, Reader, endpoint, error_response, reader
@@ -103,7 +103,7 @@ def _tracing(service: Service, settings: HttpSettings) -> Tracing | None:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
-        raise ConfigError(f"tracing needs the package {error.name}; pip install 'tokenmill[otel]'") from None
+        raise ConfigError(f"tracing needs the package {error.name}; {pip_install('otel')}") from None
     services = [service] if service.degrade is None else [service, service.degrade]
     return Tracing.over_http(settings.otlp_endpoint, services, settings.trace_ratio)
 

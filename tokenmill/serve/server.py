@@ -89,7 +89,8 @@ async def _told(services: list[Service]) -> None:
 
 
 async def _drain(server: _Server, serving: asyncio.Task[None], services: list[Service], seconds: float) -> None:
-    log.info("draining", extra={"active": sum(one.stats().active for one in services), "seconds": seconds})
+    active = sum(one.stats().active for one in services)
+    log.info("draining; a second Ctrl-C or SIGTERM ends at once", extra={"active": active, "seconds": seconds})
     draining = asyncio.gather(*(one.drain(seconds) for one in services))
     await asyncio.sleep(0)  # from here on requests are refused, and then the door is closed
     server.leave.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
@@ -29,10 +30,11 @@ class Contender:
 
 
 OURS = "tokenmill"
+AS_IS = "as is"  # the form of the weights that the model's file has
 
 KINDS = {
-    OURS: Kind("on_tokenmill", ("as is",), "tokenmill"),
-    "llama.cpp": Kind("on_llama_cpp", ("as is", "q4_0", "q8_0", "f16"), "llama-cpp-python"),
+    OURS: Kind("on_tokenmill", (AS_IS,), "tokenmill"),
+    "llama.cpp": Kind("on_llama_cpp", (AS_IS, "q4_0", "q8_0", "f16"), "llama-cpp-python"),
     "openvino": Kind(
         "on_openvino",
         ("int8", "int4"),
@@ -58,3 +60,12 @@ def contenders(against: str) -> list[Contender]:
     if len(set(found)) < len(found):
         raise ConfigError(f"--against is {against!r}, which names a peer twice; name each once")
     return found
+
+
+def check_pythons(who: list[Contender], pythons: Collection[str]) -> None:
+    """Raises ConfigError where it is not said which Python has a peer."""
+    missing = list(dict.fromkeys(one.name for one in who if one.name not in pythons))
+    if missing:
+        example = " ".join(f"--peer {name}=/opt/peers/{name}/bin/python" for name in missing)
+        packages = "; ".join(f"{name}: pip install {KINDS[name].packages}" for name in missing)
+        raise ConfigError(f"--peer is missing for {' and '.join(missing)} ({packages}); add for example {example}")

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tokenmill.errors import ModelError
+from tokenmill.model.config_reader import StoredConfig
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.packed import Blocks
@@ -65,9 +66,10 @@ class TypedCheckpoint(Checkpoint, Protocol):
         ...
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> StoredConfig:
     """The config.json of a model directory."""
-    return read_json(directory / "config.json")
+    path = directory / "config.json"
+    return StoredConfig(read_json(path), path)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -28,6 +28,10 @@ def block_layout(type_id: int) -> tuple[int, int] | None:
     return int(values), int(size)
 
 
+def format_name(type_id: int) -> str:
+    return str(_gguf_package().GGMLQuantizationType(type_id).name)
+
+
 def dequantize(raw: Bytes, type_id: int, shape: tuple[int, ...]) -> Floats:
     """Decodes `raw`, the bytes of a tensor in row-major blocks, into a new float32 array of `shape`."""
     if type_id not in _OWN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill.errors import ModelError
-from tokenmill.model.weights.gguf_blocks import block_layout
+from tokenmill.model.weights.gguf_blocks import block_layout, format_name
 
 _MAGIC = b"GGUF"
 _MAX_DIMS = 4
@@ -57,6 +58,14 @@ class GGUFFile:
         if hasattr(mmap, "MADV_DONTNEED"):
             start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._buffer.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+
+
+def weights_form(path: Path) -> str:
+    """The format that most of a file's bytes are in, such as Q4_1."""
+    sizes: Counter[int] = Counter()
+    for info in GGUFFile(path).tensors.values():
+        sizes[info.type_id] += info.num_bytes
+    return format_name(sizes.most_common(1)[0][0]) if sizes else ""
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +46,8 @@ LEVELS = {
         Level(_VNNI, ("matrix",), "tdpbssd %tmm0, %tmm1, %tmm2"),
     ),
 }
+
+UNUSED_DAYS = 30  # after which a build is forgotten
 
 Tell = Callable[[int, int], None]  # files compiled, in all
 
@@ -97,6 +102,18 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
         objects = [str(folder / unit.output) for unit in units]
         _call([compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)])
         os.replace(linked, target)
+
+
+def forget_unused(folder: Path, keep: Path) -> None:
+    """Delete the builds in `folder` that nobody loaded for a month, but `keep`; who still uses one has it mapped."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for build in folder.iterdir():
+        if build == keep or not re.fullmatch("[0-9a-f]{16}", build.name):
+            continue
+        with contextlib.suppress(OSError):  # another process may forget it, too
+            library = build / LIBRARY
+            if (library if library.exists() else build).stat().st_mtime < oldest:
+                shutil.rmtree(build, ignore_errors=True)
 
 
 def _units(assembles: Callable[[str], bool]) -> list[_Unit]:

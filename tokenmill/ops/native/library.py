@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -78,8 +80,11 @@ def load(tell: Tell | None = None) -> Library | str:
         cached = cache_dir() / build.fingerprint() / build.LIBRARY
         if not cached.is_file():
             build.compile_library(cached, tell and (lambda done, total: tell(done, total, "compiling CPU kernels")))
+            build.forget_unused(cache_dir(), keep=cached.parent)
     except (build.BuildError, OSError) as error:
         return f"the native CPU library could not be built: {error}"
+    with contextlib.suppress(OSError):  # a folder of somebody else's can be read all the same
+        os.utime(cached)  # builds that nobody loads are forgotten after a while
     return _open(cached)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.errors import ModelError
+from tokenmill.model.config_reader import errors_with_path
 from tokenmill.model.weights.checkpoint import Checkpoint, read_json
 from tokenmill.model.weights.quantized.awq import AWQ
 from tokenmill.model.weights.quantized.checkpoint import Format, QuantizedCheckpoint
@@ -26,7 +27,8 @@ _MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 
 def open_quantized(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint itself if it is not quantized; one that reads its format if it is, or a sentence why not."""
-    config = _config(checkpoint)
+    with errors_with_path(checkpoint.config):
+        config = _config(checkpoint)
     if config is None:
         mark = next((name for name in checkpoint.names() if name.endswith(_MARKS)), None)
         if mark is not None:
