@@ -51,6 +51,17 @@ def cases(draw: st.DrawFn) -> tuple[EngineConfig, ModelBytes, int, Hardware]:
     return config, model, longest, hardware
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_recordings_of_prompts_are_planned_for_only_where_there_are_some(device: str) -> None:
+    model = ModelBytes(weights=GIB, kv_per_token=10**5, activation_per_token=10**5, logits_per_row=10**6, vocab=10**5)
+    hardware = Hardware(device, "a machine", 80 * GIB, 80 * GIB)
+    on, off, none = (
+        solve(EngineConfig(**switches), model, 4096, hardware).memory.workspace
+        for switches in ({}, {"prompt_graphs": False}, {"cuda_graphs": False})
+    )
+    assert off == none < on
+
+
 @settings(max_examples=400, deadline=None)
 @given(case=cases())
 def test_a_plan_that_is_called_feasible_is(case: tuple[EngineConfig, ModelBytes, int, Hardware]) -> None:

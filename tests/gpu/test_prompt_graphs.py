@@ -198,8 +198,10 @@ def test_launching_replays_waits_for_nothing(llama: LLM) -> None:
     assert engine.scheduler.stats.failed_steps == failed  # type: ignore[attr-defined]
 
 
-def test_it_is_switched_off_with_the_other_recordings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("switch", ["cuda_graphs", "prompt_graphs"])
+def test_it_is_switched_off_alone_or_with_the_other_recordings(tmp_path: Path, switch: str) -> None:
     model = write_tiny(tmp_path / "model", **SHAPE)
-    with LLM(model, load_format="dummy", device="cuda", skip_tokenizer_init=True, cuda_graphs=False) as llm:
+    with LLM(model, load_format="dummy", device="cuda", skip_tokenizer_init=True, **{switch: False}) as llm:
         runner = llm._built.engine.runner
         assert isinstance(runner, TorchRunner) and runner._pieces is None
+        assert (runner._graphs is not None) == (switch == "prompt_graphs")

@@ -84,6 +84,7 @@ def plan_memory(
     max_len: int | None,  # None: as long as fits
     longest: int,  # the model's own limit
     kv_bytes: int | None,  # None: what is left
+    prompt_graphs: bool = True,  # steps that read prompts are recorded
 ) -> tuple[MemoryPlan, int]:
     """The plan and the length of the longest request it can hold. Refuses, with the numbers, what cannot fit."""
     where = hardware.device
@@ -99,11 +100,13 @@ def plan_memory(
     # recorded in pieces, and some rounding; on a CPU of the largest batch that decodes and of the largest step.
     recorded = max_rows * (model.activation_per_token + model.logits_per_row)
     if where == "cuda":
-        recorded += min(RECORDED_TOKENS, max_step_tokens) * model.activation_per_token
-        workspace += 3 * recorded // 2 + model.scratch + RECORDED_PIECES * RECORDED_PIECE
+        if prompt_graphs:
+            recorded += min(RECORDED_TOKENS, max_step_tokens) * model.activation_per_token
+            workspace += model.scratch + RECORDED_PIECES * RECORDED_PIECE
+        workspace += 3 * recorded // 2
         budget = int(hardware.total_bytes * utilization) - (hardware.total_bytes - hardware.free_bytes)
     else:
-        workspace += 2 * recorded + max_step_tokens * model.activation_per_token
+        workspace += 2 * recorded + (max_step_tokens * model.activation_per_token if prompt_graphs else 0)
         budget = hardware.free_bytes
     fixed = model.weights + activations + workspace
     block_bytes = model.kv_per_token * block_size

@@ -65,6 +65,7 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         max_len=config.max_model_len,
         longest=longest,
         kv_bytes=config.kv_cache_memory,
+        prompt_graphs=config.cuda_graphs and config.prompt_graphs,
     )
     why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model knows {longest}"
     choose("max_model_len", config.max_model_len, max_len, why)
