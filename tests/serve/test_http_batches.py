@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import struct
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from http_server import Server
+
+from tokenmill.serve.batches import Batches
+from tokenmill.serve.jobs import JobStore
+from tokenmill.serve.journal import Journal
 
 
 def lines(count: int, tokens: int = 8) -> bytes:
@@ -83,7 +90,10 @@ def test_a_batch_survives_the_death_of_its_server(chat_model: str, tmp_path: Pat
         time.sleep(0.005)
     first.process.kill()
     first.process.wait()
+    with Path(journal).open("ab") as file:  # what a crash of the machine may add: a torn record, zeros
+        file.write(struct.pack("<II", 1000, 77) + b"torn" + bytes(100))
     second = Server.start(chat_model, "--journal", journal)
+    assert "was damaged" in "".join(second.lines) and Path(journal + ".torn-1").exists()
     try:
         client = client_of(second)
         again = ended(client, batch.id)
@@ -104,3 +114,36 @@ def test_a_batch_can_be_cancelled(server: Server) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("its requests still run")
+
+
+def test_a_file_whose_upload_a_crash_cut_short_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    noted = msgspec.json.encode({"kind": "file", "filename": "a.jsonl", "purpose": "batch"})
+    with Journal(path) as journal:
+        JobStore(journal).create("file-1", [b"{}"], noted)
+
+    async def main() -> None:
+        async def ask(*_: object) -> tuple[int, float | None, bytes]:
+            raise AssertionError("there is nothing to ask")
+
+        with Journal(path) as journal:
+            batches = Batches(JobStore(journal), ask)
+            batches.start()
+            assert not batches.store.jobs and not batches._tasks
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_cannot_go_on_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async def ask(*_: object) -> tuple[int, float | None, bytes]:
+            raise KeyError("/v1/of/another/version")
+
+        batches = Batches(JobStore(), ask)
+        noted = msgspec.json.encode({"kind": "batch", "endpoint": "/v1/of/another/version"})
+        batches.begin(batches.store.create("b", [b'{"custom_id": "1", "body": {}}'], noted))
+        while batches._tasks:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert "batch b stops" in caplog.text and "/v1/of/another/version" in caplog.text

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def read(path: Path) -> list[bytes]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.binary(max_size=200), max_size=8), st.data())
+@given(st.lists(st.binary(min_size=1, max_size=200), max_size=8), st.data())
 def test_a_journal_cut_at_any_byte_gives_back_every_whole_record(records: list[bytes], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
@@ -44,24 +45,144 @@ def test_a_journal_cut_at_any_byte_gives_back_every_whole_record(records: list[b
         survivors = [record for record, end in zip(records, ends) if end <= cut]
         with Journal(path) as journal:
             assert journal.recovered == survivors
+            torn = whole[:cut][max([len(MAGIC), *(end for end in ends if end <= cut)]) :]
+            assert journal.cut == len(torn)
+            assert (b"" if journal.aside is None else journal.aside.read_bytes()) == torn.rstrip(b"\0")
             journal.append(b"after")
         assert read(path) == [*survivors, b"after"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=6), st.data())
-def test_a_damaged_record_ends_the_journal_and_is_never_taken_for_another(records: list[bytes], data: Any) -> None:
+def test_a_damaged_byte_costs_no_record_before_it_and_no_record_is_taken_for_another(records: Any, data: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
+        ends = []
         with Journal(path) as journal:
             for record in records:
                 journal.append(record)
+                ends.append(journal.size)
         whole = bytearray(path.read_bytes())
-        at = data.draw(st.integers(len(MAGIC), len(whole) - 1))
+        at = data.draw(st.integers(0, len(whole) - 1))
         whole[at] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(whole)
-        found = read(path)
-        assert found == records[: len(found)] and len(found) < len(records)
+        with Journal(path) as journal:
+            found = journal.recovered
+            assert journal.aside is not None or not any(whole[at : at + journal.cut])
+            journal.append(b"after")
+        before = [record for record, end in zip(records, ends) if end <= at] if at >= len(MAGIC) else []
+        hit = len(before)  # the record with the damage
+        assert found in (before, before + records[hit + 1 :], records)
+        assert found != records or at < len(MAGIC)  # a beginning can be written anew
+        assert read(path) == [*found, b"after"]
+
+
+def test_zeros_that_a_crash_left_are_no_records(tmp_path: Path) -> None:
+    """Some file systems lengthen a file before its content is there."""
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        store = JobStore(journal)
+        store.create("a", [b"1"])
+    with path.open("ab") as file:
+        file.write(bytes(4096))
+    with Journal(path) as journal:
+        store = JobStore(journal)
+        assert list(store.jobs) == ["a"] and journal.cut == 4096 and journal.aside is None
+        store.create("b", [b"2"])
+    path.with_name("zeros").write_bytes(bytes(64))
+    with Journal(path.with_name("zeros")) as journal:
+        assert journal.recovered == []
+    with Journal(path) as journal, pytest.raises(ValueError, match="empty"):
+        assert list(JobStore(journal).jobs) == ["a", "b"]
+        journal.append(b"")
+
+
+def test_what_lies_behind_a_damaged_record_is_kept_and_the_damaged_one_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        store = JobStore(journal)
+        store.create("lost", [b"x" * 50])
+        begin = journal.size
+        store.create("kept", [b"1"])
+        store.answer("lost", 0, b"of a job that nobody knows any more")
+        store.answer("kept", 0, b"one")
+    data = bytearray(path.read_bytes())
+    data[begin - 3] ^= 1
+    path.write_bytes(data)
+    for _ in range(2):
+        with Journal(path) as journal:
+            job = JobStore(journal).jobs["kept"]
+            assert job.answers == {0: (True, b"one")}
+    assert "was damaged; its 3 whole records are kept" in caplog.text
+    assert f"{path}.torn-1" in caplog.text and f"{path}.torn-2" in caplog.text
+    assert (tmp_path / "journal.torn-1").read_bytes() == bytes(data[len(MAGIC) : begin])
+    assert b"nobody knows" in (tmp_path / "journal.torn-2").read_bytes()
+    assert len(list(tmp_path.glob("*.torn-*"))) == 2  # the second start had nothing to say
+
+
+def test_a_journal_of_another_version_is_set_aside_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    theirs = b"tokenmill journal 12\nwhatever that may mean"
+    path.write_bytes(theirs)
+    with Journal(path) as journal:
+        assert journal.recovered == [] and journal.aside.read_bytes() == theirs
+        journal.append(b"ours")
+    assert "has version 12, which this tokenmill x
+    assert read(path) == [b"ours"]
+
+
+def test_records_of_another_version_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        JobStore(journal).create("a", [b"1"])
+        journal.append(msgspec.msgpack.encode([77, "a", "something new"]))
+        journal.append(b"\xc1")
+        journal.append(msgspec.msgpack.encode([1, 2, 3, 4, 5, 6]))
+    with Journal(path) as journal:
+        assert list(JobStore(journal).jobs) == ["a"]
+    assert "3 records that this tokenmill cannot use" in caplog.text
+    caplog.clear()
+    with Journal(path) as journal:
+        assert list(JobStore(journal).jobs) == ["a"] and not caplog.text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_store_comes_back_from_any_damage(data: st.DataObject) -> None:
+    """Bytes flipped, cut off, written over or zeroed anywhere after the beginning: what was before is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        with Journal(path, fsync="never") as journal:
+            store = JobStore(journal, clock=lambda: 1.0)
+            ends = []
+            for number in range(4):
+                store.create(f"job{number}", [b"item"], b"{}", "me")
+                store.answer(f"job{number}", 0, b"answer")
+                ends.append(journal.size)
+        whole = path.read_bytes()
+        at = data.draw(st.integers(len(MAGIC), len(whole) - 1))
+        length = data.draw(st.integers(1, 60))
+        kind = data.draw(st.sampled_from(["flip", "cut", "zero", "random", "insert"]))
+        damaged = {
+            "flip": lambda: whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :],
+            "cut": lambda: whole[:at],
+            "zero": lambda: whole[:at] + bytes(length) + whole[at + length :],
+            "random": lambda: (
+                whole[:at] + data.draw(st.binary(min_size=length, max_size=length)) + whole[at + length :]
+            ),
+            "insert": lambda: whole[:at] + data.draw(st.binary(min_size=1, max_size=60)) + whole[at:],
+        }[kind]()
+        path.write_bytes(damaged)
+        with Journal(path, fsync="never") as journal:
+            store = JobStore(journal)
+            for number, end in enumerate(ends):
+                if end <= at:
+                    assert store.jobs[f"job{number}"].answers == {0: (True, b"answer")}
+            store.create("next", [b"x"])
+        with Journal(path, fsync="never") as journal:
+            assert "next" in JobStore(journal).jobs
 
 
 class Disk:
@@ -90,10 +211,10 @@ def test_a_full_disk_refuses_the_record_and_keeps_the_others(tmp_path: Path, mon
         assert 1 < len(kept) < 5 and path.stat().st_size == journal.size
         with pytest.raises(JournalFull):
             journal.append(b"x" * 40)
-        journal.append(b"")  # what is small enough still fits
+        journal.append(b"s")  # what is small enough still fits
         disk.room = 10_000
         journal.append(b"again")
-    assert read(path) == [*kept, b"", b"again"]
+    assert read(path) == [*kept, b"s", b"again"]
 
 
 LIMITED = """
@@ -211,9 +332,68 @@ def test_a_slow_disk_holds_up_only_those_who_wait_for_it(tmp_path: Path, monkeyp
 
 
 def test_two_servers_cannot_share_a_journal(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal"), pytest.raises(ConfigError, match="in use by another server"):
+    path = tmp_path / "journal"
+    with Journal(path), pytest.raises(ConfigError, match=f"{path} is in use by another server") as told:
+        Journal(path)
+    if Path("/proc/locks").exists():
+        assert f"(process {os.getpid()})" in str(told.value)
+    Journal(path).close()
+
+
+def test_a_disk_without_locks_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(journal_module.fcntl, "flock", refused)
+    with pytest.raises(ConfigError, match="cannot be locked: No locks available"):
         Journal(tmp_path / "journal")
-    Journal(tmp_path / "journal").close()
+
+
+def test_a_journal_that_may_not_be_read_is_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def broken(*_: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:  # as root, which may everything
+        patch.setattr(journal_module.os, "open", refused)
+        with pytest.raises(ConfigError, match="cannot be opened: Permission denied; give a path"):
+            Journal(tmp_path / "journal")
+    monkeypatch.setattr(journal_module.os, "pread", broken)
+    with pytest.raises(ConfigError, match="cannot be read: Input/output error"):
+        Journal(tmp_path / "journal")
+
+
+def test_a_server_starts_on_a_full_disk_and_refuses_only_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh = tmp_path / "fresh"
+    with monkeypatch.context() as patch:
+        Disk(patch, 0)
+        with Journal(fresh) as journal:
+            store = JobStore(journal)
+            with pytest.raises(JournalFull, match=r"No space left on device.*free some space"):
+                store.create("a", [b"1"])
+            assert not store.jobs
+    assert "takes no jobs (No space left on device)" in caplog.text
+    with Journal(fresh) as journal:
+        JobStore(journal).create("a", [b"1"])
+    whole = fresh.read_bytes()
+    fresh.write_bytes(torn := whole + whole[len(MAGIC) : -1])
+    with monkeypatch.context() as patch:
+        Disk(patch, 0)
+        with Journal(fresh) as journal:  # there is no room for the torn tail: nothing is cut off, and nothing is taken
+            store = JobStore(journal)
+            assert list(store.jobs) == ["a"] and fresh.read_bytes() == torn
+            with pytest.raises(JournalFull):
+                store.create("b", [b"1"])
+            store.close()
+        assert fresh.read_bytes() == torn and not list(tmp_path.glob("*.torn*"))
+    with Journal(fresh) as journal:
+        assert list(JobStore(journal).jobs) == ["a"] and journal.aside is not None
 
 
 def test_a_foreign_file_is_not_touched(tmp_path: Path) -> None:

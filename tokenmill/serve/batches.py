@@ -22,7 +22,7 @@ log = logging.getLogger("tokenmill.serve")
 PARALLEL = 16  # requests of one batch at a time: the others of its class must also get their turn
 MOST = 256  # requests of all batches together
 WINDOW = 24 * 3600.0  # seconds after which a batch does not try any longer
-_LATER = (429, 503)  # the server has no room for it now
+LATER = (429, 503)  # the server has no room for it now
 _PATIENCE = 5.0  # seconds, where the server does not say
 _NO_ROOM = msgspec.json.encode(
     openai_shape(HttpError(413, "there is no room to keep this answer; delete files and batches", "storage_full"))
@@ -49,12 +49,20 @@ class Batches:
     def start(self) -> None:
         """Go on with what an earlier process left."""
         for job in self.store.unfinished():
-            self.begin(job)
+            if about(job)["kind"] == "file":  # a process died before it was complete, and nobody was told of it
+                self.store.forget(job.id)
+            else:
+                self.begin(job)
 
     def begin(self, job: Job) -> None:
         task = asyncio.get_running_loop().create_task(self._work(job))
         self._tasks[job.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
+        task.add_done_callback(lambda _: self._left(job, task))
+
+    def _left(self, job: Job, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(job.id, None)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("batch %s stops", job.id, exc_info=problem)
 
     async def cancel(self, job: Job) -> None:
         """End a job; what it has by now is kept. Raises JournalFull where the disk does not know that it ended."""
@@ -101,7 +109,7 @@ class Batches:
         while True:
             async with self._room:
                 status, wait, said = await self._ask(job, endpoint, body)
-            if status not in _LATER or self._clock() > job.created + WINDOW:
+            if status not in LATER or self._clock() > job.created + WINDOW:
                 break
             await asyncio.sleep(_PATIENCE if wait is None else wait)
         if self.store.stored[job.owner] + len(said) > self._most_bytes:

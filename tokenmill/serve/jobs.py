@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import msgspec
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.serve.journal import Journal, JournalFull
+
+log = logging.getLogger("tokenmill.serve")
 
 WASTE = 64 * 1024 * 1024  # bytes of a journal below which it is not rewritten
 
@@ -89,9 +92,29 @@ class JobStore:
         self._journal = journal
         self._clock = clock
         if journal is not None:
-            for record in journal.recovered:
+            self._recover(journal)
+
+    def _recover(self, journal: Journal) -> None:
+        """Take in what earlier processes wrote. What cannot be understood (another version's, or of a job whose own
+        record was lost) is set aside."""
+        strange = []
+        for record in journal.recovered:
+            try:
                 self._apply(_decoder.decode(record))
-            journal.recovered = []
+            except (msgspec.MsgspecError, KeyError):
+                strange.append(record)
+        journal.recovered = []
+        if not strange:
+            return
+        try:
+            journal.set_aside(strange)
+            journal.rewrite(self._records())
+        except JournalFull as full:  # it is tried again at the next start
+            log.error("%s", full)
+        log.warning(
+            "the journal %s has %d records that this tokenmill cannot use: they are in %s",
+            journal.path, len(strange), journal.aside or "it still",
+        )  # fmt: skip
 
     def create(self, id: str, items: list[bytes], about: bytes = b"", owner: str = "") -> Job:
         if id in self.jobs:

@@ -125,6 +125,8 @@ def add_key(file: Path, tenant: str, limits: dict[str, Any]) -> str:
     with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as new:
         json.dump({"tenants": tenants}, new, indent=2)
         new.write("\n")
+        new.flush()
+        os.fsync(new.fileno())  # else a crash of the machine could leave an empty file in the place of the old one
     beside.replace(file)
     return key
 
