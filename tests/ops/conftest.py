@@ -42,3 +42,25 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def fixed_order_of_sums(triton_device, monkeypatch):
+    """The interpreter adds up a dot's products in one order: a row's bits are the kernel's doing, not the BLAS's.
+
+    numpy's product, which it would take, adds in an order that depends on the CPU, on the shape, and on where in a
+    tile a row lies. Here products are made one by one and halves of the inner dimension added: only elementwise ops.
+    """
+    if triton_device != "cpu":
+        return  # a GPU's tensor cores do as the test expects, or the kernel is wrong
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        assert all(not one.dtype.is_floating() or one.dtype.primitive_bitwidth > 8 for one in (a, b)), "not done here"
+        left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        sums = left[..., :, :, None] * right[..., None, :, :]  # [rows, inner, columns]
+        while (inner := sums.shape[-2]) > 1:  # Triton's dimensions are powers of two
+            sums = sums[..., : inner // 2, :] + sums[..., inner // 2 :, :]
+        return interpreter.TensorHandle(sums[..., 0, :] + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -13,7 +13,7 @@ from tokenmill.ops import reference
 from tokenmill.ops.types import AttentionBatch, Mask
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")
+pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory", "fixed_order_of_sums")
 # The interpreter's dot takes bfloat16 for integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 MASKS = [Mask(), Mask(window=5), Mask(window=90), Mask(window=40, sinks=3), Mask(softcap=2.0)]
