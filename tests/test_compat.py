@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ def test_common_options_of_other_engines_are_understood() -> None:
     )  # fmt: skip
     assert (config.dtype, config.cuda_graphs, config.gpu_memory_utilization) == ("float16", False, 0.8)
     assert EngineConfig.from_options(dtype=torch.bfloat16).dtype == "bfloat16"
+    assert EngineConfig.from_options(download_dir="/models").cache_dir == "/models"
+    assert EngineConfig.from_options(cache_dir=Path("/models")).cache_dir == "/models"
     assert EngineConfig.from_options(kv_cache_dtype="half").kv_cache_dtype == "float16"
     assert EngineConfig.from_options(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8_e5m2'; it must be one of auto, float32"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,11 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
     if "tokenizer" in found:
         own = (None, found.get("model", "default"))
         _check_neutral("tokenizer", found.pop("tokenizer"), own, "the tokenizer comes with the model")
+    if "download_dir" in found:
+        wanted = found.pop("download_dir")
+        found.setdefault("cache_dir", wanted)
+    if isinstance(folder := found.get("cache_dir"), os.PathLike):
+        found["cache_dir"] = os.fspath(folder)
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))
     if isinstance(wanted := found.get("quantization"), str):

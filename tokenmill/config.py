@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tokenmill.cache import root
 from tokenmill.compat import did_you_mean, translate
 from tokenmill.errors import ConfigError
 from tokenmill.quant.forms import STORED, parse_layout
@@ -54,6 +55,7 @@ class EngineConfig:
     ops: str | dict[str, str] | None = None  # implementation to prefer: for all ops, or per op
     skip_tokenizer_init: bool = False
     seed: int = 0
+    cache_dir: str | None = None  # where downloads and builds are kept; unset: TOKENMILL_CACHE and so on (cache.py)
 
     def __post_init__(self) -> None:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
@@ -90,6 +92,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be a number of milliseconds above 0, or unset")
         if self.slo_ttft_ms is not None and self.slo_itl_ms is None:
             raise ConfigError("slo_ttft_ms is weighed against slo_itl_ms; set that, too")
+        if self.cache_dir is not None:
+            if not isinstance(self.cache_dir, str):
+                raise ConfigError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder, or unset")
+            root(self.cache_dir)  # refuses an empty one
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
         if self.block_size is not None and self.block_size & (self.block_size - 1):

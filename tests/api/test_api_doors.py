@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tokenmill"
-LOW = ("tokenmill.errors", "tokenmill.compat")
+LOW = ("tokenmill.errors", "tokenmill.compat", "tokenmill.cache")
 FORMS = ("quant.forms", "sampling.structured", "sampling.records")
 # What an engine needs of the two rooms that have a floor above it.
 PLAN = tuple(f"tokenmill.plan.{name}" for name in ("solve", "memory", "hardware"))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from tokenmill.ops.native.matrix import FORMS, OF_GGUF
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(library, "cache_dir", lambda: tmp_path)
-    found = library.load.__wrapped__()
+    monkeypatch.setattr(library, "_loaded", [])
+    found = library.load.__wrapped__(cache_dir=tmp_path)
     assert isinstance(found, str) and "no C++ compiler" in found and "no-such-compiler" in found
 
 
@@ -44,6 +45,8 @@ def test_the_fingerprint_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_builds_that_nobody_loads_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """When a new one is made; what was loaded within a month stays, and so does what is no build."""
+    tmp_path /= "native"
+    tmp_path.mkdir()
     long_ago, lately = time.time() - 40 * 86400, time.time() - 20 * 86400
     folders = {name: tmp_path / name for name in ("0" * 16, "1" * 16, "2" * 16, "notes")}
     for folder in folders.values():
@@ -55,7 +58,7 @@ def test_builds_that_nobody_loads_are_forgotten(monkeypatch: pytest.MonkeyPatch,
     os.utime(folders["notes"] / build.LIBRARY, (long_ago, long_ago))
     os.utime(folders["1" * 16], (long_ago, long_ago))  # the library's time counts
     os.utime(folders["2" * 16], (long_ago, long_ago))  # a build that never ended
-    monkeypatch.setattr(library, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(library, "_loaded", [])
     monkeypatch.setattr(build, "fingerprint", lambda: "f" * 16)
 
     def compile_library(target: Path, tell: object) -> None:
@@ -65,9 +68,81 @@ def test_builds_that_nobody_loads_are_forgotten(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(build, "compile_library", compile_library)
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))  # so that no packaged one is found
-    library.load.__wrapped__()
+    library.load.__wrapped__(cache_dir=tmp_path.parent)
     assert {path.name for path in tmp_path.iterdir()} == {"1" * 16, "f" * 16, "notes"}
-    assert (tmp_path / ("f" * 16) / build.LIBRARY).stat().st_mtime > lately  # touched when loaded
+    library.load.__wrapped__(cache_dir=tmp_path.parent)
+    assert (tmp_path / ("f" * 16) / build.LIBRARY).stat().st_mtime > lately  # touched when found
+
+
+@pytest.fixture
+def quick_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Path]]:
+    """Builds take no time, and temporary folders are of this test; yields where was built."""
+    made: list[Path] = []
+
+    def compile_library(target: Path, tell: object) -> None:
+        made.append(target)
+        target.parent.mkdir(parents=True)
+        target.write_bytes(b"a library")
+
+    def opened(path: Path) -> library.Library:
+        found = object.__new__(library.Library)
+        found.path, found.note = path, None
+        return found
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    monkeypatch.setattr(library, "_open", opened)
+    monkeypatch.setattr(library, "_loaded", [])
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield made
+
+
+def test_a_cache_that_cannot_be_written_leads_to_a_temporary_folder_and_says_so(
+    quick_build: list[Path], tmp_path: Path
+) -> None:
+    wanted = tmp_path / "file"
+    wanted.write_text("in the way")
+    found = library.load.__wrapped__(cache_dir=wanted)
+    (path,) = quick_build
+    assert isinstance(found, library.Library) and found.path == path
+    assert path.parts[: len(tmp_path.parts) + 1] == (tmp_path / f"tokenmill-{os.getuid()}").parts
+    assert library.where_else() == found.note and found.note is not None
+    assert str(wanted) in found.note and "TOKENMILL_CACHE" in found.note and str(path.parents[1]) in found.note
+    library._loaded.clear()
+    library.load.__wrapped__(cache_dir=wanted)
+    assert quick_build == [path]  # the next process finds it there
+
+
+def test_a_full_cache_leads_to_a_temporary_folder(
+    quick_build: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compile_library = build.compile_library
+
+    def full(target: Path, tell: object) -> None:
+        if target.is_relative_to(tmp_path / "cache"):
+            raise build.BuildError("c++ failed: fatal error: No space left on device")
+        compile_library(target, tell)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(build, "compile_library", full)
+    found = library.load.__wrapped__(cache_dir=tmp_path / "cache")
+    assert isinstance(found, library.Library) and found.path == quick_build[0]
+    assert found.note is not None and f"no room for the native CPU library in {tmp_path / 'cache'}" in found.note
+
+
+def test_what_lies_in_a_cache_that_can_only_be_read_is_used(
+    quick_build: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library.load.__wrapped__(cache_dir=tmp_path / "cache")
+    library._loaded.clear()
+    monkeypatch.setattr(library, "writable_or_temporary", lambda *_: pytest.fail("nothing need be written"))
+    found = library.load.__wrapped__(cache_dir=tmp_path / "cache")
+    assert isinstance(found, library.Library) and found.note is None and len(quick_build) == 1
+
+
+def test_a_process_has_one_library(quick_build: list[Path], tmp_path: Path) -> None:
+    """Its ops ask for it without a folder: they must get the one that an engine loaded from its own."""
+    found = library.load.__wrapped__(cache_dir=tmp_path / "cache")
+    assert library.load.__wrapped__() is found and len(quick_build) == 1
 
 
 def test_levels_that_the_assembler_does_not_know_are_left_out() -> None:

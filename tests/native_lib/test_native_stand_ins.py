@@ -25,6 +25,7 @@ from test_native_matrix import (  # noqa: F401  run again in this module, with t
     test_segments_of_several_forms_bias_and_strided_inputs,
 )
 
+from tokenmill.cache import native_dir
 from tokenmill.ops.native import build, library
 from tokenmill.ops.native.matrix import OF_GGUF, PackedMatrix
 
@@ -42,7 +43,7 @@ def native() -> Iterator[library.Library]:
     levels = [dataclasses.replace(level, kernels=_KERNELS.get(n, ())) for n, level in enumerate(build.LEVELS["x86_64"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "LEVELS", {"x86_64": tuple(levels)})
-        path = library.cache_dir() / build.fingerprint(STAND_IN) / build.LIBRARY
+        path = native_dir() / build.fingerprint(STAND_IN) / build.LIBRARY
         if not path.is_file():
             build.compile_library(path, extra=STAND_IN)
     found = library.Library(path)

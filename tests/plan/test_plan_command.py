@@ -149,7 +149,7 @@ def test_the_blocks_of_a_gguf_file_are_not_called_floats(default_model):
 
 
 def test_the_machine_is_measured_with_the_weights_as_stored_and_a_log_is_told(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("tokenmill.model.weights.source.default_cache_dir", lambda: tmp_path / "models")
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
     monkeypatch.setattr("tokenmill.plan.calibrate.BUDGET", 0.01)
     monkeypatch.setattr("tokenmill.cli.plan.EVERY", 0.0)
     done = run(str(small), *TINY)
@@ -245,7 +245,7 @@ def test_serve_takes_a_file_and_what_is_typed_wins(tmp_path, monkeypatch, tiny_m
 
 
 def test_a_calibration_is_made_once_and_kept(tmp_path, monkeypatch, tiny_model):
-    monkeypatch.setattr("tokenmill.model.weights.source.default_cache_dir", lambda: tmp_path / "models")
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
     monkeypatch.setattr("tokenmill.plan.calibrate.BUDGET", 0.01)
     config = EngineConfig(model=tiny_model, load_format="dummy", device="cpu", skip_tokenizer_init=True)
     first = calibrate(config)

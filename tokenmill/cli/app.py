@@ -38,8 +38,8 @@ class QuietGroup(TyperGroup):
                 raise
             note(f"error: {error}")
             raise typer.Exit(WRONG_USE if isinstance(error, InvalidRequest | ConfigError) else FAILED) from None
-        except KeyboardInterrupt:
-            note("")
+        except KeyboardInterrupt as stop:
+            note(str(stop))  # what was under way may have something to say; an empty line otherwise
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             # The interpreter flushes stdout on its way out and would complain about the closed pipe.

@@ -10,7 +10,7 @@ import typer
 from tokenmill.cli.bench_cpu import cpu
 from tokenmill.cli.bench_offline import latency, offline
 from tokenmill.cli.bench_serve import serve
-from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, KVCacheDtype, Model, Quantization
+from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, KVCacheDtype, Model, Quantization
 from tokenmill.cli.terminal import check_writable, progress
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a model, a server, ops and steps on this machine.")
@@ -21,7 +21,7 @@ bench.command()(cpu)
 
 
 @bench.command()
-def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None) -> None:
+def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None, cache_dir: CacheDir = None) -> None:
     """Time every op at the model's shapes, against this machine's measured ceilings. Reads only the model's config."""
     from tokenmill.bench.ops import bench_ops
     from tokenmill.config import EngineConfig
@@ -47,6 +47,7 @@ def trace(
     dtype: Dtype = None,
     quantization: Quantization = None,
     kv_cache_dtype: KVCacheDtype = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Write Chrome traces and pictures of decode steps, and of steps that take in a new prompt beside them."""
     check_writable(folder=out)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.cli.options import DEFAULT_MODEL, Model
+from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Model
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
@@ -38,6 +38,7 @@ def cpu(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --scaling: folder for the charts (SVG).")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Compare with other engines on this CPU: one interleaved run, medians and spread.
 
@@ -113,9 +114,9 @@ def _model(model: str) -> tuple[Path, int, str]:
 
 def _forms(model: Path) -> Path:
     """Other forms of a file's weights are kept beside the downloaded models."""
-    from tokenmill.model.weights.source import default_cache_dir
+    from tokenmill.cache import figures_dir
 
-    return default_cache_dir().parent / "bench" / model.stem
+    return figures_dir("bench") / model.stem
 
 
 def _peer(word: str) -> tuple[str, str]:

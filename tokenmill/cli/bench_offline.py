@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, Device, Dtype, KVCacheDtype, MaxModelLen, Quantization
+from tokenmill.cli.options import (
+    DEFAULT_MODEL,
+    MODEL_HELP,
+    CacheDir,
+    Device,
+    Dtype,
+    KVCacheDtype,
+    MaxModelLen,
+    Quantization,
+)
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
@@ -45,6 +54,7 @@ def offline(
     quantization: Quantization = None,
     kv_cache_dtype: KVCacheDtype = None,
     load_format: LoadFormat = "auto",
+    cache_dir: CacheDir = None,
 ) -> None:
     """Measure the throughput of LLM.generate: all requests are there from the start."""
     from tokenmill.bench.achieved import work_of
@@ -102,6 +112,7 @@ def latency(
     quantization: Quantization = None,
     kv_cache_dtype: KVCacheDtype = None,
     load_format: LoadFormat = "auto",
+    cache_dir: CacheDir = None,
 ) -> None:
     """Measure one batch at a time: first token, time per token, every step."""
     from tokenmill.bench.charts import draw

@@ -12,7 +12,7 @@ import typer
 
 from tokenmill.cli import bench_options as given
 from tokenmill.cli.bench_live import live
-from tokenmill.cli.options import DEFAULT_MODEL, Device, Dtype, MaxModelLen, Model
+from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, MaxModelLen, Model
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
@@ -94,6 +94,7 @@ def serve(
     slo_itl_ms: Annotated[float | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
     load_format: Annotated[str, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = "auto",
+    cache_dir: CacheDir = None,
 ) -> None:
     """Put load on a server and print throughput, latencies and errors.
 

@@ -31,6 +31,7 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KVCacheDtype = None,
+    cache_dir: options.CacheDir = None,
 ) -> None:
     """Talk with a model; /help lists what can be typed besides messages."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)

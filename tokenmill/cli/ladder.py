@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, Device, Dtype
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, CacheDir, Device, Dtype
 from tokenmill.cli.terminal import note, progress
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def ladder(
     load_format: Annotated[
         str, typer.Option(help="dummy: random weights, only the config is read.", rich_help_panel=_WHERE)
     ] = "auto",
+    cache_dir: CacheDir = None,
 ) -> None:
     """Climb from no KV cache and one request at a time to all techniques, on the same requests.
 

@@ -6,7 +6,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from tokenmill.cache import root
 from tokenmill.cli.terminal import note
+from tokenmill.errors import TokenmillError
 
 HISTORY_LINES = 1000
 
@@ -17,7 +19,8 @@ class LineReader:
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if self.interactive:
-            _keep_history(Path.home() / ".cache" / "tokenmill" / "chat_history")
+            with suppress(TokenmillError):  # no home, no history
+                _keep_history(root() / "chat_history")
 
     def read(self) -> str:
         """One message without surrounding space; a backslash at the end of a line continues it in the next."""

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from tokenmill.cli import options
 from tokenmill.cli.terminal import note, size
 
 
 def models(
     remove: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this model's files.")] = None,
+    cache_dir: options.CacheDir = None,
 ) -> None:
     """List the models in the cache with their sizes, or remove one."""
     from tokenmill.model.weights import source

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenmill import cache
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import InvalidRequest
 
@@ -65,6 +67,36 @@ KVCacheDtype = Annotated[
     ),
 ]
 
+
+def _use_cache_dir(context: typer.Context, folder: str | None) -> str | None:
+    """What is typed holds for this process and for those it starts (engines, workers), as the variables would."""
+    if folder is not None and not context.resilient_parsing:
+        chosen = cache.environment(folder)
+        before = {name: os.environ.get(name) for name in chosen}
+        os.environ.update(chosen)
+
+        def restore() -> None:  # a caller that goes on after this command has its own environment again
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+        context.call_on_close(restore)
+    return folder
+
+
+CacheDir = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Where downloads and builds are kept; unset: TOKENMILL_CACHE, or tokenmill in XDG_CACHE_HOME or ~/.cache.",
+        callback=_use_cache_dir,
+        rich_help_panel=_WHERE,
+        show_default=False,
+    ),
+]
+
 LOAD = "How much, how long"
 Policy = Annotated[
     str | None,
@@ -99,6 +131,7 @@ def open_llm(model: str, **chosen: Any) -> LLM:
     """Load the model for one conversation; what is None is left to the engine to solve."""
     with progress() as report:
         from tokenmill import LLM  # torch comes with it, so it waits until options are known to be good
+        from tokenmill.ops.native.library import where_else
 
         llm = LLM(
             model=model,
@@ -109,4 +142,6 @@ def open_llm(model: str, **chosen: Any) -> LLM:
         )
     if llm.slower is not None:
         note(f"the native CPU library is {llm.slower}")
+    elif (elsewhere := where_else()) is not None:
+        note(f"({elsewhere})")
     return llm

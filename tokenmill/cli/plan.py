@@ -56,6 +56,7 @@ def plan(
         Path | None, typer.Option(help="Write the settings for `serve --config` (.toml, .json).", rich_help_panel=_OUT)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.", rich_help_panel=_OUT)] = False,
+    cache_dir: options.CacheDir = None,
 ) -> None:
     """Choose precision, division over GPUs, batch and step sizes for a workload, with reasons and runners-up.
 

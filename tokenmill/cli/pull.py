@@ -12,6 +12,7 @@ from tokenmill.cli.terminal import progress
 
 def pull(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    cache_dir: options.CacheDir = None,
 ) -> None:
     """Download a MODEL, so that it starts without a network later."""
     from tokenmill.model.weights.source import resolve

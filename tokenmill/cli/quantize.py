@@ -71,6 +71,7 @@ def quantize(
     gsm8k: Annotated[Path | None, typer.Option(help="GSM8K questions (JSONL).", rich_help_panel=_REPORT)] = None,
     questions: Annotated[int, typer.Option(min=1, help="How many of them.", rich_help_panel=_REPORT)] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_REPORT)] = False,
+    cache_dir: options.CacheDir = None,
 ) -> None:
     """Quantize a MODEL and write it as compressed-tensors, or --report what that would cost.
 

@@ -33,6 +33,7 @@ def run(
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KVCacheDtype = None,
+    cache_dir: options.CacheDir = None,
 ) -> None:
     """Answer one PROMPT and exit.
 

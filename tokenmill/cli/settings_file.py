@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from tokenmill.errors import ConfigError, TokenmillError
 
 # Settings of the engine that a file gives as defaults of options; what else it has for the engine is taken as it is.
-SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format")
+SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format", "cache_dir")
 _KINDS = {int: "a whole number", float: "a number"}
 _TABLES = "tokenmill.tables"  # what the file holds, in the context's notes
 

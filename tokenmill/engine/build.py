@@ -58,7 +58,7 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
     device = choose_device(config.device)
-    files = resolve(config.model, progress=tell)
+    files = resolve(config.model, progress=tell, cache_dir=config.cache_dir)
     checkpoint, model_config = open_checkpoint(config, files)
     spec = spec_from_config(model_config)
     dtype, dtype_why = choose_dtype(config.dtype, spec, device)
@@ -225,7 +225,7 @@ def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, t
     """The native library for a model on a CPU, built first where it must be; why not, or None where nobody asked."""
     if device.type != "cpu" or dtype != torch.float32 or config.ops not in (None, "native") or config.batch_invariant:
         return None
-    native = load_native(tell)
+    native = load_native(tell, config.cache_dir)
     if isinstance(native, Library):
         native.threads = torch.get_num_threads()
     return native
@@ -305,7 +305,8 @@ def _native_lines(native: Library | str | None, slower: str | None) -> list[str]
         return [f"native       {slower}"]
     if not isinstance(native, Library):
         return []
-    return [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads"]
+    elsewhere = f"; {native.note}" if native.note is not None else ""
+    return [f"native       {LEVEL_NAMES[native.level]}, {native.threads} threads{elsewhere}"]
 
 
 def _ops_lines(ops: Ops) -> list[str]:

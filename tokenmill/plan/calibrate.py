@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.cache import figures_dir
 from tokenmill.plan.cost import CostModel, Form, Rates
 from tokenmill.plan.fit import Fitted, fit
 from tokenmill.plan.hardware import Hardware
@@ -164,10 +165,8 @@ def _stored(linear: Any) -> int:
 
 
 def kept_at(config: EngineConfig, hardware: Hardware) -> Path:
-    from tokenmill.model.weights.source import default_cache_dir
-
     known = json.dumps([VERSION, _machine(hardware), _settings(config)], sort_keys=True)
-    return default_cache_dir().parent / "plan" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    return figures_dir("plan", config.cache_dir) / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def load_tokenizer(config: EngineConfig, progress: Progress | None) -> Tokenizer
     """Reads it from the model's files, which are downloaded first if need be: the engine will find them here."""
     from tokenmill.model.weights.source import resolve
 
-    files = resolve(config.model, progress=progress)
+    files = resolve(config.model, progress=progress, cache_dir=config.cache_dir)
     if files.kind == "directory":
         return Tokenizer.from_directory(files.path)
     from tokenmill.engine import build

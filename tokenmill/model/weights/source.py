@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tokenmill.cache import Chosen, hub_dir, models_dir
 from tokenmill.errors import ModelError
 from tokenmill.model.weights import default_model, hub
 
@@ -39,13 +40,12 @@ class CachedModel:
     size: int  # bytes on disk
 
 
-def resolve(
-    model: str | Path | None = None, progress: Progress | None = None, cache_dir: Path | None = None
-) -> ModelFiles:
-    """The files of `model`, downloaded first if they are not here yet."""
+def resolve(model: str | Path | None = None, progress: Progress | None = None, cache_dir: Chosen = None) -> ModelFiles:
+    """The files of `model`, downloaded first if they are not here yet. Where to: tokenmill/cache.py."""
+    progress = _unfailing(progress) if progress is not None else _ignore
     name = "default" if model is None else str(model)
     if name.lower() in _DEFAULT_NAMES:
-        path = default_model.ensure(cache_dir or default_cache_dir(), progress or _ignore)
+        path = default_model.ensure(models_dir(cache_dir), progress)
         return ModelFiles("gguf", path, default_model.NAME)
     local = Path(name).expanduser()
     if name and local.exists():
@@ -57,39 +57,32 @@ def resolve(
         raise ModelError(
             f"model {name!r} is neither a file nor a directory here, nor a hub name such as org/name; {hint}"
         )
-    return _from_hub(match["repo"], match["file"], progress or _ignore, cache_dir)
+    return _from_hub(match["repo"], match["file"], progress, hub_dir(cache_dir))
 
 
-def list_cached(cache_dir: Path | None = None) -> list[CachedModel]:
+def list_cached(cache_dir: Chosen = None) -> list[CachedModel]:
     """The models that were downloaded to this machine."""
     found = []
-    default = default_model.location(cache_dir or default_cache_dir())
+    default = default_model.location(models_dir(cache_dir))
     if default.is_file():
         found.append(CachedModel(default_model.NAME, default, default.stat().st_size))
-    found += [CachedModel(*entry) for entry in hub.list_cached(cache_dir)]
+    found += [CachedModel(*entry) for entry in hub.list_cached(hub_dir(cache_dir))]
     return found
 
 
-def remove(name: str, cache_dir: Path | None = None) -> None:
+def remove(name: str, cache_dir: Chosen = None) -> None:
     """Deletes a downloaded model."""
     if name.lower() in _DEFAULT_NAMES:
-        folder = default_model.location(cache_dir or default_cache_dir()).parent
+        folder = default_model.location(models_dir(cache_dir)).parent
         if folder.is_dir():
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise ModelError(f"{folder} cannot be removed ({error.strerror or error})") from None
             return
-    elif hub.remove(name, cache_dir):
+    elif hub.remove(name, hub_dir(cache_dir)):
         return
     raise ModelError(f"model {name!r} is not in the cache; `tokenmill models` lists those that are")
-
-
-def default_cache_dir() -> Path:
-    """Where this platform keeps what can be downloaded again."""
-    home = Path.home()
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "tokenmill" / "models"
-    if sys.platform == "win32":
-        return home / "AppData" / "Local" / "tokenmill" / "models"
-    return home / ".cache" / "tokenmill" / "models"
 
 
 def _local(path: Path) -> ModelFiles:
@@ -108,7 +101,7 @@ def _local(path: Path) -> ModelFiles:
     return ModelFiles("gguf", files[0], files[0].stem)
 
 
-def _from_hub(repo: str, file: str | None, progress: Progress, cache_dir: Path | None) -> ModelFiles:
+def _from_hub(repo: str, file: str | None, progress: Progress, cache_dir: Path) -> ModelFiles:
     if file is not None:
         return ModelFiles("gguf", hub.download_file(repo, file, progress, cache_dir), f"{repo}:{file}")
     folder = hub.download_model(repo, progress, cache_dir)
@@ -117,6 +110,16 @@ def _from_hub(repo: str, file: str | None, progress: Progress, cache_dir: Path |
             f"{repo} has no config.json with safetensors weights; if it holds GGUF files, name one as {repo}:FILE.gguf"
         )
     return ModelFiles("directory", folder, repo)
+
+
+def _unfailing(progress: Progress) -> Progress:
+    """Who shows progress may fail (a terminal that is gone, say); the download does not."""
+
+    def tell(done: int, total: int, what: str) -> None:
+        with contextlib.suppress(Exception):
+            progress(done, total, what)
+
+    return tell
 
 
 def _ignore(done: int, total: int, what: str) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from tokenmill.cache import Chosen, Folder, cannot_keep, native_dir, temporary, writable_or_temporary
+from tokenmill.errors import ConfigError
 from tokenmill.ops.native import build
 
 LEVEL_NAMES = ("baseline", "AVX2", "AVX-VNNI", "AVX-512", "AVX-512 VNNI", "AMX")  # src/ops.h
+
+WHAT = "the native CPU library"
 
 Tell = Callable[[int, int, str], None]  # done, in all, what
 
@@ -22,6 +26,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.note: str | None = None  # why it is kept where nobody wanted it
         self.c = ctypes.CDLL(str(path))
         self.c.tm_run.argtypes = [ctypes.c_uint32, ctypes.c_void_p]
         self.c.tm_run.restype = ctypes.c_int
@@ -71,21 +76,21 @@ class Library:
 
 
 @lru_cache
-def load(tell: Tell | None = None) -> Library | str:
+def load(tell: Tell | None = None, cache_dir: Chosen = None) -> Library | str:
     """The library, or one sentence that says why there is none. Builds it first where only its sources are there."""
+    if _loaded:
+        return _loaded[0]
     packaged = Path(__file__).parent / "lib" / build.LIBRARY
-    if packaged.is_file():
-        return _open(packaged)
     try:
-        cached = cache_dir() / build.fingerprint() / build.LIBRARY
-        if not cached.is_file():
-            build.compile_library(cached, tell and (lambda done, total: tell(done, total, "compiling CPU kernels")))
-            build.forget_unused(cache_dir(), keep=cached.parent)
+        found = _open(packaged) if packaged.is_file() else _built(tell, cache_dir)
     except (build.BuildError, OSError) as error:
         return f"the native CPU library could not be built: {error}"
-    with contextlib.suppress(OSError):  # a folder of somebody else's can be read all the same
-        os.utime(cached)  # builds that nobody loads are forgotten after a while
-    return _open(cached)
+    if isinstance(found, Library):
+        _loaded.append(found)
+    return found
+
+
+_loaded: list[Library] = []  # a process has one, wherever it was found: its threads are for all
 
 
 def library() -> Library:
@@ -96,11 +101,40 @@ def library() -> Library:
     return found
 
 
-def cache_dir() -> Path:
-    """Where this platform keeps what can be made again."""
-    home = Path.home()
-    base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
-    return base / "tokenmill" / "native"
+def where_else() -> str | None:
+    """Why the library is kept in a temporary folder, if it is, and what to do."""
+    return _loaded[0].note if _loaded else None
+
+
+def _built(tell: Tell | None, cache_dir: Chosen) -> Library | str:
+    """Out of the cache, where it is made first if need be; of a cache that can only be read, what is there is used."""
+    name = build.fingerprint()
+    with contextlib.suppress(ConfigError):  # no home: a temporary folder is left
+        cached = native_dir(cache_dir) / name / build.LIBRARY
+        if cached.is_file():
+            with contextlib.suppress(OSError):  # a folder of somebody else's can be read all the same
+                os.utime(cached)  # builds that nobody loads are forgotten after a while
+            return _open(cached)
+    folder = writable_or_temporary("native", WHAT, cache_dir)
+    try:
+        found = _made(folder, name, tell)
+    except (build.BuildError, OSError) as error:
+        if folder.note is not None or "No space left" not in str(error):
+            raise
+        full = cannot_keep(WHAT, folder.path, OSError(errno.ENOSPC, "No space left on device"))
+        folder = temporary("native", folder.path, full)
+        found = _made(folder, name, tell)
+    if isinstance(found, Library):
+        found.note = folder.note
+    return found
+
+
+def _made(folder: Folder, name: str, tell: Tell | None) -> Library | str:
+    target = folder.path / name / build.LIBRARY
+    if not target.is_file():
+        build.compile_library(target, tell and (lambda done, total: tell(done, total, "compiling CPU kernels")))
+        build.forget_unused(folder.path, keep=target.parent)
+    return _open(target)
 
 
 def _open(path: Path) -> Library | str:
