@@ -66,6 +66,11 @@ class FaultyRunner(SimulatedRunner):
 def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Served:
     plan = json.loads(config.model)
     tell(0, 1, "loading weights")
+    if (gate := plan.get("gate")) is not None:  # a file that says when to go on, after what is told here
+        for what, done, total in plan["stages"]:
+            tell(done, total, what)
+        while not os.path.exists(gate):
+            time.sleep(0.005)
     if plan.get("refuse"):
         raise ConfigError(plan["refuse"])
     if (fuse := plan.get("fuse")) is not None:  # a file with the number of starts that still work

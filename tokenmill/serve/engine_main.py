@@ -32,6 +32,7 @@ from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 from tokenmill.serve import precedence, wire
 from tokenmill.serve.flight import FlightRecorder
 from tokenmill.serve.inside import stats_of, view_of
+from tokenmill.serve.stage import STARTING
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import Built
@@ -98,7 +99,7 @@ def main(build: Builder | None = None) -> int:
 
 def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Served:
     """The real engine; torch is imported here."""
-    tell(0, 0, "starting")
+    tell(0, 0, STARTING)
     from tokenmill.engine.build import build, choose_device
     from tokenmill.engine.runner.torch_runner import TorchRunner
     from tokenmill.serve.embedder import Embedder
@@ -199,11 +200,15 @@ class EngineLoop:
 
     def _obey(self) -> bool:
         """Do what was asked for until now; sleep while there is nothing else to do. False: stop."""
+        until = time.monotonic() + self.engine.patience()
         for _ in range(MOST_MESSAGES):
             idle = not self.engine.has_work and not self._to_embed
             if idle and not self._rested:
                 self._rested = True
                 self._beat()
+            left = until - time.monotonic()
+            if not idle and left > 0:
+                self._socket.poll(int(left * 1000))
             try:
                 data = self._socket.recv(0 if idle else zmq.NOBLOCK)
             except zmq.Again:
@@ -323,17 +328,20 @@ class _WatchedRunner:
 
 
 class _Teller:
-    """Passes on how far loading has come, not more often than anybody looks."""
+    """Passes on how far loading has come, not more often than anybody looks. Any thread may call it."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._last = 0.0
+        self._what = ""
+        self._lock = threading.Lock()  # a socket is for one thread at a time
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        now = time.monotonic()
-        if now - self._last >= 0.1 or done >= total:
-            self._last = now
-            self._socket.send(wire.encode(wire.Loading(done, total, what)))
+        with self._lock:
+            now = time.monotonic()
+            if what != self._what or now - self._last >= 0.1 or 0 < total <= done:
+                self._what, self._last = what, now
+                self._socket.send(wire.encode(wire.Loading(done, total, what)))
 
 
 def _die_with_parent() -> None:

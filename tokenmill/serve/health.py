@@ -18,17 +18,19 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Whether a request would be worked on now."""
+    """Whether a request would be worked on now; if not, what is being done about it and how far that is."""
     service = site_of(request).service
     able = service.route().ready()
     stats = service.stats()
     told = {
+        "status": "ok" if able else "unavailable" if stats.state == "ready" else stats.state,
         "ready": able,
         "state": stats.state,
         "breaker": stats.breaker,
         "active": stats.active,
         "queued": stats.queued,
         "restarts": stats.restarts,
+        **service.stages.told(),
     }
     return json_response(told, 200 if able else 503)
 

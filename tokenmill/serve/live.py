@@ -161,6 +161,7 @@ class Live:
         return {
             "model": self._site.name_of(service),
             "state": stats.state,
+            "stage": None if service.stages.now is None else str(service.stages.now),
             "degraded": service.route() is not service,
             "breaker": stats.breaker,
             "restarts": stats.restarts,

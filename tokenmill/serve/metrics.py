@@ -191,6 +191,12 @@ class _Books(Collector):
         for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
             finished.add_metric([reason], count)
         yield finished
+        stage = GaugeMetricFamily(
+            "tokenmill_start_progress", "Share done of what makes the engine ready; none: it is", labels=["stage"]
+        )
+        if (now := self._service.stages.now) is not None:
+            stage.add_metric([now.name], min(1.0, now.done / now.total) if now.total else 0.0)
+        yield stage
         build = GaugeMetricFamily("tokenmill_build_info", "What runs here", labels=["version", "model"])
         model = self._service.facts.model if hasattr(self._service, "facts") else ""  # not before it is loaded
         build.add_metric([__version__, model], 1)

@@ -90,8 +90,9 @@ def _page_or_words(page: Answer) -> Answer:
 
 def _words(request: Request) -> str:
     site = site_of(request)
+    stage = site.service.stages.now
     return (
-        f"tokenmill serves {site.name_of(site.service)}\n\n"
+        f"tokenmill serves {site.name_of(site.service)}{'' if stage is None else f' soon ({stage})'}\n\n"
         "Open this address in a browser to chat and to watch the engine.\n"
         "OpenAI's API is under /v1, Anthropic's at /v1/messages; /openapi.json describes all of it.\n"
         "/health/ready and /metrics tell how it fares.\n"

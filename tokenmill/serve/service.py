@@ -23,6 +23,7 @@ from tokenmill.serve.events import BeatEvent, Broadcast, EngineEvent, Event, Req
 from tokenmill.serve.remote import Loss, RemoteEngine
 from tokenmill.serve.served import Progress, ServedElsewhere, load_tokenizer
 from tokenmill.serve.settings import ServeSettings
+from tokenmill.serve.stage import Stages
 from tokenmill.serve.stream import Stream, Ticket
 from tokenmill.serve.supervisor import Supervisor
 
@@ -65,7 +66,7 @@ class Service:
         self._views: list[asyncio.Future[wire.View | None]] = []
         self._state = "starting"
         self._changed = asyncio.Event()  # a request ended
-        self._progress: Progress | None = None
+        self.stages = Stages()
         self._last_step = 0.0
         self._fruitless = 0  # engines in a row that were lost without having said anything
         self._load: tuple[float, Load] = (float("-inf"), Load())
@@ -75,9 +76,9 @@ class Service:
 
     async def start(self, progress: Progress | None = None) -> None:
         """Start the engine and return when it is ready. Raises ConfigError or ModelError with its own sentence."""
-        self._progress = progress
+        self.stages.progress = progress
         if not self.config.skip_tokenizer_init:
-            self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, progress)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self.stages.report)
         await self._supervisor.start()
 
     def set_engine_niceness(self, niceness: int) -> None:
@@ -262,8 +263,8 @@ class Service:
     _post: Callable[[wire.ToEngine], None] | None = None
 
     def engine_loading(self, message: wire.Loading) -> None:
-        if self._progress is not None and self._supervisor.generation == 1:
-            self._progress(message.done, message.total, message.what)
+        if self._state in ("starting", "restarting"):
+            self.stages.report(message.done, message.total, message.what)
 
     def engine_ready(self, hello: wire.Hello, send: Callable[[wire.ToEngine], None]) -> None:
         self.facts = hello
@@ -272,6 +273,7 @@ class Service:
             self._desk.front = Front(ServedElsewhere.by(hello, self._remote, self.tokenizer), self.config.seed)
         if self._state in ("starting", "restarting"):
             self._state = "ready"
+        self.stages.ready()
         self._last_step = self._remote.clock()
         self._post = send
         self._broadcast.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
@@ -294,6 +296,7 @@ class Service:
         self._post = None
         if self._state == "ready":
             self._state = "restarting"
+        self.stages.lost()
         self._books.lose_engine()
         self._fruitless += 1
         self._broadcast.emit(EngineEvent("died", now, loss.cause, self._supervisor.generation))
@@ -384,7 +387,7 @@ class Service:
 
     def _check_started(self) -> None:
         if self._state == "starting":
-            raise Unavailable("the model is being loaded; try again later", 5.0)
+            raise Unavailable(f"the server is starting ({self.stages.now}); try again later", 5.0)
 
     def _current_load(self) -> Load:
         """Computed anew a few times per second at most: a storm of refusals must not cost more than the work."""

@@ -71,7 +71,7 @@ function notice(text) {
 }
 
 function show(now) {
-  tellState(now.state);
+  tellState(now.state, now.stage);
   say("engine", now.state);
   say("engine-sub", now.degraded ? "a smaller model answers" : now.memory ? `${bytes(now.memory)} held` : "");
   say("running", count(now.running));

@@ -6,6 +6,7 @@ import { $, say } from "./dom.js";
 import { redraw, setUpLive, watchLive } from "./live.js";
 
 const LOOK_EVERY = 10_000; // milliseconds between two looks at the server's health, while the page is seen
+const LOOK_SOON = 1_000; // ... while its engine is being started
 
 function showView() {
   const live = location.hash === "#live";
@@ -43,30 +44,36 @@ function turnTheme() {
 
 const STATES = {
   ready: "ready",
-  starting: "loading the model",
+  starting: "starting",
   restarting: "engine restarting",
   draining: "shutting down",
   stopped: "stopped",
   offline: "offline, reconnecting",
 };
+const WAITING = ["starting", "restarting"];
 
-function showState(state) {
+function showState(state, stage) {
   $("status").dataset.state = state;
-  say("status-text", STATES[state] ?? state);
+  const said = STATES[state] ?? state;
+  say("status-text", stage && WAITING.includes(state) ? `${said}: ${stage}` : said);
 }
 
 let met = false;
+let soon = 0;
 
 async function look() {
   if (document.hidden) return;
-  let state = "offline";
+  let health = { state: "offline" };
   try {
     const response = await fetch("/health/ready", { cache: "no-store" });
-    state = (await response.json()).state;
+    health = await response.json();
   } catch {
     /* no server, or something else in its place */
   }
-  showState(state);
+  const { state } = health;
+  showState(state, health.message);
+  clearTimeout(soon);
+  if (WAITING.includes(state)) soon = setTimeout(look, LOOK_SOON);
   if (!met && state === "ready") {
     met = true;
     meetModel().catch(() => (met = false));
