@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tokenmill.ops.triton import activation, attention_fresh, gemm_small, launch, norm, quantize, rope, sample
 from tokenmill.ops.triton.attention import attention
 from tokenmill.ops.triton.gemm_small import GemvShape, choose_shape, counters_for, small_gemm
+from tokenmill.ops.triton.versions import ATTENTION, usable
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -321,7 +322,7 @@ def host() -> list[str]:
         (quantize, "_act_mul_kernel", eight.step),
         (attention_fresh, "_gather_kernel", lambda: attention(prompt, k_cache, v_cache, batch, Mask(), 0.09)),
     ]
-    if attention_fresh.has_hopper_kernel(torch.device("cuda", torch.cuda.current_device())):
+    if usable(ATTENTION, torch.device("cuda", torch.cuda.current_device())):
         wanted.append((attention_fresh._hopper(), "hopper_kernel", wanted[-1][2]))
     lines = [f"{'kernel':40s} {'Triton':>8s} {'cheap':>8s}   us of Python per launch"]
     for module, name, work in wanted:

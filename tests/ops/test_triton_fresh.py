@@ -82,8 +82,9 @@ def test_sinks_and_wide_dtypes_are_read_from_the_cache(triton_device):
 def test_hopper_kernel_equals_reference(dim, block_n, triton_device, monkeypatch):
     from tokenmill.ops.triton import attention_fresh
     from tokenmill.ops.triton.config import Tile
+    from tokenmill.ops.triton.versions import ATTENTION, usable
 
-    if not attention_fresh.has_hopper_kernel(torch.device(triton_device)):
+    if not usable(ATTENTION, torch.device(triton_device)):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(attention_fresh, "_GATHER", 64)
     shape = attention_fresh.Launch(Tile(128, block_n, 4, 2), hopper=True)

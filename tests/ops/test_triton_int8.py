@@ -80,10 +80,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others(triton_device):
 @pytest.mark.parametrize("size", [(70, 264, 528), (300, 520, 1040), (1200, 136, 400)], ids=str)
 def test_the_kernel_for_hopper_gives_the_same_bits(size, block_n, splits, triton_device):
     """Rows, columns and sums that fill no tile; parts that are not all of one length."""
-    from tokenmill.ops.triton.attention_fresh import has_hopper_kernel
     from tokenmill.ops.triton.gemm_small import small_gemm
+    from tokenmill.ops.triton.versions import EIGHT_BITS, usable
 
-    if not has_hopper_kernel(torch.device(triton_device)):
+    if not usable(EIGHT_BITS, torch.device(triton_device)):
         pytest.skip("the interpreter does not know its language")
     from tokenmill.ops.triton.gemm_hopper import HopperShape, hopper_gemm
 
@@ -167,7 +167,7 @@ def test_float8_goes_where_it_was_measured_fastest(rows, columns, inner, expecte
     from tokenmill.ops.triton import gemm_fp8, gemm_int8
 
     called = []
-    monkeypatch.setattr(gemm_int8, "has_hopper_kernel", lambda device: True)
+    monkeypatch.setattr(gemm_int8, "usable", lambda family, device: True)
     monkeypatch.setattr(gemm_fp8, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(gemm_fp8, "small_gemm", lambda *args, **given: called.append("small"))
     monkeypatch.setattr("tokenmill.ops.triton.gemm_hopper.hopper_gemm", lambda *args: called.append("hopper"))

@@ -86,14 +86,14 @@ def test_a_band_of_gate_and_up_is_not_activated():
 
 @pytest.mark.parametrize("hopper", [True, False])
 def test_other_gpus_and_releases_of_triton_go_another_way(monkeypatch, hopper):
-    from tokenmill.ops.triton import attention_fresh
+    from tokenmill.ops.triton import versions
     from tokenmill.quant import weight_only
 
     scheme = WeightOnly(Form("int4", 128))
     storage = scheme.allocate(64, 1024, torch.bfloat16, torch.device("cpu"))
     assert not scheme.fuses(storage, torch.bfloat16)
     monkeypatch.setattr(weight_only, "has_small_gemm", lambda device: True)
-    monkeypatch.setattr(attention_fresh, "has_hopper_kernel", lambda device: hopper)
+    monkeypatch.setattr(versions, "usable", lambda family, device: hopper)
     assert scheme.fuses(storage, torch.bfloat16) == hopper
     assert not scheme.fuses(storage, torch.float32)
 

@@ -139,9 +139,9 @@ class WeightOnly:
         """Whether one row has a kernel of its own, which norms its input and (gated) gates its result on the way."""
         if storage["weight"].dim() == 2 or not has_small_gemm(storage["weight"].device):
             return False
-        from tokenmill.ops.triton.attention_fresh import has_hopper_kernel
+        from tokenmill.ops.triton.versions import ONE_ROW, usable
 
-        if not has_hopper_kernel(storage["weight"].device):  # nor is there a language for it in every Triton
+        if not usable(ONE_ROW, storage["weight"].device):
             return False
         from tokenmill.ops.triton.gemm_one_row import takes
 

@@ -19,11 +19,9 @@ from tokenmill.ops.triton.kv_codes import as_kernels_take_it, load_decoded
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.numeric import tanh
 from tokenmill.ops.triton.paging import load_rows, score_scales
+from tokenmill.ops.triton.versions import ATTENTION, usable
 from tokenmill.ops.types import AttentionBatch, Mask
 
-# The kernel of attention_hopper.py reaches 594 TFLOP/s on an H200, the one here 405 (scripts/gpu_prefill.py).
-# Its language still changes between releases of Triton, so it is used with the one it was measured with.
-HOPPER_TRITON = "3.6."
 # Gathering a key costs as much as some 250 (query, head) pairs cost to attend to it, so short chunks do not gain.
 LEAST_PAIRS = 1024
 SCRATCH_BYTES = 128 << 20  # what gathered keys and values may take; the memory plan counts on it
@@ -43,16 +41,10 @@ def launch_shape(dim: int, device: torch.device) -> Launch:
     """`dim`: the head size as a power of two."""
     if dim > 128:
         return Launch(Tile(128, 64, 8, 2))
-    if dim in (64, 128) and has_hopper_kernel(device):
+    # The kernel of attention_hopper.py reaches 594 TFLOP/s on an H200, the one here 405 (scripts/gpu_prefill.py).
+    if dim in (64, 128) and usable(ATTENTION, device):
         return Launch(Tile(128, 128, 8, 2), hopper=True)
     return Launch(Tile(128, 64, 8, 3))
-
-
-@lru_cache
-def has_hopper_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or not triton.__version__.startswith(HOPPER_TRITON):
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache

@@ -8,12 +8,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.ops.triton.gluon_names import thread_barrier, tma_load
 from tokenmill.ops.triton.launch import quick_launch
 
 
@@ -116,10 +116,10 @@ def _load(
             bar = stage * 4
             mbarrier.wait(bars.index(bar + 1), parity)
             mbarrier.expect(bars.index(bar), gathered.block_type.nbytes)
-            tma.async_copy_global_to_shared(gathered, [k_row + start, 0], bars.index(bar), k_tiles.index(stage))
+            tma_load(gathered, [k_row + start, 0], bars.index(bar), k_tiles.index(stage))
             mbarrier.wait(bars.index(bar + 3), parity)
             mbarrier.expect(bars.index(bar + 2), gathered.block_type.nbytes)
-            tma.async_copy_global_to_shared(gathered, [v_row + start, 0], bars.index(bar + 2), v_tiles.index(stage))
+            tma_load(gathered, [v_row + start, 0], bars.index(bar + 2), v_tiles.index(stage))
             step += 1
 
 
@@ -151,7 +151,7 @@ def _attend(
         )
         queries.store(gl.load(q + offsets, mask=inside, other=0.0))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
         position = before + (first_pair + HALF + gl.arange(0, 64, row_layout)) // GROUP
         acc = gl.zeros([64, DIM_BLOCK], gl.float32, o_layout)
@@ -193,7 +193,7 @@ def _attend(
         # Through shared memory, where the queries were, so that whole lines are written.
         total = gl.convert_layout(total, gl.SliceLayout(1, o_layout))
         queries.store((acc / total[:, None]).to(queries.dtype))
-        gl.thread_barrier()
+        thread_barrier()
         # Asked for again, because keeping it in registers through the loops would cost more.
         head, first_token, count, _, first_pair, _, _, _ = _item(tiles, kv_heads, turn, GROUP, BLOCK_N)
         offsets, inside = _places(
@@ -201,7 +201,7 @@ def _attend(
             load_layout,
         )  # fmt: skip
         gl.store(out + offsets, queries.load(load_layout), mask=inside)
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit
@@ -253,7 +253,7 @@ def _settle(step, bars, acc, total, shrink, STAGES: gl.constexpr, o_layout: gl.c
 
 @gluon.jit
 def _release(bar):
-    gl.thread_barrier()  # every warp of the group has to be through with the tile
+    thread_barrier()  # every warp of the group has to be through with the tile
     mbarrier.arrive(bar, count=1)
 
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.ops.triton.config import multiprocessors
+from tokenmill.ops.triton.gluon_names import thread_barrier, tma_load, tma_store
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 
 BLOCK_M, BLOCK_K = 128, 128
@@ -190,9 +191,7 @@ def _load(
     ahead = gl.minimum(end - begin, STAGES)
     for stage in range(ahead):
         mbarrier.expect(bars.index(2 * stage), nbytes)
-        tma.async_copy_global_to_shared(
-            weight, [column, (begin + stage) * 128], bars.index(2 * stage), b_tiles.index(stage)
-        )
+        tma_load(weight, [column, (begin + stage) * 128], bars.index(2 * stage), b_tiles.index(stage))
     if PDL:
         gdc_wait()
     step = 0
@@ -205,9 +204,9 @@ def _load(
             if step >= ahead:
                 mbarrier.wait(bars.index(2 * stage + 1), step // STAGES % 2 ^ 1)
                 mbarrier.expect(there, nbytes)
-                tma.async_copy_global_to_shared(weight, [column, turn * 128], there, b_tiles.index(stage))
-            tma.async_copy_global_to_shared(x, [row, turn * 128], there, a_tiles.index(2 * stage))
-            tma.async_copy_global_to_shared(x, [row + 64, turn * 128], there, a_tiles.index(2 * stage + 1))
+                tma_load(weight, [column, turn * 128], there, b_tiles.index(stage))
+            tma_load(x, [row, turn * 128], there, a_tiles.index(2 * stage))
+            tma_load(x, [row + 64, turn * 128], there, a_tiles.index(2 * stage + 1))
             step += 1
 
 
@@ -252,7 +251,7 @@ def _multiply(
             cells = _cells(kept)
             for i in gl.static_range(BLOCK_N // 128):
                 gl.store(mine + item % SPLITS * part + i * (64 * 128) + cells, halves[i], cache_modifier=".cg")
-            gl.thread_barrier()  # every thread's sums are written before the arrival is counted
+            thread_barrier()  # every thread's sums are written before the arrival is counted
             counter = arrivals + tile * 2 + HALF
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
                 gl.store(counter, 0)  # ready for the next launch
@@ -266,7 +265,7 @@ def _multiply(
 
 @gluon.jit
 def _release(bar):
-    gl.thread_barrier()  # every warp of the group has to be through with the tile
+    thread_barrier()  # every warp of the group has to be through with the tile
     mbarrier.arrive(bar, count=1)
 
 
@@ -288,8 +287,8 @@ def _write(sums, staging, out, x_scale, scale, bias, row, column, rows, columns)
     if bias is not None:
         result += gl.load(bias + n, mask=n < columns, other=0.0).to(gl.float32)[None, :]
     tma.store_wait(0)  # what was staged before has been read
-    gl.thread_barrier()
+    thread_barrier()
     staging.store(result.to(staging.dtype))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out, [row, column], staging)
+    thread_barrier()
+    tma_store(out, [row, column], staging)

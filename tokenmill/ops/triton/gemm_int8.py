@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.triton.attention_fresh import has_hopper_kernel
 from tokenmill.ops.triton.gemm_small import small_gemm
+from tokenmill.ops.triton.versions import EIGHT_BITS, usable
 
 HOPPER_ROWS = 65  # from here on the kernel with tiles of 128 rows is ahead (scripts/gpu_w8a8.py)
 
@@ -28,7 +28,7 @@ def int8_gemm(
 
 def hopper_takes(values: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether gemm_hopper.py can multiply these: results of 16 bits, rows aligned as the copy engine needs them."""
-    if dtype not in (torch.bfloat16, torch.float16) or not has_hopper_kernel(values.device):
+    if dtype not in (torch.bfloat16, torch.float16) or not usable(EIGHT_BITS, values.device):
         return False
     aligned = values.is_contiguous() and values.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     return aligned and weight.shape[1] % 16 == weight.shape[0] % 8 == 0

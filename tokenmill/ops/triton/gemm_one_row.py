@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.ops.triton.config import multiprocessors, power_of_two
+from tokenmill.ops.triton.gluon_names import copy_async, reinterpret, thread_barrier
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 from tokenmill.ops.triton.moe_hopper import activate
 from tokenmill.ops.triton.weight_codes import TILE, Codes, int4_lines
@@ -232,8 +233,8 @@ def _send(
     band = unit + (number % 2 * units if ACT != "" else 0)
     place = (band * TURNS + turn).to(gl.int64)
     inside = unit < units
-    async_copy.async_copy_global_to_shared(ring.index(step % STAGES), words + place * (CHUNK * 128), mask=inside)
-    async_copy.async_copy_global_to_shared(scales.index(step % STAGES), scale + place * SCALES, mask=inside)
+    copy_async(ring.index(step % STAGES), words + place * (CHUNK * 128), mask=inside)
+    copy_async(scales.index(step % STAGES), scale + place * SCALES, mask=inside)
     async_copy.commit_group()
 
 
@@ -295,14 +296,15 @@ def _band(
     )
     text: gl.constexpr = _text(dtype == gl.bfloat16)
     acc = gl.zeros([WARPS, GROUPS, EACH, 8, 4, 2, 2], gl.float32, wide)
-    halves = inputs._reinterpret(
+    halves = reinterpret(
+        inputs,
         gl.uint32,
         [X_WORDS // (CHUNK * 16), WARPS, GROUPS, EACH, 1, 4, 4],
         gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]),
     )
     for turn in range(TILES // CHUNK):
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()  # what others copied is there, and the stage before this one has been read by all
+        thread_barrier()  # what others copied is there, and the stage before this one has been read by all
         codes = ring.index(step % STAGES).load(lanes)
         factor = scales.index(step % STAGES).reshape([WARPS, GROUPS, 1, 8, 1, 2, 1]).load(wide)
         _send(step + STAGES - 1, words, scale, ring, scales, units, TILES, CHUNK, WARPS * GROUPS * 16, STAGES, ACT)

@@ -16,13 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.ops.triton.config import multiprocessors
+from tokenmill.ops.triton.gluon_names import copy_async, thread_barrier, tma_load
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 from tokenmill.ops.triton.moe_route import Groups
 
@@ -162,18 +162,18 @@ def _load(
                 if GATED:
                     row = expert * (2 * COLUMNS) + column * half
                     mbarrier.expect(there, 2 * weights.block_type.nbytes)
-                    tma.async_copy_global_to_shared(weights, [row, k], there, b_tile.slice(0, half))
-                    tma.async_copy_global_to_shared(weights, [row + COLUMNS, k], there, b_tile.slice(half, half))
-                    async_copy.async_copy_global_to_shared(a_tiles.index(2 * stage), upper + k)
+                    tma_load(weights, [row, k], there, b_tile.slice(0, half))
+                    tma_load(weights, [row + COLUMNS, k], there, b_tile.slice(half, half))
+                    copy_async(a_tiles.index(2 * stage), upper + k)
                     if both:
-                        async_copy.async_copy_global_to_shared(a_tiles.index(2 * stage + 1), lower + k)
+                        copy_async(a_tiles.index(2 * stage + 1), lower + k)
                     async_copy.mbarrier_arrive(there, increment_count=False)
                 else:
                     row = expert * COLUMNS + column * BLOCK_N
                     mbarrier.expect(there, weights.block_type.nbytes + 2 * rows.block_type.nbytes)
-                    tma.async_copy_global_to_shared(weights, [row, k], there, b_tile)
-                    tma.async_copy_global_to_shared(rows, [first, k], there, a_tiles.index(2 * stage))
-                    tma.async_copy_global_to_shared(rows, [first + 64, k], there, a_tiles.index(2 * stage + 1))
+                    tma_load(weights, [row, k], there, b_tile)
+                    tma_load(rows, [first, k], there, a_tiles.index(2 * stage))
+                    tma_load(rows, [first + 64, k], there, a_tiles.index(2 * stage + 1))
                 step += 1
 
 
@@ -239,7 +239,7 @@ def _multiply(
 
 @gluon.jit
 def _release(bar):
-    gl.thread_barrier()  # every warp of the group has to be through with the tile
+    thread_barrier()  # every warp of the group has to be through with the tile
     mbarrier.arrive(bar, count=1)
 
 
@@ -255,9 +255,9 @@ def activate(gate, SILU: gl.constexpr):
 @gluon.jit
 def _write(result, staging, out, to, inside, at, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """64 x 128 results to their rows, through shared memory, so that whole lines are written."""
-    gl.thread_barrier()  # what was staged before has been read
+    thread_barrier()  # what was staged before has been read
     staging.store(result.to(staging.dtype))
-    gl.thread_barrier()
+    thread_barrier()
     n = at + gl.arange(0, 128, gl.SliceLayout(0, layout))
     mask = inside[:, None] & (n < COLUMNS)[None, :]
     gl.store(out + to.to(gl.int64)[:, None] * COLUMNS + n[None, :], staging.load(layout), mask=mask)
