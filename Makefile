@@ -6,10 +6,20 @@ WORKERS ?= 2
 
 venv := .venv
 python := $(venv)/bin/python
-pip := $(python) -m pip --disable-pip-version-check
 pins := requirements/constraints.txt
 
-.PHONY: help run chat test test-slow sanitize check clean
+# UV=1 sets up with uv instead of venv and pip. uv is also used where Python comes without those, or is too old.
+UV ?=
+usable := $(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null
+uv := $(if $(UV),uv,$(shell $(usable) || command -v uv))
+install := $(if $(uv),$(uv) pip install --python $(python),$(python) -m pip --disable-pip-version-check install)
+# New pips go on with a download that was cut; older ones do not mind the variable.
+export PIP_RESUME_RETRIES ?= 5
+
+# In the environment, so that a command that is shown stays readable.
+export stopped := echo "error: setting up stopped (the lines above say why); make the same target again, and it goes on with what is here" >&2; exit 1
+
+.PHONY: help run chat test test-slow sanitize check rehearse clean
 
 help:
 	@echo "make run        set up, get the default model and answer a prompt (PROMPT='...')"
@@ -18,6 +28,7 @@ help:
 	@echo "make test-slow  the tests that take more than a minute each"
 	@echo "make sanitize   the native library's tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make check      ruff, and mypy --strict on the package"
+	@echo "make rehearse   make run and make test in a fresh clone with empty caches (REHEARSE='--help' lists its options)"
 	@echo "make clean      remove the virtual environment and everything built"
 
 # The prompt travels in the environment, as it was typed: neither make nor the shell looks for $ or quotes in it.
@@ -43,23 +54,30 @@ check: $(venv)/.installed-dev
 	$(venv)/bin/ruff check tokenmill tests scripts
 	$(venv)/bin/mypy
 
+rehearse:
+	@scripts/rehearse.sh $(REHEARSE)
+
 clean:
 	rm -rf $(venv) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find tokenmill tests -name __pycache__ -prune -exec rm -rf {} +
 
+# uv brings a Python where there is none that is new enough.
+$(python): export which := import sys; print(sys.executable if sys.version_info >= (3, 11) else '>=3.11')
 $(python):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "tokenmill needs Python 3.11 or newer and $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 1; }
-	$(PYTHON) -m venv $(venv)
+	@$(if $(uv),true,$(usable)) || { echo "error: tokenmill needs Python 3.11 or newer with venv and pip, or uv," \
+		"and $(PYTHON) is not that; make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(if $(uv),$(uv) venv --python "$$($(PYTHON) -c "$$which" 2> /dev/null || echo '>=3.11')",$(PYTHON) -m venv) $(venv) || sh -c "$$stopped"
 
-# torch comes first and on its own: its pin decides which of the many large builds is downloaded.
+# A kill may have left an environment without pip. torch comes first and on its own: its pin decides which of the many
+# large builds is downloaded.
 $(venv)/.installed: $(python) pyproject.toml $(pins)
-	$(pip) install -c $(pins) setuptools torch
-	$(pip) install --quiet -c $(pins) --no-build-isolation -e .
+	@$(if $(uv),true,$(python) -m pip --version > /dev/null 2>&1 || $(python) -m ensurepip)
+	$(install) -c $(pins) setuptools torch || sh -c "$$stopped"
+	$(install) --quiet -c $(pins) --no-build-isolation -e . || sh -c "$$stopped"
 	@touch $@
 
 # A CUDA build of torch brings its own Triton; beside a CPU build it is only wanted for its interpreter.
 $(venv)/.installed-dev: $(venv)/.installed
-	$(pip) install --quiet -c $(pins) --no-build-isolation -e '.[dev,serve,otel]'
-	@$(python) -c 'import triton' 2> /dev/null || $(pip) install --quiet "triton==3.6.0; sys_platform == 'linux'"
+	$(install) --quiet -c $(pins) --no-build-isolation -e '.[dev,serve,otel]' || sh -c "$$stopped"
+	@$(python) -c 'import triton' 2> /dev/null || $(install) --quiet "triton==3.6.0; sys_platform == 'linux'"
 	@touch $@
