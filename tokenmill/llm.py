@@ -114,7 +114,7 @@ class LLM:
 
     @property
     def slower(self) -> str | None:
-        """Why the native CPU library has no part in this, where it could have one, and what to do."""
+        """Why the fastest kernels of the device have no part in this, where they could have one, and what to do."""
         return self._built.slower
 
     def shutdown(self) -> None:

@@ -141,7 +141,7 @@ def open_llm(model: str, **chosen: Any) -> LLM:
             **{name: value for name, value in chosen.items() if value is not None},
         )
     if llm.slower is not None:
-        note(f"the native CPU library is {llm.slower}")
+        note(llm.slower)
     elif (elsewhere := where_else()) is not None:
         note(f"({elsewhere})")
     return llm

@@ -96,11 +96,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
         f"linear       {describe(schemes, linear_shapes(spec))} ({schemes_why})",
         *(f"weights      {note}" for note in (checkpoint.notes() if isinstance(checkpoint, GroupCheckpoint) else [])),
-        *_native_lines(native, slower),
+        *_native_lines(native, slower, device),
         f"kv cache     {kv_name} ({kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
+        *(f"passed over  {line}" for line in passed_over(ops, spec, dtype, schemes, device)),
     ]
     return Built(engine, tokenizer, spec, settings, files, report, slower)
 
@@ -289,19 +290,23 @@ def _is_packed(decoder: Decoder) -> bool:
 
 
 def why_slower(native: Library | str | None, config: EngineConfig, device: torch.device) -> str | None:
-    """What keeps a model on a CPU from the native library though nobody asked for that, and what to do."""
+    """What keeps a model from the fastest kernels of its device though nobody asked for that, and what to do."""
     if isinstance(native, str):
-        return f"not there, so this is slower than it could be: {native}"
+        return f"the native CPU library is not there, so this is slower than it could be: {native}"
     if device.type == "cpu" and config.ops is None and config.dtype in ("bfloat16", "float16"):
         return (
-            f"not used, because it computes in float32 and dtype is {config.dtype}: one request is several times as "
-            "slow; leave dtype out, and weights stay as they were saved all the same"
+            f"the native CPU library is not used, because it computes in float32 and dtype is {config.dtype}: one "
+            "request is several times as slow; leave dtype out, and weights stay as they were saved all the same"
         )
+    if device.type == "cuda" and config.ops in (None, "triton"):
+        from tokenmill.ops.triton.versions import outdated
+
+        return outdated(device)
     return None
 
 
-def _native_lines(native: Library | str | None, slower: str | None) -> list[str]:
-    if slower is not None:
+def _native_lines(native: Library | str | None, slower: str | None, device: torch.device) -> list[str]:
+    if slower is not None and device.type == "cpu":
         return [f"native       {slower}"]
     if not isinstance(native, Library):
         return []
@@ -314,3 +319,21 @@ def _ops_lines(ops: Ops) -> list[str]:
     for op, implementation in ops.chosen.items():
         by_name.setdefault(implementation.name, []).append(op)
     return [f"ops          {name}: {', '.join(names)}" for name, names in by_name.items()]
+
+
+def passed_over(ops: Ops, spec: DecoderSpec, dtype: torch.dtype, schemes: Schemes, device: torch.device) -> list[str]:
+    """What this model would use on a GPU, were it not for the release of Triton or the GPU itself."""
+    if device.type != "cuda" or not any(one.name == "triton" for one in ops.chosen.values()):
+        return []
+    from tokenmill.ops.triton import versions
+
+    kinds = {schemes.of(name).name for name in linear_shapes(spec)}
+    wanted = {
+        versions.ATTENTION: dtype.itemsize == 2 and ops.chosen["attention"].name == "triton",
+        versions.MOE: dtype.itemsize == 2 and spec.moe is not None and ops.chosen["moe"].name == "triton",
+        versions.EIGHT_BITS: bool(kinds & {"w8a8", "fp8"}),
+        versions.ONE_ROW: any(kind.startswith("int4") for kind in kinds),
+        versions.QUICK_LAUNCH: True,
+        versions.PDL: True,
+    }
+    return versions.passed_over([family for family, is_wanted in wanted.items() if is_wanted], device)

@@ -59,13 +59,7 @@ def misfit(family: Family, device: torch.device) -> str:
     """Why these cannot be used; empty where they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "needs an NVIDIA GPU"
-    if reason := release_misfit(family):
-        return reason
-    if family.gpus is not None:
-        capability = torch.cuda.get_device_capability(device)
-        if not family.gpus[0] <= capability <= family.gpus[1]:
-            return f"needs {family.gpu_name} and this has compute capability {'.'.join(map(str, capability))}"
-    return ""
+    return release_misfit(family) or _gpu_misfit(family, device)
 
 
 def release_misfit(family: Family) -> str:
@@ -73,6 +67,21 @@ def release_misfit(family: Family) -> str:
         return ""
     first, last = ("{}.{}".format(*version) for version in family.releases)
     return f"needs Triton {first} to {last} and this is {triton.__version__}"
+
+
+def _gpu_misfit(family: Family, device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if family.gpus is None or family.gpus[0] <= capability <= family.gpus[1]:
+        return ""
+    return f"needs {family.gpu_name} and this has compute capability {'.'.join(map(str, capability))}"
+
+
+def outdated(device: torch.device) -> str | None:
+    """What this GPU could run with another release of Triton, in a sentence for who has not asked."""
+    for family in HOPPER_FAMILIES:
+        if (reason := release_misfit(family)) and not _gpu_misfit(family, device):
+            return f"some of the fastest GPU kernels are not used: {family.name} {reason}; --verbose lists them all"
+    return None
 
 
 @lru_cache

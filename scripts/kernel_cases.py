@@ -1,0 +1,332 @@
+"""Calls of every Triton op with the sizes of real models, on tensors without memory: for compiling, not for running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales
+from tokenmill.ops.triton import activation, attention_invariant, moe, moe_invariant, moe_route, norm, rope
+from tokenmill.ops.triton import quantize as rows_of_eight_bits
+from tokenmill.ops.triton.attention import attention
+from tokenmill.ops.triton.gemm_fp8 import fp8_gemm_quantized
+from tokenmill.ops.triton.gemm_hopper import SHAPES, hopper_gemm
+from tokenmill.ops.triton.gemm_int8 import int8_gemm
+from tokenmill.ops.triton.gemm_invariant import invariant_gemm
+from tokenmill.ops.triton.gemm_one_row import one_row_gemm
+from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
+from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm, widened
+from tokenmill.ops.triton.mask import allow_only
+from tokenmill.ops.triton.sample import sample
+from tokenmill.ops.triton.weight_codes import Codes, parts_of
+from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask, SampleBatch, Unnormed
+
+BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+BLOCK_SIZE = 16
+
+Case = tuple[str, Callable[[], Any]]  # what is computed, with its sizes; the call
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+    qk_norm: bool
+    experts: int = 0
+    dim: int = 128
+
+
+LLAMA = Model("llama3-8b", 4096, 32, 8, 14336, 128256, qk_norm=False)
+QWEN = Model("qwen3-0.6b", 1024, 16, 8, 3072, 151936, qk_norm=True)
+MIXTURE = Model("qwen3-30b-a3b", 2048, 32, 4, 768, 151936, qk_norm=True, experts=128)
+MODELS = (LLAMA, QWEN, MIXTURE)
+
+
+def all_cases() -> Iterator[Case]:
+    yield from hopper_cases()
+    for model in MODELS:
+        yield from layer_cases(model)
+        yield from attention_cases(model)
+    yield from attention_variants()
+    yield from plain_gemm_cases()
+    yield from quantized_gemm_cases()
+    yield from moe_cases()
+    yield from invariant_cases()
+    yield from sample_cases()
+
+
+def hopper_cases() -> Iterator[Case]:
+    """The families that are written in Gluon, first: they are what a release of Triton is most likely to refuse."""
+    for model in MODELS:
+        yield f"hopper attention {model.name}", partial(attend, model, [2048] * 2, [4096, 2048])
+    for dim in (64, 128):
+        small = Model("small", 1024, 9, 3, 1, 1, qk_norm=False, dim=dim)
+        yield f"hopper attention 9/3 x {dim} float16", partial(attend, small, [2048], [2048], dtype=FP16)
+    for dtype in (BF16, FP16):
+        for kind in ("silu", "gelu_tanh"):
+            yield f"hopper moe {kind} {dtype}", partial(experts, 1024, kind=kind, dtype=dtype)
+    for dtype in (INT8, FP8):
+        for shape in (one for one in SHAPES if one.splits <= 2):
+            yield f"hopper gemm {dtype} {shape}", partial(eight_bits, hopper_gemm, 128, 4096, 4096, dtype, shape=shape)
+    for columns, inner in ((6144, 4096), (4096, 4096), (4096, 14336)):
+        yield f"hopper one row {columns} x {inner}", partial(one_row, columns, inner)
+    for act in ("", "silu", "gelu_tanh"):
+        for dtype in (BF16, FP16):
+            yield f"hopper one row gated by {act!r} {dtype}", partial(one_row, 28672, 4096, act=act, dtype=dtype)
+    yield "hopper one row with bias, groups of 64", partial(one_row, 6144, 4096, group=64, bias=True, unnormed=False)
+
+
+def layer_cases(model: Model) -> Iterator[Case]:
+    for rows in (1, 64):
+        at = f"{model.name} {rows} rows"
+        x, residual, weight = new(rows, model.hidden), new(rows, model.hidden), new(model.hidden)
+        gate_up = new(rows, 2 * model.inner)
+        yield f"rms_norm {at}", partial(norm.rms_norm, x, weight, 1e-6)
+        yield f"add_rms_norm {at}", partial(norm.add_rms_norm, x, residual, weight, 1e-6)
+        yield f"act_mul {at}", partial(activation.act_mul, gate_up, "silu")
+        yield f"rope_kv_write {at}", partial(write_kv, model, rows)
+        for dtype in (INT8, FP8):
+            for fixed in (None, new(dtype=FP32)):
+                of = f"{dtype} {'own scale' if fixed is None else 'fixed scale'} {at}"
+                yield f"quantize_rows {of}", partial(rows_of_eight_bits.quantize_rows, x, dtype, fixed)
+                yield (
+                    f"add_rms_norm_quantized {of}",
+                    partial(rows_of_eight_bits.add_rms_norm_quantized, x, residual, weight, 1e-6, dtype, fixed),
+                )
+                yield (
+                    f"act_mul_quantized {of}",
+                    partial(rows_of_eight_bits.act_mul_quantized, gate_up, "silu", dtype, fixed),
+                )
+    for form in KV_FORMS:
+        yield f"rope_kv_write {model.name} {form}", partial(write_kv, model, 64, form=form)
+
+
+def attention_cases(model: Model) -> Iterator[Case]:
+    for form in (None, *KV_FORMS):
+        at = f"{model.name} {form or 'bfloat16'}"
+        yield f"decode 1 row {at}", partial(attend, model, [1], [4096], form=form)
+        yield f"decode 64 rows {at}", partial(attend, model, [1] * 64, [1024] * 64, form=form)
+        yield f"decode 64 rows that share a prefix {at}", partial(attend, model, [1] * 64, [2048] * 64, form, shared=64)
+        yield f"verify 5 tokens {at}", partial(attend, model, [5] * 8, [1024] * 8, form=form)
+        yield f"chunk of 40 tokens {at}", partial(attend, model, [40], [300], form=form)
+        yield f"gathered chunk {at}", partial(attend, model, [2048], [4096], form=form)
+
+
+def attention_variants() -> Iterator[Case]:
+    masks = {"window": Mask(window=512), "sinks": Mask(window=512, sinks=4), "softcap": Mask(softcap=30.0)}
+    for name, mask in masks.items():
+        yield f"decode {name}", partial(attend, LLAMA, [1] * 8, [1024] * 8, mask=mask)
+        yield f"chunk {name}", partial(attend, LLAMA, [40], [300], mask=mask)
+        yield f"gathered chunk {name}", partial(attend, LLAMA, [2048], [4096], mask=mask)
+    for dim in (64, 96, 256):
+        other = Model("other", 1024, 8, 4, 1, 1, qk_norm=False, dim=dim)
+        yield f"decode heads of {dim}", partial(attend, other, [1] * 8, [1024] * 8)
+        yield f"chunk heads of {dim}", partial(attend, other, [40], [300])
+        yield f"gathered chunk heads of {dim}", partial(attend, other, [2048], [4096])
+    yield "decode float32", partial(attend, QWEN, [1] * 8, [1024] * 8, dtype=FP32)
+    yield "chunk float32", partial(attend, QWEN, [40], [300], dtype=FP32)
+    yield "decode latent", partial(attend_latent, [1] * 8, [1024] * 8)
+    yield "chunk latent", partial(attend_latent, [40], [300])
+
+
+def plain_gemm_cases() -> Iterator[Case]:
+    for rows in (1, 16, 48):
+        for columns, inner in ((6144, 4096), (4096, 14336)):
+            x, weight = new(rows, inner), new(columns, inner)
+            counters = new(counters_for(columns), dtype=torch.int32)
+            yield f"small_gemm {rows} x {columns} x {inner}", partial(small_gemm, x, weight, arrivals=counters)
+
+
+def quantized_gemm_cases() -> Iterator[Case]:
+    for rows in (1, 8, 64):
+        for columns, inner in ((6144, 4096), (4096, 14336)):
+            at = f"{rows} x {columns} x {inner}"
+            yield f"int8 {at}", partial(eight_bits, int8_gemm, rows, columns, inner, INT8)
+            yield f"fp8 {at}", partial(eight_bits, fp8_gemm_quantized, rows, columns, inner, FP8)
+    x, weight, scale = new(1, 4096), new(6144, 4096, dtype=FP8), new(6144, dtype=FP32)
+    yield "fp8 weights, bfloat16 row", partial(small_gemm, x, weight, scale=scale)
+    forms = (("int4", 128, False), ("int4", 128, True), ("int4", 32, False), ("int8", 0, False), ("fp8", 0, False))
+    for kind, group, zeros in forms:
+        for columns, inner in ((6144, 4096), (28672, 4096), (4096, 14336)):
+            codes = coded(columns, inner, kind, group, zeros)
+            at = f"{kind} groups of {group}{' with zeros' if zeros else ''} {columns} x {inner}"
+            counters = new(counters_for(columns), dtype=torch.int32)
+            for rows in (1, 16, 128):
+                call = partial(weight_only_gemm, new(rows, inner), codes, None, arrivals=counters)
+                yield f"weight only {at}, {rows} rows", call
+            yield f"widened {at}", partial(widened, codes, BF16)
+
+
+def moe_cases() -> Iterator[Case]:
+    for tokens in (1, 4, 64, 256, 1024, 8192):
+        x, router = new(tokens, MIXTURE.hidden), new(MIXTURE.experts, MIXTURE.hidden, dtype=FP32)
+        yield f"route {tokens} tokens", partial(moe_route.route, x, router, 8, True, 1.0)
+    for tokens in (1, 4, 64, 256):
+        yield f"moe {tokens} tokens", partial(experts, tokens)
+    for per_expert in (4, 16, 48, 512):  # what runs where the Hopper kernels do not
+        yield f"moe grouped, {per_expert} choices per expert", partial(experts, per_expert * 16, grouped=True)
+    yield "moe grouped float32", partial(experts, 64, dtype=FP32)
+
+
+def invariant_cases() -> Iterator[Case]:
+    yield "invariant decode", partial(attend, LLAMA, [1] * 8, [1024] * 8, op=attention_invariant.attention)
+    yield "invariant chunk", partial(attend, LLAMA, [40], [300], op=attention_invariant.attention)
+    for rows in (1, 16, 64, 512):
+        yield f"invariant_gemm {rows} rows", partial(invariant_gemm, new(rows, 4096), new(6144, 4096))
+    for tokens in (4, 64, 1024, 8192):
+        yield f"invariant moe {tokens} tokens", partial(experts, tokens, op=moe_invariant.moe)
+
+
+def sample_cases() -> Iterator[Case]:
+    for rows in (1, 64):
+        for name, greedy, filters in (("greedy", True, False), ("plain", False, False), ("filtered", False, True)):
+            yield f"sample {name} {rows} rows", partial(choose, rows, greedy, filters)
+    masks = new(8, 1 + 151936 // 32, dtype=torch.int32)
+    yield "allow_only", partial(allow_only, new(8, 151936, dtype=FP32), masks, new(8, dtype=torch.int64))
+
+
+# Calls
+
+
+def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def batch_of(counts: list[int], contexts: list[int], shared: int = 0) -> AttentionBatch:
+    """`shared`: blocks that all rows begin with."""
+    n = len(counts)
+    return AttentionBatch(
+        rows=new(n, dtype=torch.int32),
+        q_start=new(n + 1, dtype=torch.int32),
+        context=new(n, dtype=torch.int32),
+        block_tables=new(n, -(-max(contexts) // BLOCK_SIZE), dtype=torch.int32),
+        num_singles=sum(count == 1 for count in counts),
+        max_query=max(counts),
+        max_context=max(contexts),
+        host_rows=list(range(n)),
+        host_counts=counts,
+        host_context=contexts,
+        shared_members=new(n, dtype=torch.int32) if shared else None,
+        shared_tokens=new(n, dtype=torch.int32) if shared else None,
+    )
+
+
+def caches(heads: int, dim: int, form: str | None, dtype: torch.dtype) -> tuple[Any, Any, KVScales | None]:
+    blocks = 4096
+    if form is None:
+        return new(blocks, BLOCK_SIZE, heads, dim, dtype=dtype), new(blocks, BLOCK_SIZE, heads, dim, dtype=dtype), None
+    kept = KV_FORMS[form]
+    codes = [new(blocks, BLOCK_SIZE, heads, kept.width(dim), dtype=kept.dtype) for _ in range(2)]
+    scales = [new(blocks, BLOCK_SIZE, heads, kept.scales(dim)) for _ in range(2)]
+    return codes[0], codes[1], KVScales(*scales)
+
+
+def attend(
+    model: Model,
+    counts: list[int],
+    contexts: list[int],
+    form: str | None = None,
+    *,
+    mask: Mask = CAUSAL,
+    shared: int = 0,
+    dtype: torch.dtype = BF16,
+    op: Callable[..., Any] = attention,
+) -> None:
+    fused = new(sum(counts), (model.heads + 2 * model.kv_heads) * model.dim, dtype=dtype)
+    q = fused[:, : model.heads * model.dim].view(-1, model.heads, model.dim)
+    keys, values, scales = caches(model.kv_heads, model.dim, form, dtype)
+    op(q, keys, values, batch_of(counts, contexts, shared), mask, model.dim**-0.5, scales)
+
+
+def attend_latent(counts: list[int], contexts: list[int]) -> None:
+    keys = new(4096, BLOCK_SIZE, 1, 576)
+    attention(new(sum(counts), 16, 576), keys, keys[..., 64:], batch_of(counts, contexts), CAUSAL, 576**-0.5)
+
+
+def write_kv(model: Model, rows: int, form: str | None = None) -> None:
+    fused = new(rows, (model.heads + 2 * model.kv_heads) * model.dim)
+    q, k, v = (
+        part.view(rows, -1, model.dim)
+        for part in fused.split([heads * model.dim for heads in (model.heads, model.kv_heads, model.kv_heads)], dim=1)
+    )
+    keys, values, scales = caches(model.kv_heads, model.dim, form, BF16)
+    norms = (new(model.dim), new(model.dim), 1e-6) if model.qk_norm else (None, None, 0.0)
+    slots = new(rows, dtype=torch.int64)
+    rope.rope_kv_write(
+        q, k, v, new(4096, model.dim, dtype=FP32), new(rows, dtype=torch.int64), keys, values, slots, *norms, scales
+    )
+
+
+def eight_bits(op: Callable[..., Any], rows: int, columns: int, inner: int, dtype: torch.dtype, **options: Any) -> None:
+    scales = new(rows, dtype=FP32), new(columns, dtype=FP32)
+    counters = new(counters_for(columns), dtype=torch.int32)
+    values, weight = new(rows, inner, dtype=dtype), new(columns, inner, dtype=dtype)
+    op(values, scales[0], weight, scales[1], None, counters, BF16, **options)
+
+
+def coded(columns: int, inner: int, kind: str, group: int, zeros: bool = False) -> Codes:
+    groups = inner // (group or inner)
+    return Codes(
+        new(columns // 16, inner // parts_of(kind) // 16, 256, dtype=torch.int16),
+        new(columns // 16, groups, 16, dtype=FP32),
+        new(columns // 16, groups, 16, dtype=INT8) if zeros else None,
+        kind,
+    )
+
+
+def one_row(
+    columns: int,
+    inner: int,
+    *,
+    act: str = "",
+    group: int = 128,
+    bias: bool = False,
+    unnormed: bool = True,
+    dtype: torch.dtype = BF16,
+) -> None:
+    rows = [new(1, inner, dtype=dtype) for _ in range(3)]
+    x = Unnormed(rows[0], rows[1], new(inner, dtype=dtype), 1e-6, rows[2]) if unnormed else rows[0]
+    one_row_gemm(x, coded(columns, inner, "int4", group), new(columns, dtype=dtype) if bias else None, act)
+
+
+def experts(
+    tokens: int,
+    *,
+    kind: str = "silu",
+    dtype: torch.dtype = BF16,
+    grouped: bool = False,
+    op: Callable[..., Any] = moe.moe,
+) -> None:
+    model = MIXTURE
+    x, weights = new(tokens, model.hidden, dtype=dtype), new(tokens, 8, dtype=FP32)
+    chosen = new(tokens, 8, dtype=torch.int32)
+    gate_up = new(model.experts, 2 * model.inner, model.hidden, dtype=dtype)
+    down = new(model.experts, model.hidden, model.inner, dtype=dtype)
+    if grouped:
+        shapes = moe.shapes(chosen.numel() / model.experts, dtype)
+        moe.grouped(x, weights, chosen, gate_up, down, kind, shapes)
+    else:
+        op(x, weights, chosen, gate_up, down, kind)
+
+
+def choose(rows: int, greedy: bool, filters: bool) -> None:
+    floats = [new(rows, dtype=FP32) for _ in range(3)]
+    batch = SampleBatch(
+        temperature=floats[0],
+        top_k=new(rows, dtype=torch.int32),
+        top_p=floats[1],
+        min_p=floats[2],
+        seed=new(rows, dtype=torch.int64),
+        position=new(rows, dtype=torch.int64),
+        all_greedy=greedy,
+        any_filter=filters,
+    )
+    sample(new(rows, 151936), batch)
