@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.model.detokenizer import IncrementalDetokenizer, StopStrings
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.outputs import CompletionOutput, Logprob, LogprobTable, RequestOutput
+from tokenmill.outputs import CompletionOutput, LogprobTable, LogprobTables, RequestOutput, logprob_table
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.records import TokenLogprobs
 
 
 class Follow:
@@ -93,7 +92,8 @@ class Follow:
             return None
         known = self.leader.prompt_logprobs
         if len(self._prompt_tables) != len(known):  # built once: a stream of outputs would pay for it each time
-            self._prompt_tables = [_table(one, self.tokenizer) for one in known]
+            decode = _decoder_of(self.tokenizer)
+            self._prompt_tables = [logprob_table(one, decode) for one in known]
         return [None, *self._prompt_tables]
 
 
@@ -107,7 +107,8 @@ class FollowedSequence:
         self.text = ""
         self.num_tokens = 0  # taken in; a stop string may end the sequence before the engine does
         self._tokenizer = follow.tokenizer
-        self.logprobs: list[LogprobTable] | None = None if params.logprobs is None else []  # as many as tokens taken in
+        # As many as tokens taken in.
+        self.logprobs = None if params.logprobs is None else LogprobTables(_decoder_of(follow.tokenizer))
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
@@ -119,7 +120,7 @@ class FollowedSequence:
             self._decode(delta.tokens)
         if self.logprobs is not None:
             taken = self.num_tokens - len(self.logprobs)
-            self.logprobs += [_table(one, self._tokenizer) for one in delta.logprobs[:taken]]
+            self.logprobs.extend(delta.logprobs[:taken])
         if self._stops.match is not None:
             self.finish = Finish.STOP
             return not delta.finished
@@ -135,7 +136,7 @@ class FollowedSequence:
             text=self.text,
             token_ids=self.tokens_from(0),
             cumulative_logprob=self.request.cumulative_logprob if self.request.logprobs else None,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            logprobs=None if self.logprobs is None else self.logprobs.view(),
             finish_reason=None if self.finish is None else str(self.finish),
             stop_reason=self.stop_reason,
         )
@@ -176,12 +177,6 @@ def _badness(output: CompletionOutput) -> tuple[bool, float]:
     return not whole, -(output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
-def _table(one: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobTable:
-    """The chosen token and the best ones, as people know it from other engines."""
-
-    def entry(token: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, tokenizer.decode([token], False) if tokenizer is not None else None)
-
-    table = {token: entry(token, logprob, place + 1) for place, (token, logprob) in enumerate(one.top)}
-    table.setdefault(one.token, entry(one.token, one.logprob, one.rank))
-    return table
+def _decoder_of(tokenizer: Tokenizer | None) -> Callable[[int], str] | None:
+    """The text of one token, special ones included."""
+    return None if tokenizer is None else lambda token: tokenizer.decode((token,), False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
-from tokenmill.engine.runner.graphs import PATIENCE, STRETCH, Recording, Recordings, bucket_sizes
+from tokenmill.engine.runner.graphs import PATIENCE, PLAIN, STRETCH, Recording, Recordings, bucket_sizes
+from tokenmill.sampling.settings import Traits
 
 SIZES = bucket_sizes(512)
 
 
-def run(recordings: Recordings, rows: int, traits: int = 0, shared: bool = False) -> tuple[int, str]:
+def run(recordings: Recordings, rows: int, traits: Traits = PLAIN, shared: bool = False) -> tuple[int, str]:
     """What the runner does with a step: the size it is run at, and how."""
     size, recording = recordings.serve(rows, traits, shared)
     recording.uses += 1
@@ -59,7 +60,7 @@ def test_the_nearest_recording_of_the_same_kind_stands_in_up_to_a_limit() -> Non
     recordings = Recordings(SIZES)
     for rows in (176, 256):
         record(recordings, rows)
-    record(recordings, 128, traits=1)
+    record(recordings, 128, traits=Traits(warm=True))
     record(recordings, 128, shared=True)
     assert run(recordings, 129) == (176, "replay")
     assert run(recordings, 120) == (176, "replay")
@@ -69,7 +70,7 @@ def test_the_nearest_recording_of_the_same_kind_stands_in_up_to_a_limit() -> Non
 
 def test_a_size_that_cannot_be_recorded_lends_nothing() -> None:
     recordings = Recordings(SIZES)
-    size, recording = recordings.serve(256, 0, False)
+    size, recording = recordings.serve(256, PLAIN, False)
     assert size == 256 and recording == Recording()
     recording.refused = True
     assert run(recordings, 240) == (240, "plain")

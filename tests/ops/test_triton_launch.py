@@ -241,9 +241,10 @@ def test_kernels_wait_before_they_touch_what_others_do():
 
 def compile_all() -> dict[str, tuple[int, list[str]]]:
     """How often each kernel waits on its way, and which arguments it reads or writes above that."""
-    from tokenmill.ops.triton import activation, gemm_small, norm, quantize, rope, sample, sample_filtered
+    from tokenmill.ops.triton import activation, gemm_small, logprobs, mask, norm, quantize, rope, sample, shape
     from tokenmill.ops.triton import gemm_weight_only as weight_only
     from tokenmill.ops.triton import gemm_weight_only_few as weight_only_few
+    from tokenmill.ops.triton import sample_filtered as filtered
 
     half, wide, word, byte = "*bf16", "*fp32", "*i64", "*fp8e4nv"
     rows = {"x": half, "values": byte, "scale": wide}
@@ -252,6 +253,11 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
     )
     vectors = {"temperature": wide, "top_k": word, "top_p": wide, "min_p": wide, "seed": word, "position": word}
     cut = {"GROUP": 32, "CHUNK": 4096, "CHUNKS": 4, "SPANS": 2}
+    small_cut = {"GROUP": 32, "CHUNK": 4096, "CHUNKS": 4}
+    measured = {"logits": half, "tokens": word, "widths": "*i32", "space": wide}
+    shaped = dict.fromkeys(("logits", "repetition", "presence", "frequency"), wide)
+    shaped |= dict.fromkeys(("counters", "tokens", "prompt_len", "stops_from"), "*i32")
+    shaped |= dict.fromkeys(("rows", "positions", "edits_at"), word)
     codes = {"x": half, "words": "*i16", "scale": wide, "zeros": "*i8", "bias": half, "out": half}
     int4 = {"KIND": "int4", "PARTS": 4, "GROUP": 128, "STEP": 2, "BANDS": 4}
     cases = [
@@ -301,17 +307,21 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
         (weight_only._widen_kernel, codes, {**int4, "BLOCK": 16}),
         (sample._best_kernel, dict(vectors, logits=half, space=wide), {"ALL_GREEDY": False, "BLOCK": 4096}),
         (sample._join_kernel, {"space": wide, "out": word}, {"CHUNKS": 64}),
-        (sample_filtered._survey_kernel, dict(vectors, logits=half, space=wide), cut),
+        (filtered._survey_kernel, dict(vectors, logits=half, space=wide), cut),
         (
-            sample_filtered._round_kernel,
+            filtered._round_kernel,
             dict(vectors, logits=half, space=wide),
             {**cut, "SPAN": 2, "TURN": 1, "TILE": 64},
         ),
         (
-            sample_filtered._decide_kernel,
+            filtered._decide_kernel,
             dict(vectors, logits=half, space=wide, out=word),
             {**cut, "ROUNDS": 2, "TILE": 64},
         ),
+        (logprobs._survey_kernel, measured, small_cut),
+        (logprobs._join_kernel, dict(measured, out="*i32"), {**small_cut, "K": 8, "TILE": 64}),
+        (mask._allow_only_kernel, {"logits": wide, "masks": "*i32", "rows": word}, {"BLOCK": 4096}),
+        (shape._shape_kernel, shaped, {"BLOCK": 1024}),
         (quantize._quantize_kernel, dict(rows, fixed=wide), {"BLOCK": 1024, "EVEN": True}),
         (quantize._add_norm_kernel, dict(rows, residual=half, weight=half, fixed=None), {"DIM": 1024, "BLOCK": 1024}),
         (quantize._act_mul_kernel, dict(rows, fixed=wide), {"SILU": True, "BLOCK": 1024}),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.sampling.shaping import allow_only, allow_only_on_host
+from tokenmill.ops.shaping import allow_only, allow_only_on_host
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_device")

@@ -8,11 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmill.engine.step import Admission
-from tokenmill.ops import cpu, reference
+from tokenmill.ops import cpu, reference, shaping
+from tokenmill.ops.types import LOGPROB_BUCKETS
 from tokenmill.params import SamplingParams
-from tokenmill.sampling import sampler as sampler_module
-from tokenmill.sampling.logprobs import prompt_logprobs, unpack
+from tokenmill.sampling.logprobs import unpack
 from tokenmill.sampling.sampler import Sampler
+from tokenmill.sampling.settings import Traits
 
 transformers = pytest.importorskip("transformers")
 VOCAB = 50
@@ -27,7 +28,8 @@ class Bench:
         self.random = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=self.random, dtype=torch.int32)
         self.op = op
-        self.sampler = Sampler(SimpleNamespace(sample=self._sample), ROWS, VOCAB, "cpu", self.tokens)
+        ops = SimpleNamespace(sample=self._sample, logprobs=reference.logprobs, shape=shaping.shape)
+        self.sampler = Sampler(ops, ROWS, VOCAB, "cpu", self.tokens)
 
     def _sample(self, logits, batch):
         self.shaped, self.batch = logits.clone(), batch
@@ -42,7 +44,13 @@ class Bench:
 
     def sample(self, rows, positions, logits=None):
         logits = self.logits(len(rows)) if logits is None else logits
-        return self.sampler.sample(logits.clone(), rows, positions, torch.tensor(rows), torch.tensor(positions))
+        traits = self.sampler.traits(rows)
+        return self.sampler.sample(logits.clone(), torch.tensor(rows), torch.tensor(positions), traits)
+
+    def logprobs(self, rows, positions, logits=None):
+        """What the rows that asked are told."""
+        sampled = self.sample(rows, positions, logits)
+        return [one for one in unpack(sampled.logprobs.numpy(), self.sampler.widths(rows)) if one is not None]
 
     def logits(self, n):
         return torch.randn(n, VOCAB, generator=self.random) * 3
@@ -150,7 +158,7 @@ def test_penalties_in_slices_equal_penalties_at_once(monkeypatch):
     logits, rows = bench.logits(ROWS), list(range(ROWS))
     bench.sample(rows, [30] * ROWS, logits)
     whole = bench.shaped
-    monkeypatch.setattr(sampler_module, "_PENALTY_SCRATCH", 1)
+    monkeypatch.setattr(shaping, "PENALTY_SCRATCH", 1)
     bench.sample(rows, [30] * ROWS, logits)
     assert torch.equal(bench.shaped, whole)
 
@@ -257,7 +265,10 @@ class Watch(TorchDispatchMode):
 
 
 def test_sampling_never_waits_for_the_device():
+    """What the ops themselves do is theirs: those for a CPU may look, those for a GPU may not."""
     bench = Bench()
+    bench.sampler.ops.shape = lambda logits, batch: logits.add_(1)
+    bench.sampler.ops.logprobs = lambda logits, tokens, widths, k: torch.zeros(len(tokens), 3 + 2 * k)
     bench.admit(0, 1, temperature=0.7, top_p=0.9)
     bench.admit(2, repetition_penalty=1.3, bad_words_ids=[[1, 2], [3]], logit_bias={1: 2.0}, logprobs=3)
     bench.admit(3, min_tokens=4, stop_ids=[7])
@@ -268,10 +279,12 @@ def test_sampling_never_waits_for_the_device():
 def test_plain_rows_cost_few_operations():
     bench = Bench(op=lambda logits, batch: torch.zeros(len(logits), dtype=torch.int64))
     bench.admit(*range(ROWS), temperature=0.0)
-    arguments = (bench.logits(ROWS), list(range(ROWS)), [10] * ROWS, torch.arange(ROWS), torch.full((ROWS,), 10))
+    rows = list(range(ROWS))
+    arguments = (bench.logits(ROWS), torch.arange(ROWS), torch.full((ROWS,), 10), bench.sampler.traits(rows))
     with Watch() as watch:
         bench.sampler.sample(*arguments)
-    assert len([name for name in watch.calls if name not in ("view", "select", "clone")]) <= 4, watch.calls
+    free = ("view", "select", "clone", "unbind", "detach")
+    assert len([name for name in watch.calls if name not in free]) <= 4, watch.calls
 
 
 def test_logprobs_are_taken_before_penalties_and_temperature():
@@ -281,8 +294,9 @@ def test_logprobs_are_taken_before_penalties_and_temperature():
     bench.admit(2, temperature=1.5, logprobs=0)
     logits = bench.logits(3)
     result = bench.sample([0, 1, 2], [11, 11, 11], logits)
-    assert result.logprobs.entries == [1, 2]
-    found = unpack(result.logprobs.start_copy())
+    nothing, *found = unpack(result.logprobs.numpy(), bench.sampler.widths([0, 1, 2]))
+    assert nothing is None
+    assert result.logprobs[:, 0].tolist() == result.tokens.tolist()
     raw = logits.log_softmax(-1)
     for entry, row in zip(found, (1, 2), strict=True):
         token = result.tokens[row].item()
@@ -299,9 +313,8 @@ def test_beams_are_greedy_and_get_enough_candidates():
     bench = Bench()
     bench.admit(0, beam_width=4, n=2, stop_ids=[1, 2, 3], temperature=1.0)
     bench.admit(1, beam_width=40, n=1, logprobs=1)
-    result = bench.sample([0, 1], [10, 10])
+    wide, all_of_them = bench.logprobs([0, 1], [10, 10])
     assert bench.batch.all_greedy
-    wide, all_of_them = unpack(result.logprobs)
     assert len(wide.top) == 2 * 4 + 3
     assert len(all_of_them.top) == VOCAB
 
@@ -309,14 +322,14 @@ def test_beams_are_greedy_and_get_enough_candidates():
 def test_best_of_gets_the_chosen_logprobs():
     bench = Bench()
     bench.admit(0, best_of=4, n=2)
-    (found,) = unpack(bench.sample([0], [10]).logprobs)
+    (found,) = bench.logprobs([0], [10])
     assert found.top == [] and found.logprob < 0
 
 
 def test_prompt_logprobs_are_those_of_the_given_tokens():
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     targets = torch.tensor([3, 1, 4, 1, 5, 9], dtype=torch.int32)
-    found = unpack(prompt_logprobs(logits, targets, 2))
+    found = unpack(Bench().sampler.prompt_logprobs(logits, targets, 2).numpy(), np.full(6, 2))
     raw = logits.log_softmax(-1)
     assert [entry.token for entry in found] == targets.tolist()
     for i, entry in enumerate(found):
@@ -327,8 +340,10 @@ def test_prompt_logprobs_are_those_of_the_given_tokens():
 def test_double_precision_logits_are_accepted():
     bench = Bench()
     bench.admit(0, 1, repetition_penalty=1.5, logit_bias={1: 1.0}, bad_words_ids=[[2]], top_p=0.9, logprobs=2)
-    result = bench.sample([0, 1], [10, 10], bench.logits(2).double())
-    assert result.logprobs.chosen.dtype == torch.float64
+    logits = bench.logits(2).double()
+    result = bench.sample([0, 1], [10, 10], logits)
+    told = unpack(result.logprobs.numpy(), bench.sampler.widths([0, 1]))
+    assert [one.logprob for one in told] == logits.log_softmax(-1).gather(1, result.tokens[:, None])[:, 0].tolist()
 
 
 def packed(tokens, words=(VOCAB + 31) // 32):
@@ -351,9 +366,8 @@ def test_a_grammar_leaves_only_what_it_allows(words):
     assert finite == [[0], list(range(VOCAB)), [7, 30, 31]]
     assert sampled.tokens.tolist()[0] == 0 and sampled.tokens.tolist()[2] == 31
     expected = logits.log_softmax(-1)
-    assert unpack(sampled.logprobs)[0].logprob == pytest.approx(expected[0, 0].item())  # what the model thought of it
-    plain = bench.sampler.sample_plain(logits.clone(), torch.tensor([3, 5]), torch.tensor([15, 15]), 32)
-    assert plain.tolist()[0] == 0 and int(plain[1]) in (7, 30, 31)
+    told = unpack(sampled.logprobs.numpy(), bench.sampler.widths([3, 4, 5]))
+    assert told[0].logprob == pytest.approx(expected[0, 0].item())  # what the model thought of it
 
 
 def test_a_new_request_in_a_row_forgets_the_old_grammar():
@@ -377,3 +391,70 @@ def test_masks_cost_one_copy(monkeypatch):
     bench.sampler.take_masks({0: packed([1]), 1: packed([2]), 2: packed([3])})
     assert bench.sample([0, 1, 2], [10, 10, 10]).tokens.tolist() == [1, 2, 3]
     assert len(copies) == 1
+
+
+def test_traits_say_what_any_of_the_rows_needs():
+    bench = Bench()
+    bench.admit(0, temperature=0.0)
+    bench.admit(1, temperature=0.8)
+    bench.admit(2, temperature=0.8, top_k=5)
+    bench.admit(3, temperature=0.0, logprobs=3)
+    for row, settings in enumerate(({"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 2},
+                                    {"bad_words_ids": [[1]]}, {"structured": {"regex": "a"}}), start=4):  # fmt: skip
+        bench.admit(row, temperature=0.0, stop_ids=[3], **settings)
+        assert bench.sampler.traits([0, row]) == Traits(shaped=True)
+    assert bench.sampler.traits([0, 0]) == Traits()
+    assert bench.sampler.traits([0, 1]) == Traits(warm=True)
+    assert bench.sampler.traits([2, 1, 0]) == Traits(warm=True, filtered=True)
+    assert bench.sampler.traits([0, 3]) == Traits(best=3)
+    assert bench.sampler.widths([3, 0, 3]).tolist() == [3, -1, 3]
+
+
+def test_log_probabilities_have_room_for_one_of_few_numbers_of_best_tokens_on_a_gpu():
+    sampler = Bench().sampler
+    sampler.device = torch.device("cuda")
+    assert [sampler._room(width) for width in (0, 1, 5, 8, 9, 20, 32)] == [8, 8, 8, 8, 32, 32, 32]
+    assert sampler._room(40) == 40 and not sampler.recordable(Traits(best=40))
+    assert set(LOGPROB_BUCKETS) == {8, 32}
+
+
+def test_every_variant_can_be_rehearsed_and_changes_nothing():
+    bench = Bench()
+    variants = bench.sampler.variants()
+    assert len(set(variants)) == len(variants) == 18 and all(map(bench.sampler.recordable, variants))
+    bench.admit(0, repetition_penalty=1.5, temperature=0.7, logprobs=2)
+    logits = bench.logits(3)
+    before = bench.sample([0], [20], logits[:1])
+    for traits in variants:
+        sampled = bench.sampler.rehearse(logits.clone(), traits)
+        assert sampled.tokens.tolist() == logits.argmax(-1).tolist()  # padding is greedy
+        assert (sampled.logprobs is not None) == (traits.best is not None)
+    after = bench.sample([0], [20], logits[:1])
+    assert after.tokens.equal(before.tokens) and after.logprobs.equal(before.logprobs)
+
+
+def test_shaped_logits_in_half_precision_are_widened_first():
+    """Penalties and biases are smaller than the steps between a model's logits in 16 bits."""
+    bench = Bench()
+    bench.admit(0, temperature=0.0, logit_bias={4: 0.01, 5: 0.02}, logprobs=1)
+    logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
+    logits[0, [4, 5]] = 16.0
+    sampled = bench.sample([0], [20], logits)
+    assert sampled.tokens.tolist() == [5] and bench.shaped.dtype == torch.float32
+    told = unpack(sampled.logprobs.numpy(), bench.sampler.widths([0]))[0]
+    assert told.rank == 1 and told.logprob == pytest.approx(logits.float().log_softmax(-1)[0, 5].item())
+
+
+def test_edits_of_many_rows_lie_where_the_device_looks_for_them():
+    """The addresses are those of the words that the rows' edits are cut from."""
+    bench = Bench()
+    bench.admit(1, logit_bias={3: 1.0, 9: -2.0})
+    bench.admit(0, 2, 3, min_tokens=3, stop_ids=[5, 6])
+    bench.admit(4)
+    at = bench.sampler._edits_at.tolist()
+    assert at[4] == 0 and all(at[:4])
+    for row in range(4):
+        first = bench.sampler._edits[row].bias_ids if row == 1 else bench.sampler._edits[row].stop_ids
+        assert first.data_ptr() == at[row] + 8 * 4
+    bench.admit(1)
+    assert bench.sampler._edits_at[1] == 0 and 1 not in bench.sampler._edits

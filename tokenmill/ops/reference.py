@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize, form_of, quantize
 from tokenmill.ops.noise import gumbel_noise
 from tokenmill.ops.registry import Implementation
-from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
+from tokenmill.ops.shaping import shape
+from tokenmill.ops.types import LOGPROB_WORDS, AttentionBatch, Mask, SampleBatch
 
 
 def rms_norm(
@@ -188,6 +189,38 @@ def sample(
     return torch.where(torch.isfinite(top), best, -1)
 
 
+def logprobs(
+    logits: torch.Tensor,  # [n, vocab], before anything shaped them
+    tokens: torch.Tensor,  # [n] int64: the chosen ones; -1 where none could be
+    widths: torch.Tensor,  # [n] int32: how many best tokens a row asked for; -1: nothing, it gets only its token
+    k: int,  # no width is larger
+) -> torch.Tensor:  # [n, LOGPROB_WORDS + 2 * k]
+    """A row's results in one piece, so that one copy brings them to the host: the token, its rank (1 + the number of
+    larger logits), its log-probability, the ids of the k best tokens, best first, and their log-probabilities.
+
+    Words are int32, floats among them float32 by their bits; for logits in float64 they are int64 and float64.
+    """
+    logits = logits.to(_wide(logits.dtype))
+    word = torch.int64 if logits.dtype == torch.float64 else torch.int32
+    out = torch.zeros(logits.shape[0], LOGPROB_WORDS + 2 * k, dtype=word, device=logits.device)
+    out[:, 0] = tokens
+    chosen = tokens.clamp_min(0)[:, None]
+    mine = out
+    if logits.device.type == "cpu" and bool((widths < 0).any()):  # others need not pay for it where the host may look
+        asked = (widths >= 0).nonzero()[:, 0]
+        logits, chosen, mine = logits[asked], chosen[asked], out[asked]
+    top = min(k, logits.shape[1])
+    scores = logits.log_softmax(-1)
+    best = scores.topk(top, dim=-1)
+    mine[:, 1] = (logits > logits.gather(1, chosen)).sum(-1) + 1
+    mine[:, 2] = scores.gather(1, chosen)[:, 0].view(word)
+    mine[:, LOGPROB_WORDS : LOGPROB_WORDS + top] = best.indices
+    mine[:, LOGPROB_WORDS + k : LOGPROB_WORDS + k + top] = best.values.view(word)
+    if mine is not out:
+        out[asked] = mine
+    return out
+
+
 def kept_tokens(
     logits: torch.Tensor,  # [n, vocab], already divided by the temperature
     top_k: torch.Tensor,  # [n]
@@ -223,9 +256,12 @@ IMPLEMENTATIONS = tuple(
         op=fn.__name__,
         name="reference",
         fn=fn,
-        capture_safe=fn in (add, scaled, soft_cap),  # a few of torch's own kernels: good enough for a CUDA graph
+        # A few of torch's own kernels are good enough for a CUDA graph; on a CPU the last two are no part of a tape.
+        capture_safe=fn in (add, scaled, soft_cap, logprobs, shape),
         batch_invariant=fn not in (attention, act_mul, moe),
         kv_forms=tuple(KV_FORMS),
     )
-    for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, add, scaled, soft_cap, moe, sample)
-)
+    for fn in (
+        rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, add, scaled, soft_cap, moe, sample, logprobs, shape,
+    )
+)  # fmt: skip

@@ -59,6 +59,8 @@ class Ops:
     soft_cap: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
+    logprobs: Callable[..., torch.Tensor]
+    shape: Callable[..., None]
 
     def __init__(self, chosen: dict[str, Implementation], reasons: dict[str, str]) -> None:
         self.chosen = chosen

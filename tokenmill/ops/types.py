@@ -61,6 +61,45 @@ class SampleBatch:
     any_filter: bool  # whether any row uses top_k, top_p or min_p
 
 
+LOGPROB_WORDS = 3  # of a row's results before its best tokens: the token, its rank, its log-probability
+LOGPROB_BUCKETS = (8, 32)  # best tokens per row that kernels are made for; more are torch's work
+ANY_TOKEN = -1  # pads forbidden words in front: any token may stand there
+
+
+@dataclass(frozen=True)
+class RowEdits:
+    """The sparse edits of one row, on the device; None where the row has none of that kind."""
+
+    bias_ids: torch.Tensor | None = None  # [b] int64
+    bias_values: torch.Tensor | None = None  # [b] float64
+    bad_words: torch.Tensor | None = None  # [words, longest] int64, right-aligned, padded with ANY_TOKEN
+    stop_ids: torch.Tensor | None = None  # [s] int64: forbidden while the output is shorter than min_tokens
+
+
+@dataclass
+class ShapeBatch:
+    """What changes the logits of the rows that are sampled in a step, beyond temperature and filters.
+
+    All tensors are on the logits' device; those of settings are [n], and a row without a setting has a neutral one.
+    """
+
+    rows: torch.Tensor  # int64: entry i chooses the token at positions[i] of rows[i]; a row may come several times
+    positions: torch.Tensor  # int64
+    tokens: torch.Tensor  # [all rows, max_len] int32: only those before the position count
+    prompt_len: torch.Tensor  # int32
+    repetition: torch.Tensor  # float32, over prompt and output: divides positive logits, multiplies negative ones
+    presence: torch.Tensor  # float32, subtracted once from every token of the output
+    frequency: torch.Tensor  # float32, subtracted for each time a token stands in the output
+    stops_from: torch.Tensor  # int32: from which position on stop tokens are allowed
+    edits: dict[int, RowEdits]  # by row: the way of implementations in which the host may look
+    # int64: where on the device a row's edits lie, 0 where it has none. They are int64 words: how many biases, words,
+    # tokens of the longest word and stop ids there are, then the ids of the biases, their values (float64), the words
+    # and the stop ids, as in RowEdits.
+    edits_at: torch.Tensor
+    masks: torch.Tensor | None  # [all rows, 1 + words] int32: whether it has a mask; one bit per token, lowest first
+    counters: torch.Tensor | None  # [slots, vocab] int32, all zero before and after; None on a CPU
+
+
 @dataclass(frozen=True)
 class Unnormed:
     """One row that is still to be added to its residual and normed: for a layer that does so where it reads the row."""

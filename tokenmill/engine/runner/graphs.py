@@ -16,9 +16,11 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
-from tokenmill.sampling.sampler import Sampler
+from tokenmill.sampling.sampler import Sampled, Sampler
+from tokenmill.sampling.settings import Traits
 
 STRETCH = 2  # a size without a recording may be padded to so many times its rows: a replay costs no launches
+PLAIN = Traits()
 PATIENCE = 4  # times that happens before a size gets a recording of its own, which costs about two plain runs
 
 Graph = TypeVar("Graph")
@@ -38,7 +40,7 @@ class Recording(Generic[Graph]):
     lent: int = 0  # steps of this size that a larger recording served
     refused: bool = False  # could not be recorded: it is run plainly
     graph: Graph | None = None
-    tokens: torch.Tensor | None = None  # [bucket]: where a replay leaves the sampled tokens
+    sampled: Sampled | None = None  # [bucket]: where a replay leaves the sampled tokens
 
 
 @dataclass
@@ -51,14 +53,15 @@ class Recordings(Generic[Graph]):
 
     sizes: list[int]  # ascending
     stretch: float = STRETCH
-    _of: dict[tuple[int, int, bool], Recording[Graph]] = field(default_factory=dict)  # by size, traits, shared prefix
+    # By size, traits, and whether there is a shared prefix.
+    _of: dict[tuple[int, Traits, bool], Recording[Graph]] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         return all(recording.graph is None for recording in self._of.values())
 
     def serve(
-        self, rows: int, traits: int = 0, shared: bool = False, may_record: bool = True
+        self, rows: int, traits: Traits = PLAIN, shared: bool = False, may_record: bool = True
     ) -> tuple[int, Recording[Graph]]:
         """The size at which a step of so many rows is run, and what there is for it."""
         place = bisect_left(self.sizes, rows)
@@ -152,7 +155,7 @@ class DecodeGraphs:
             step.admissions or step.copies or step.chosen or step.drafts or step.prompt_logprobs or 0 in step.samples
         )
 
-    def run(self, step: Step, traits: int) -> torch.Tensor:  # [rows] int64, overwritten by the next run
+    def run(self, step: Step, traits: Traits) -> Sampled:  # [rows], overwritten by the next run
         """Launch the step; `traits` says how its rows are sampled."""
         shared = step.shared is not None
         bucket, recording = self._recordings.serve(len(step.rows), traits, shared)
@@ -160,12 +163,12 @@ class DecodeGraphs:
         recording.uses += 1
         if recording.uses > 1 and recording.graph is None and not recording.refused:
             self._record(recording, bucket, traits, shared)
-        if recording.graph is None or recording.tokens is None:
+        if recording.graph is None or recording.sampled is None:
             self.plain_runs += 1
-            return self._decode(bucket, traits, shared)[: len(step.rows)]
+            return self._decode(bucket, traits, shared).first(len(step.rows))
         self.replays += 1
         recording.graph.replay()
-        return recording.tokens[: len(step.rows)]
+        return recording.sampled.first(len(step.rows))
 
     def _send(self, step: Step, bucket: int) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""
@@ -180,11 +183,11 @@ class DecodeGraphs:
             at, value = inputs[len(parts) * bucket :].chunk(2)
             self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _record(self, recording: Recording[torch.cuda.CUDAGraph], bucket: int, traits: int, shared: bool) -> None:
+    def _record(self, recording: Recording[torch.cuda.CUDAGraph], bucket: int, traits: Traits, shared: bool) -> None:
         try:
             with self._capture.recording():
                 self._capture.begin()
-                recording.tokens = self._decode(bucket, traits, shared)
+                recording.sampled = self._decode(bucket, traits, shared)
                 recording.graph = self._capture.end()
         except RuntimeError as error:  # slower, but the answers go on
             recording.refused = True
@@ -192,7 +195,7 @@ class DecodeGraphs:
                 self._capture.renew()
             warnings.warn(f"steps of {bucket} rows cannot be recorded and are run plainly: {error}", stacklevel=2)
 
-    def _decode(self, bucket: int, traits: int, shared: bool) -> torch.Tensor:  # [bucket]
+    def _decode(self, bucket: int, traits: Traits, shared: bool) -> Sampled:  # [bucket]
         """The whole step in terms of the static inputs."""
         state = self._state
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
@@ -219,6 +222,6 @@ class DecodeGraphs:
             attention=attention,
         )
         logits = self._decoder.logits(self._decoder.forward(batch, state.kv), wide=False)
-        tokens = self._sampler.sample_plain(logits, rows, starts + 1, traits)
-        state.tokens[rows, starts + 1] = tokens.clamp_min(0).int()
-        return tokens
+        sampled = self._sampler.sample(logits, rows, starts + 1, traits)
+        state.tokens[rows, starts + 1] = sampled.tokens.clamp_min(0).int()
+        return sampled

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import torch
 
+from tokenmill.engine.runner.graphs import PLAIN
 from tokenmill.engine.runner.inputs import block_writes
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Step
@@ -56,22 +57,16 @@ class RecordedDecode:
         at, value = block_writes(step, self._state.max_blocks)
         if len(at):
             self._host_tables[at] = value
-        traits = self._sampler.plain_traits(step.rows)
-        self._host_greedy[0] = traits == 0
+        traits = self._sampler.traits(step.rows)
+        self._host_greedy[0] = traits == PLAIN
         if self._tape is None and not self._record(n):
             return None
         assert self._tape is not None
         self._tape.run(n)
-        if traits == 0:
-            return Sampled(self._tokens[:n].clone(), None)
-        return self._sample(step, n, traits)
-
-    def _sample(self, step: Step, n: int, traits: int | None) -> Sampled:
-        rows, positions, logits = self._rows[:n], self._starts[:n] + 1, self._logits[:n]
-        if traits is not None:
-            sampled = Sampled(self._sampler.sample_plain(logits, rows, positions, traits), None)
-        else:
-            sampled = self._sampler.sample(logits, step.rows, [start + 1 for start in step.starts], rows, positions)
+        if traits == PLAIN:
+            return Sampled(self._tokens[:n].clone())
+        rows, positions = self._rows[:n], self._starts[:n] + 1
+        sampled = self._sampler.sample(self._logits[:n], rows, positions, traits)
         self._state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()
         return sampled
 

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
@@ -17,7 +18,8 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
-from tokenmill.sampling.logprobs import LogprobTensors, prompt_logprobs, unpack
+from tokenmill.sampling.logprobs import Widths, unpack
+from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
 
 if TYPE_CHECKING:
@@ -75,14 +77,21 @@ class TorchRunner:
         if step.wide:
             return self._launch_eagerly(step)
         if self._graphs is not None and self._graphs.takes(step):
-            traits = self._sampler.plain_traits(step.rows)
-            if traits is not None:
-                return _TorchPending(step, Sampled(self._graphs.run(step, traits), None), {}, self.device)
+            traits = self._sampler.traits(step.rows)
+            if self._sampler.recordable(traits):
+                return self._pending(step, self._graphs.run(step, traits), step.rows)
         if self._recorded is not None and DecodeGraphs.takes(step):
             sampled = self._recorded.run(step)
             if sampled is not None:
-                return _TorchPending(step, sampled, {}, self.device)
+                return self._pending(step, sampled, step.rows)
         return self._launch_eagerly(step)
+
+    def _pending(
+        self, step: Step, sampled: Sampled | None, rows: list[int], prompts: dict[int, list[_Slice]] | None = None
+    ) -> Pending:
+        """rows: one per sampled position."""
+        asked = sampled is not None and sampled.logprobs is not None
+        return _TorchPending(step, sampled, self._sampler.widths(rows) if asked else None, prompts or {}, self.device)
 
     def _launch_eagerly(self, step: Step) -> Pending:
         served = None
@@ -105,7 +114,7 @@ class TorchRunner:
             wanted = None if len(entries) == step.num_tokens else entries  # as many as there are: all, in their order
             prompts, logits = {}, self._logits_of(begun, entries, wanted)
         sampled = self._sample(packed, part, logits) if packed.sample_rows else None
-        return _TorchPending(step, sampled, prompts, self.device)
+        return self._pending(step, sampled, packed.sample_rows, prompts)
 
     def _begin(self, step: Step, part: dict[str, torch.Tensor], served: Served | None) -> Begun:
         attention = self._attention_batch(step, part)
@@ -169,7 +178,7 @@ class TorchRunner:
         logits: torch.Tensor,  # [entries, vocab]
     ) -> Sampled:
         rows, positions = part["entry_rows"], part["entry_positions"]
-        sampled = self._sampler.sample(logits, packed.sample_rows, packed.sample_positions, rows, positions)
+        sampled = self._sampler.sample(logits, rows, positions, self._sampler.traits(packed.sample_rows))
         self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
         return sampled
 
@@ -182,9 +191,9 @@ class TorchRunner:
         wide = {step.rows[index] for index in step.wide}
         return self._guard.logits(hidden, torch.tensor([row in wide for row in rows], device=self.device))
 
-    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
+    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> dict[int, list[_Slice]]:
         """Log-probabilities of the prompt tokens that follow this step's tokens, a bounded slice at a time."""
-        found: dict[int, list[LogprobTensors]] = {}
+        found: dict[int, list[_Slice]] = {}
         if not step.prompt_logprobs:
             return found
         first = 0
@@ -196,9 +205,13 @@ class TorchRunner:
                     size = min(self._max_rows, last - at)
                     logits = self._logits(hidden[first + at - start :][:size], step, [row] * size)
                     targets = self.state.tokens[row, at + 1 : at + 1 + size]
-                    found.setdefault(index, []).append(prompt_logprobs(logits, targets, width).start_copy())
+                    words = _to_host(self._sampler.prompt_logprobs(logits, targets, width))
+                    found.setdefault(index, []).append((words, np.full(size, width, dtype=np.int32)))
             first += count
         return found
+
+
+_Slice = tuple[torch.Tensor, Widths]  # log-probabilities of a part of a prompt, on their way to the host; best tokens
 
 
 @dataclass
@@ -207,15 +220,15 @@ class _TorchPending:
 
     step: Step
     sampled: Sampled | None
-    prompts: dict[int, list[LogprobTensors]]
+    widths: Widths | None  # [samples]: best tokens that each asked for, where any asked for log-probabilities
+    prompts: dict[int, list[_Slice]]
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._tokens: torch.Tensor | None = None
-        self._logprobs: LogprobTensors | None = None
+        self._tokens: torch.Tensor | None = None  # [samples], or with log-probabilities [samples, words]
         if self.sampled is not None:
-            self._tokens = _to_host(self.sampled.tokens)
-            self._logprobs = self.sampled.logprobs.start_copy() if self.sampled.logprobs is not None else None
+            words = self.sampled.logprobs
+            self._tokens = _to_host(self.sampled.tokens if words is None else words)
         self._done: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -224,21 +237,25 @@ class _TorchPending:
     def wait(self) -> StepResult:
         if self._done is not None:
             self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist() if self._tokens is not None else []
-        logprobs = {}
-        if self._logprobs is not None:
-            logprobs = dict(zip(self._logprobs.entries, unpack(self._logprobs), strict=True))
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        if self._tokens is not None and self.widths is not None:
+            words = self._tokens.numpy()
+            tokens, logprobs = words[:, 0].tolist(), unpack(words, self.widths)
+        elif self._tokens is not None:
+            tokens = self._tokens.tolist()
         result = StepResult(
             tokens=[],
             prompt_logprobs={
-                index: [one for tensors in parts for one in unpack(tensors)] for index, parts in self.prompts.items()
+                index: [one for words, widths in parts for one in unpack(words.numpy(), widths) if one is not None]
+                for index, parts in self.prompts.items()
             },
         )
         at = 0
         for index, samples in enumerate(self.step.samples):
             held = _held(tokens[at : at + samples], self.step.drafts.get(self.step.rows[index], []))
             result.tokens.append(held)
-            mine = [logprobs[at + number] for number in range(len(held)) if at + number in logprobs]
+            mine = [one for one in logprobs[at : at + len(held)] if one is not None]
             if mine:
                 result.logprobs[index] = mine
             at += samples

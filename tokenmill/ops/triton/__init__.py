@@ -1,7 +1,7 @@
 """Triton kernels; importing this package needs triton, so the registry does it only where they may be used."""
 
 from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton import activation, attention, moe, moe_route, norm, rope, sample
+from tokenmill.ops.triton import activation, attention, logprobs, moe, moe_route, norm, rope, sample, shape
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *norm.IMPLEMENTATIONS,
@@ -11,4 +11,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *moe_route.IMPLEMENTATIONS,
     *moe.IMPLEMENTATIONS,
     *sample.IMPLEMENTATIONS,
+    *logprobs.IMPLEMENTATIONS,
+    *shape.IMPLEMENTATIONS,
 )

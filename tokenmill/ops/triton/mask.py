@@ -17,7 +17,7 @@ def allow_only(
     masks: torch.Tensor,  # [rows, 1 + words] int32: whether the row has a mask; then one bit per token, lowest first
     rows: torch.Tensor,  # [n]: whose mask is for which logits
 ) -> None:
-    """Like `sampling.shaping.allow_only`. Rows without a mask cost the reading of one word, so it may be recorded
+    """Like `ops.shaping.allow_only`. Rows without a mask cost the reading of one word, so it may be recorded
     for batches in which any of the rows may have one.
     """
     count, vocab = logits.shape

@@ -1,27 +1,48 @@
-"""What changes logits before sampling: penalties, bias, forbidden words and forbidden stop tokens."""
+"""Logits before sampling, in plain torch: penalties, bias, forbidden words, forbidden stop tokens, grammars' masks."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tokenmill.ops.types import ANY_TOKEN, RowEdits, ShapeBatch
+
 FORBIDDEN = float("-inf")
-
-
-@dataclass(frozen=True)
-class RowEdits:
-    """The sparse edits of one row, on the device; None where the row has none of that kind."""
-
-    bias_ids: torch.Tensor | None = None  # [b] int64
-    bias_values: torch.Tensor | None = None  # [b] float64
-    bad_words: torch.Tensor | None = None  # [words, longest] int64, right-aligned, padded with ANY_TOKEN
-    stop_ids: torch.Tensor | None = None  # [s] int64: forbidden while the output is shorter than min_tokens
-
-
-ANY_TOKEN = -1
+PENALTY_SCRATCH = 256 << 20  # bytes; more penalized rows than fit are done one after the other
 _NO_TOKEN = -2
+
+
+def shape(
+    logits: torch.Tensor,  # [n, vocab], overwritten
+    batch: ShapeBatch,
+) -> None:
+    """The host looks at the settings, so that rows without any cost nothing."""
+    _penalize_rows(logits, batch)
+    if batch.edits:
+        entries = enumerate(zip(batch.rows.tolist(), batch.positions.tolist(), batch.stops_from.tolist(), strict=True))
+        for entry, (row, position, stops_from) in entries:
+            if row in batch.edits:
+                edit(logits[entry], batch.edits[row], batch.tokens[row, :position], position >= stops_from)
+    if batch.masks is not None and logits.device.type == "cpu":
+        allow_only_on_host(logits, batch.masks, batch.rows)
+    elif batch.masks is not None:
+        allow_only(logits, batch.masks, batch.rows)
+
+
+def _penalize_rows(logits: torch.Tensor, batch: ShapeBatch) -> None:
+    penalized = (batch.repetition != 1) | (batch.presence != 0) | (batch.frequency != 0)
+    entries = torch.from_numpy(np.flatnonzero(penalized.cpu().numpy())).to(logits.device)
+    if not len(entries):
+        return
+    longest = int(batch.positions.index_select(0, entries).cpu().numpy().max())
+    known = batch.tokens[:, :longest]
+    per_row = 4 * logits.element_size() * logits.shape[1] + 24 * longest  # counts; the row's tokens as indices
+    for part in torch.split(entries, max(1, PENALTY_SCRATCH // per_row)):
+        shaped = logits.index_select(0, part)
+        settings = (batch.positions, batch.prompt_len, batch.repetition, batch.presence, batch.frequency)
+        tokens = known.index_select(0, batch.rows.index_select(0, part))
+        penalize(shaped, tokens, *(one.index_select(0, part) for one in settings))
+        logits.index_copy_(0, part, shaped)
 
 
 def penalize(
@@ -29,9 +50,9 @@ def penalize(
     tokens: torch.Tensor,  # [k, length]: the rows' tokens; only those before `positions` count
     positions: torch.Tensor,  # [k]
     prompt_len: torch.Tensor,  # [k]
-    repetition: torch.Tensor,  # [k], over prompt and output: divides positive logits, multiplies negative ones
-    presence: torch.Tensor,  # [k], subtracted once from every token of the output
-    frequency: torch.Tensor,  # [k], subtracted for each time a token stands in the output
+    repetition: torch.Tensor,  # [k]
+    presence: torch.Tensor,  # [k]
+    frequency: torch.Tensor,  # [k]
 ) -> None:
     rows, vocab = logits.shape
     place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -49,25 +70,24 @@ def penalize(
     logits.sub_((counts > 0) * presence.to(logits.dtype)[:, None])
 
 
-def add_bias(
+def edit(
     logits: torch.Tensor,  # [vocab], overwritten
-    ids: torch.Tensor,  # [b]
-    values: torch.Tensor,  # [b]
+    edits: RowEdits,
+    before: torch.Tensor,  # [t]: the row's tokens before the one being chosen
+    may_stop: bool,
 ) -> None:
-    logits.index_add_(0, ids, values.to(logits.dtype))
+    if edits.bias_ids is not None and edits.bias_values is not None:
+        logits.index_add_(0, edits.bias_ids, edits.bias_values.to(logits.dtype))
+    if edits.bad_words is not None:
+        _forbid_words(logits, edits.bad_words, before)
+    if edits.stop_ids is not None and not may_stop:
+        logits.index_fill_(0, edits.stop_ids, FORBIDDEN)
 
 
-def forbid(
-    logits: torch.Tensor,  # [vocab], overwritten
-    ids: torch.Tensor,  # [s]
-) -> None:
-    logits.index_fill_(0, ids, FORBIDDEN)
-
-
-def forbid_words(
+def _forbid_words(
     logits: torch.Tensor,  # [vocab], overwritten
     words: torch.Tensor,  # [words, longest], right-aligned, padded with ANY_TOKEN
-    before: torch.Tensor,  # [t]: the row's tokens before the one being chosen
+    before: torch.Tensor,  # [t]
 ) -> None:
     """Forbid the last token of every word whose other tokens are the last ones so far."""
     openings = words[:, :-1]  # [words, longest - 1]
