@@ -12,13 +12,14 @@ scripts/rehearse.sh [options]      (make rehearse REHEARSE='options')
   --cut SECONDS  the network is cut so long after its first byte: one sentence, nothing left over, the second run works
   --uv           uv in the place of venv and pip
   --keep         leave the folder there
+  --in FOLDER    with --fast: go on in a folder that --fast --keep left, which is set up
 
 pip's own configuration (PIP_* variables and the user's file) is kept, for it says where packages come from; uv is told the same.
 PYTHON=/path/to/python3.12 chooses the interpreter.
 END
 }
 
-count=1 tests=1 fast= cut= uv= keep=
+count=1 tests=1 fast= cut= uv= keep= place=
 while [ $# -gt 0 ]; do
     case $1 in
         -n) count=$2 tests= ; shift ;;
@@ -27,6 +28,7 @@ while [ $# -gt 0 ]; do
         --cut) cut=$2 tests= ; shift ;;
         --uv) uv=1 ;;
         --keep) keep=1 ;;
+        --in) place=$2 keep=1; shift ;;
         -h | --help) usage; exit 0 ;;
         *) usage >&2; exit 2 ;;
     esac
@@ -35,7 +37,7 @@ done
 
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=$(command -v "${PYTHON:-python3}") || { echo "there is no ${PYTHON:-python3}" >&2; exit 2; }
-place=$(mktemp -d "${TMPDIR:-/tmp}/rehearsal-XXXXXX")
+place=${place:-$(mktemp -d "${TMPDIR:-/tmp}/rehearsal-XXXXXX")}
 proxy=
 leave() {
     [ -z "$proxy" ] || kill "$proxy" 2> /dev/null
@@ -99,7 +101,7 @@ clean_models() { # nothing half-made may lie beside the model, but for what the 
 
 echo "HEAD is $(git -C "$here" rev-parse --short HEAD), Python $("$python" -c 'import platform; print(platform.python_version())')${uv:+, uv}"
 emptied
-if [ -n "$fast" ]; then
+if [ -n "$fast" ] && [ ! -d "$place/native" ]; then
     must "clone" cloned
     must "set up" made .venv/.installed
     must "make run, which compiles" made run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -93,8 +94,9 @@ def calibrate(config: EngineConfig, tell: Tell | None = None, *, again: bool = F
         found = calibrate_built(built, config, hardware, tell)
     finally:
         built.engine.close()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": VERSION, **asdict(found)}, indent=1))
+    with contextlib.suppress(OSError):  # where nothing can be kept, the next time takes its minute again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"version": VERSION, **asdict(found)}, indent=1))
     return found
 
 
