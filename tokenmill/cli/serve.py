@@ -63,6 +63,7 @@ def serve(
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel="Where it runs")
     ] = "auto",
+    cache_dir: options.CacheDir = None,
     policy: options.Policy = None,
     slo_itl_ms: options.SloItlMs = None,
     slo_ttft_ms: options.SloTtftMs = None,
