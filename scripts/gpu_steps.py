@@ -107,7 +107,7 @@ class Watch:
 
     def forget_recordings(self) -> None:
         if self.graphs is not None:
-            self.graphs._recordings = recorded_steps.Recordings(self.graphs._recordings.sizes)
+            self.graphs.recordings = recorded_steps.Recordings(self.graphs.recordings.sizes)
             self.graphs._capture.renew()  # the old pool went with its last recording
 
 

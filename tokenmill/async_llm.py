@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -122,9 +123,16 @@ class AsyncLLM:
     def _obey(self) -> bool:
         """Run what was asked for until now; sleep while there is nothing else to do. False: stop."""
         # What is asked for meanwhile waits for the next step: a storm of commands must not stop those who run.
-        for _ in range(max(1, self._commands.qsize())):
+        until = time.monotonic() + self._built.engine.patience()
+        known = max(1, self._commands.qsize())
+        while known > 0 or time.monotonic() < until:
+            known -= 1
+            left = until - time.monotonic()
             try:
-                command = self._commands.get(block=not self._front.engine.has_work)
+                if self._front.engine.has_work:
+                    command = self._commands.get(block=left > 0, timeout=max(left, 0.0))
+                else:
+                    command = self._commands.get()
             except queue.Empty:
                 return True
             if command is None:

@@ -43,6 +43,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True  # False: prompts are computed whole, in steps of their own
     cuda_graphs: bool = True  # record steps and replay them: see engine/runner
     prompt_graphs: bool = True  # with that, steps that read prompts, too; on a GPU decode steps take 1-2 % longer then
+    warm_up: bool = True  # compile and try all kernels of a GPU before the engine is ready
     shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
     adaptive_precision: bool = True  # what overflows in float16 or bfloat16 is computed again in float32, and told
     batch_invariant: bool = False  # the same bits for a request whatever runs beside it; slower
@@ -77,6 +78,7 @@ class EngineConfig:
             "enable_chunked_prefill",
             "cuda_graphs",
             "prompt_graphs",
+            "warm_up",
             "shared_prefix_attention",
             "adaptive_precision",
             "batch_invariant",

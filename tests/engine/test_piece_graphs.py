@@ -104,7 +104,7 @@ def test_steps_beyond_the_largest_size_are_run_plainly(model: str) -> None:
     found, pieces = answers(model, in_pieces(recorder, most=8), max_num_batched_tokens=40)
     assert found == expected
     assert pieces is not None and pieces.replays > 0
-    assert all(size <= 8 for size in pieces._recordings.sizes)
+    assert all(size <= 8 for size in pieces.recordings.sizes)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -115,7 +115,7 @@ def test_a_size_that_cannot_be_recorded_is_run_plainly(model: str, broken: int) 
     with pytest.warns(UserWarning, match="tokens cannot be recorded and are run plainly: this cannot") as warned:
         found, pieces = answers(model, in_pieces(recorder))
     assert found == expected and pieces is not None
-    refused = [one for one in pieces._recordings._of.values() if one.refused]
+    refused = [one for one in pieces.recordings._of.values() if one.refused]
     assert refused and len(refused) == len(warned)
     assert all(one.uses == 2 and one.graph is None for one in refused)  # it is not tried again
     assert recorder.renewed >= 1
@@ -158,7 +158,7 @@ def test_padding_stays_finite_and_writes_no_keys(model: str) -> None:
             llm.reset_prefix_cache()
             llm.generate([[5] * 13], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
         assert pieces.replays == 2
-        recorded = [one.graph for one in pieces._recordings._of.values() if one.graph is not None]
+        recorded = [one.graph for one in pieces.recordings._of.values() if one.graph is not None]
         assert len(recorded) == 1 and recorded[0].residual.shape[0] == 16
         assert recorded[0].residual.isfinite().all() and pieces._mixed[:16].isfinite().all()
         written = runner.state.arena.flatten(2, 3).ne(0).any(-1).any(-1).any(0).any(0)  # [blocks * block_size]

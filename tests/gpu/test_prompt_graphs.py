@@ -159,7 +159,7 @@ def test_recordings_keep_no_tensors(llama: LLM) -> None:
     for length in [384, 320, 256, 192, 160, 128, 96, 64] * TIMES:
         read(length)
     assert pieces.replays > replays + 8 * 4
-    assert sum(one.graph is not None for one in pieces._recordings._of.values()) >= 8
+    assert sum(one.graph is not None for one in pieces.recordings._of.values()) >= 8
     assert torch.cuda.memory_allocated() - allocated <= 64 << 10
     assert torch.cuda.memory_reserved() - reserved <= 32 << 20
 

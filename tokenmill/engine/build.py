@@ -12,6 +12,7 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.engine.choices import hardware_of, linear_shapes, model_bytes, schemes_for
 from tokenmill.engine.core import Engine
+from tokenmill.engine.kernels import start_compiler, warm_up_kernels
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner
@@ -83,6 +84,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         kv_form.name if kv_form else None,
     )
     ops = select(need, config.ops)
+    compiler = start_compiler(config, ops, device)
     weights = load(config, spec, checkpoint, dtype, device, schemes, tell)
     if config.batch_invariant:  # logits in float32: of equal ones, which is ranked first could depend on the batch
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
@@ -91,6 +93,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
     guard = PrecisionGuard(decoder, need, settings.max_len) if guarded else None
     engine = join(config, settings, decoder, kv_dtype, device, grammars, guard)
+    warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
         f"device       {device}, {str(dtype).removeprefix('torch.')} ({dtype_why})",
@@ -101,6 +104,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
         *_ops_lines(ops),
+        *warmed,
         *(f"passed over  {line}" for line in passed_over(ops, spec, dtype, schemes, device)),
     ]
     return Built(engine, tokenizer, spec, settings, files, report, slower)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.plan.gpus import rates_of, recognize
-from tokenmill.plan.hardware import Hardware
+from tokenmill.plan.hardware import GIB, Hardware
 from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
 
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
+# A GPU with as much memory has room for more requests at once; where they come faster than it can serve them, whoever
+# finds no row waits for its first token until somebody ends.
+LARGE_GPU_BYTES, LARGE_GPU_ROWS = 64 * GIB, 512
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = (8192, 16384)
 SHORT_STEP_S = 0.2  # so long a step of prompts may take without anybody asking for it
@@ -45,9 +48,8 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
             f"max_model_len is {config.max_model_len} but the model was made for {longest} positions; "
             f"set it to {longest} or less"
         )
-    where = hardware.device
     block_size = choose("block_size", config.block_size, 16, "little waste at the end of a sequence, whole cache lines")
-    max_rows = choose("max_num_seqs", config.max_num_seqs, DEFAULT_ROWS[where], f"enough to fill a {where} device")
+    max_rows = choose("max_num_seqs", config.max_num_seqs, *_rows(hardware))
     step_tokens, step_why = _step_tokens(hardware, model, max_rows)
     max_step_tokens = choose("max_num_batched_tokens", config.max_num_batched_tokens, step_tokens, step_why)
     if max_step_tokens < max_rows:
@@ -78,6 +80,12 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         memory=memory,
         reasons=tuple(reasons),
     )
+
+
+def _rows(hardware: Hardware) -> tuple[int, str]:
+    if hardware.device == "cuda" and hardware.total_bytes >= LARGE_GPU_BYTES:
+        return LARGE_GPU_ROWS, "under a heavy load newcomers start at once; a device of this size has the memory"
+    return DEFAULT_ROWS[hardware.device], f"enough to fill a {hardware.device} device"
 
 
 def _step_tokens(hardware: Hardware, model: ModelBytes, max_rows: int) -> tuple[int, str]:

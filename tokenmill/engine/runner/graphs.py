@@ -53,12 +53,18 @@ class Recordings(Generic[Graph]):
 
     sizes: list[int]  # ascending
     stretch: float = STRETCH
+    warm: bool = False  # whether steps of every size have been run before: then none is run plainly first
     # By size, traits, and whether there is a shared prefix.
     _of: dict[tuple[int, Traits, bool], Recording[Graph]] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         return all(recording.graph is None for recording in self._of.values())
+
+    def is_due(self, recording: Recording[Graph]) -> bool:
+        """Whether a step that is about to run is to be recorded first."""
+        tried = self.warm or recording.uses > 1
+        return tried and recording.graph is None and not recording.refused
 
     def serve(
         self, rows: int, traits: Traits = PLAIN, shared: bool = False, may_record: bool = True
@@ -131,14 +137,14 @@ class _Columns:
 class DecodeGraphs:
     """Input preparation, forward pass, sampling and the write to the token table in one replay.
 
-    The host sends rows, positions and new block table entries in one copy. A size is run plainly the first time
-    (kernels compile, libraries set up) and recorded the second time, so that sizes that never return cost nothing;
-    where a larger size is recorded, it serves in between (`Recordings`).
+    The host sends rows, positions and new block table entries in one copy. A size is recorded when it is first used,
+    after a warm-up; without one it is run plainly the first time (kernels compile, libraries set up). Where a larger
+    size is recorded, it serves in between (`Recordings`).
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
         self._decoder, self._state, self._sampler = decoder, state, sampler
-        self._recordings = Recordings[torch.cuda.CUDAGraph](bucket_sizes(max_rows))
+        self.recordings = Recordings[torch.cuda.CUDAGraph](bucket_sizes(max_rows))
         self.replays = self.plain_runs = 0  # steps so far
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
@@ -158,10 +164,10 @@ class DecodeGraphs:
     def run(self, step: Step, traits: Traits) -> Sampled:  # [rows], overwritten by the next run
         """Launch the step; `traits` says how its rows are sampled."""
         shared = step.shared is not None
-        bucket, recording = self._recordings.serve(len(step.rows), traits, shared)
+        bucket, recording = self.recordings.serve(len(step.rows), traits, shared)
         self._send(step, bucket)
         recording.uses += 1
-        if recording.uses > 1 and recording.graph is None and not recording.refused:
+        if self.recordings.is_due(recording):
             self._record(recording, bucket, traits, shared)
         if recording.graph is None or recording.sampled is None:
             self.plain_runs += 1
@@ -169,6 +175,11 @@ class DecodeGraphs:
         self.replays += 1
         recording.graph.replay()
         return recording.sampled.first(len(step.rows))
+
+    def rehearse(self, bucket: int, traits: Traits, shared: bool) -> None:
+        """Run a step of so many rows that belong to nobody, plainly."""
+        self._inputs.zero_()
+        self._decode(bucket, traits, shared)
 
     def _send(self, step: Step, bucket: int) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""
@@ -191,7 +202,7 @@ class DecodeGraphs:
                 recording.graph = self._capture.end()
         except RuntimeError as error:  # slower, but the answers go on
             recording.refused = True
-            if self._recordings.empty:
+            if self.recordings.empty:
                 self._capture.renew()
             warnings.warn(f"steps of {bucket} rows cannot be recorded and are run plainly: {error}", stacklevel=2)
 

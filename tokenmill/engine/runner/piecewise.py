@@ -82,13 +82,12 @@ class PieceGraphs:
     values are not written, nobody attends to them, and no op adds up over tokens (scales of inputs are per token, or
     constants). A mixture routes them all to the experts of one token.
 
-    A size is run plainly the first time (kernels compile, libraries set up) and recorded the second time, as decode
-    steps are; a larger recording serves in between (`Recordings`).
+    A size is recorded when it is first used, as decode steps are; a larger recording serves in between (`Recordings`).
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, most_tokens: int, recorder: Recorder) -> None:
         self._decoder, self._state, self._recorder = decoder, state, recorder
-        self._recordings = Recordings[Pieces](token_sizes(most_tokens), STRETCH)
+        self.recordings = Recordings[Pieces](token_sizes(most_tokens), STRETCH)
         self._pieces = 0  # recorded so far
         self.replays = self.plain_runs = 0  # steps so far
         spec, device = decoder.spec, state.tokens.device
@@ -98,11 +97,11 @@ class PieceGraphs:
 
     def serve(self, step: Step) -> Served | None:
         """Who runs the step; None: it is too large, or its size cannot be recorded, and it is run plainly."""
-        sizes = self._recordings.sizes
+        sizes = self.recordings.sizes
         if not sizes or step.num_tokens > sizes[-1]:
             return None
         full = self._pieces + self._decoder.spec.num_layers > RECORDED_PIECES
-        size, recording = self._recordings.serve(step.num_tokens, may_record=not full)
+        size, recording = self.recordings.serve(step.num_tokens, may_record=not full)
         plain = recording.refused or (full and recording.graph is None)
         return None if plain else (size, recording)
 
@@ -120,7 +119,7 @@ class PieceGraphs:
         self._mixed[tokens:size].zero_()  # what an earlier step left there may be no number
         batch.out = self._mixed[:tokens]
         recording.uses += 1
-        if recording.uses > 1 and recording.graph is None:
+        if self.recordings.is_due(recording):
             self._record(recording, size, batch)
         pieces = recording.graph
         if pieces is None:
@@ -171,7 +170,7 @@ class PieceGraphs:
         except RuntimeError as error:  # slower, but the answers go on
             recording.refused = True
             graphs.clear()
-            if self._recordings.empty:
+            if self.recordings.empty:
                 self._recorder.renew()
             warnings.warn(f"steps of {size} tokens cannot be recorded and are run plainly: {error}", stacklevel=2)
 

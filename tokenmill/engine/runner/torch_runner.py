@@ -21,6 +21,7 @@ from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
+from tokenmill.sampling.settings import Traits
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner.recorded import RecordedDecode
@@ -69,8 +70,11 @@ class TorchRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
         # The current device belongs to the thread, and streams, events and kernels follow it.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with self._on_device():
             return self._launch(step)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _launch(self, step: Step) -> Pending:
         self._sampler.take_masks(step.masks)
@@ -143,6 +147,47 @@ class TorchRunner:
         if isinstance(begun, TokenBatch):
             return self.decoder.forward(begun, self.state.kv, wanted=wanted)
         return self.decoder.end(begun, wanted=wanted)
+
+    @torch.inference_mode()
+    def rehearse(self, step: Step) -> None:
+        """Run a step of rows that belong to nobody, plainly: what it leaves behind is for `end_rehearsal`."""
+        pieces, self._pieces = self._pieces, None
+        try:
+            with self._on_device():
+                self._launch_eagerly(step)
+        finally:
+            self._pieces = pieces
+
+    @torch.inference_mode()
+    def rehearse_decode(self, rows: int, shared: bool) -> None:
+        """The same of a step in which so many rows decode, which is recorded otherwise."""
+        if self._graphs is not None:
+            with self._on_device():
+                self._graphs.rehearse(rows, Traits(), shared)
+
+    @torch.inference_mode()
+    def rehearse_sampling(self, rows: int, dtype: torch.dtype, traits: Traits) -> None:
+        """The same of the end of a step."""
+        with self._on_device():
+            logits = torch.zeros(rows, self.decoder.spec.vocab_size, dtype=dtype, device=self.device)
+            self._sampler.rehearse(logits, traits)
+
+    def end_rehearsal(self) -> None:
+        """Rows and blocks are as new; whatever can be recorded is recorded when it is first used."""
+        self.state.tokens.zero_()
+        for recorded in (self._graphs, self._pieces):
+            if recorded is not None:
+                recorded.recordings.warm = True
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """Numbers of rows at which steps that only decode are run."""
+        return self._graphs.recordings.sizes if self._graphs is not None else []
+
+    @property
+    def piece_sizes(self) -> list[int]:
+        """Numbers of tokens at which other steps are recorded."""
+        return self._pieces.recordings.sizes if self._pieces is not None else []
 
     def reset(self) -> None:
         """Wait for what is in flight to end, one way or the other, and return cached memory."""

@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from tokenmill.engine.scheduler.step_seconds import StepSeconds
 from tokenmill.engine.step import Step, facts_of
 
 if TYPE_CHECKING:
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
 
 ALLOWED = 0.01  # share of steps that may be late: the target is for the 95th percentile of every single answer
 MIN_CHUNK = 32  # prompt tokens that a step may always have: prompts go on whatever happens
-FORGETTING = 0.998  # the step model remembers some hundreds of steps
 SMOOTHING = 0.02  # of the share of late tokens
 GAIN = 0.05  # how fast the margin follows the share of late tokens
 MARGINS = (0.25, 0.98)  # never above the target: a step that is meant to be late is late for every row in it
@@ -49,13 +46,8 @@ class SloPace(Pace):
         self.margin = 0.9
         self._most_tokens, self._most_rows = limits.max_step_tokens, limits.max_rows
         self._late = self._late_first = 0.0  # smoothed shares
-        # Recursive least squares over (1, rows, their context, prompt tokens, pairs that these look at), in units that
-        # make the prices alike in size.
-        self._units = np.array([1.0, 1e-1, 1e-4, 1e-2, 1e-6])
-        self._prices = np.zeros(5)
-        self._spread = np.eye(5) * 1e2
+        self._seconds = StepSeconds()
         self._depth = 0.0  # tokens that each prompt token of the last chunks looked at
-        self._seen = 0
         self._reachable = True  # False: a row alone was late, and nothing has been in time since
 
     def committed(self, step: Step, deltas: Sequence[Delta], now: float) -> None:
@@ -65,24 +57,15 @@ class SloPace(Pace):
         times = next((one.request.metrics.token_times for one in deltas if len(one.tokens) and _went_on(one)), None)
         if times is not None:
             gap = times[-1] - times[-2]
-            self._learn(np.array([1.0, rows, context, prompt, pairs]) * self._units, gap)
+            self._seconds.learn((rows, context, prompt, pairs), gap)
             self._judge(gap > self.itl, rows)
             self._reachable |= gap <= self.itl
         for delta in deltas:
             if self.ttft is not None and len(delta.request.metrics.token_times) == len(delta.tokens) > 0:
                 late = (delta.request.metrics.ttft or 0.0) > self.ttft
                 self._late_first += 0.02 * (late - self._late_first)
-        if self._seen >= 8:
+        if self._seconds.known:
             self._set_pace(rows, context)
-
-    def _learn(self, facts: npt.NDArray[np.float64], gap: float) -> None:
-        self._seen += 1
-        gain = self._spread @ facts / (FORGETTING + facts @ self._spread @ facts)
-        self._prices = self._prices + gain * (gap - facts @ self._prices)
-        self._spread = (self._spread - np.outer(gain, facts @ self._spread)) / FORGETTING
-        largest = float(np.trace(self._spread))
-        if largest > 1e6:  # what does not vary for long must not be forgotten without end
-            self._spread *= 1e6 / largest
 
     def _judge(self, late: bool, rows: int) -> None:
         """Move the margin; a step with many rows is as many tokens."""
@@ -92,7 +75,7 @@ class SloPace(Pace):
         self.margin = min(max(self.margin, MARGINS[0]), MARGINS[1])
 
     def _set_pace(self, rows: int, context: int) -> None:
-        base, per_row, per_context, per_prompt, per_pair = (self._prices * self._units).tolist()
+        base, per_row, per_context, per_prompt, per_pair = self._seconds.prices
         per_prompt = max(per_prompt, 0.0) + max(per_pair, 0.0) * self._depth
         # As fitted, whatever their signs: where rows hardly vary only the sum is known, and that is right.
         decoding = base + per_row * rows + per_context * context

@@ -167,6 +167,10 @@ class Scheduler(Roster):
             self._promised, self._promised_above = blocks, lane
 
     @property
+    def finds_shared_prefixes(self) -> bool:
+        return self._shared_prefixes is not None
+
+    @property
     def has_free_row(self) -> bool:
         return bool(self._free_rows) and len(self.running) < self.pace.rows
 

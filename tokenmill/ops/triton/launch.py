@@ -43,10 +43,10 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-Describe = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
+from tokenmill.ops.triton.specializations import COLLECTING
+from tokenmill.ops.triton.versions import QUICK_LAUNCH, release_misfit
 
-# Compiled kernels are launched directly only with releases whose inner interface is known to be this one.
-KNOWN_TRITON = ("3.6.", "3.7.")
+Describe = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 # Larger grids hide their start anyway, and the waiting of so many programs costs more than it gains: RoPE of 16,384
 # tokens took 218 us with it and 79 us without.
@@ -99,6 +99,15 @@ def quick_launch(kernel: Any) -> Any:
     return QuickKernel(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
+class FirstLaunches:
+    """How often a launch stopped for Triton to compile or load a kernel; after the warm-up that is to be never."""
+
+    count = 0
+
+
+FIRST_LAUNCHES = FirstLaunches()
+
+
 class Compiled(NamedTuple):
     """A compiled kernel, ready for launches that only differ in pointers and numbers."""
 
@@ -138,24 +147,41 @@ class QuickKernel:
             self._describe[kinds] = describe_function(kinds, self._arguments)
         describe = self._describe[kinds]
         if describe is None:
-            self.kernel[grid](*args, **meta)
+            self._launch_first(grid, None, args, meta)
             return
         key, values = describe(*args)
         key = (device, kinds, *key, *meta, *meta.values())
         compiled = self._compiled.get(key)
-        if compiled is None:
-            made = self.kernel[grid](*args, **meta)
-            if key not in self._compiled:
-                self._compiled[key] = self._keep(made, meta)
+        if compiled is None or COLLECTING.into is not None:
+            self._launch_first(grid, key, args, meta)
             return
         run, function, metadata, constants = compiled
         stream = current.get_current_stream(device)
         # Neither metadata of the launch nor hooks around it: they are for Triton's own profiler.
         run(width, height, depth, stream, function, metadata, None, None, None, *values, *constants)
 
+    def _launch_first(
+        self, grid: tuple[int, ...], key: tuple[Any, ...] | None, args: tuple[Any, ...], meta: dict[str, Any]
+    ) -> None:
+        """Through Triton, which compiles the kernel or finds it in its cache."""
+        if COLLECTING.into is not None:
+            if key is None or key not in self._compiled:
+                COLLECTING.into.add(self, key, self._arguments, args, meta)
+            return
+        if key is None or key not in self._compiled:  # it may be there, and only how to launch it again is not known
+            FIRST_LAUNCHES.count += 1
+        made = self.kernel[grid](*args, **meta)
+        if key is not None and key not in self._compiled:
+            self._compiled[key] = self._keep(made, meta)
+
+    def take(self, key: tuple[Any, ...], made: Any, meta: dict[str, Any]) -> None:
+        """Remember a kernel that was compiled without a launch; it is brought onto the device now."""
+        made.run  # noqa: B018  # Triton loads it when it is first asked how to launch it
+        self._compiled[key] = self._keep(made, meta)
+
     def _keep(self, made: Any, meta: dict[str, Any]) -> Compiled | None:
         """How to launch again what Triton has just launched; None if that is not known."""
-        known = triton.__version__.startswith(KNOWN_TRITON) and driver.active.get_current_target().backend == "cuda"
+        known = not release_misfit(QUICK_LAUNCH) and driver.active.get_current_target().backend == "cuda"
         constants_last = self.kernel.params[: len(self._arguments)] == self._arguments
         if not (known and constants_last and hasattr(made, "packed_metadata")):
             return None
@@ -176,7 +202,7 @@ def describe_function(kinds: tuple[type, ...], parameters: list[Any]) -> Describ
     for i, (kind, parameter) in enumerate(zip(kinds, parameters)):
         name = f"a{i}"
         aligned = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        if kind in (torch.Tensor, torch.nn.Parameter):
+        if issubclass(kind, torch.Tensor):
             key.append(f"{name}.dtype")
             key += [f"(p{i} := {name}.data_ptr()) & 15 == 0"] * aligned
             values.append(f"p{i}" if aligned else f"{name}.data_ptr()")

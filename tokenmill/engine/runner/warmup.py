@@ -1,0 +1,115 @@
+"""Warm-up: runs steps of every kind that a runner can be given, so that no request waits for a kernel to be compiled.
+
+First nothing is launched, and which kernels the steps ask for is noted; those are compiled in parallel processes, or
+found in the cache of an earlier start, and loaded. Then steps are run, for what libraries set up when they are first
+used. Afterwards a step may be recorded as a graph, which takes about as long as the step, and nothing else is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from tokenmill.engine.runner.torch_runner import TorchRunner
+    from tokenmill.ops.triton.compiler import KernelCompiler
+    from tokenmill.ops.triton.specializations import Collected
+
+# Numbers of prompt tokens between which no kernel changes to another one, nor a library much; whatever the model.
+PROMPTS = (2, 3, 5, 9, 17, 33, 65, 97, 129, 193, 257, 385, 513, 777, 1024, 1537, 2048, 3073, 4096, 6145, 8192)
+SHORT_PROMPTS = (2, 4, 7, 16, 33, 64, 129)  # of steps with several: attention goes by the longest of them
+BESIDE = (2, 16, 33, 129, 1537)  # prompt tokens beside decodes
+DECODES = (1, 3, 9, 40, 130)
+SHARED_TOKENS = 256  # of a beginning that rows share
+
+Progress = Callable[[int, int, str], None]  # done, in all, what
+
+
+def warm_up(
+    runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool, compiler: KernelCompiler, tell: Progress
+) -> tuple[int, int]:
+    """How many kernels there are, and how many of them were compiled. To be called before the first request."""
+    tell(0, 0, "listing kernels")
+    collected = kernels_of(runner, max_rows, max_tokens, shared)
+    compiled = compiler.compile(collected, tell)
+    tell(0, 0, "trying kernels")
+    for step in steps_to_try(runner, max_tokens):
+        runner.rehearse(step)
+    for rows in runner.decode_sizes:
+        runner.rehearse_decode(rows, False)
+    for traits in Sampler.variants():
+        runner.rehearse_sampling(1, torch.float32, traits)
+    runner.end_rehearsal()
+    return len(collected), compiled
+
+
+def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool) -> Collected:
+    """Every specialization that steps of this runner may launch. `shared`: rows may share a beginning."""
+    from tokenmill.ops.triton.specializations import collect
+
+    dtypes = dict.fromkeys((torch.float32, runner.decoder.weights.dtype))  # logits of prompts, and of decodes
+    with collect() as collected:
+        for step in steps_of_every_kind(runner, max_rows, max_tokens, shared):
+            runner.rehearse(step)
+        for rows in runner.decode_sizes:
+            runner.rehearse_decode(rows, False)
+            if shared:
+                runner.rehearse_decode(rows, True)
+        for rows in runner.decode_sizes or [1, max_rows]:
+            for dtype in dtypes:
+                for traits in Sampler.variants():
+                    runner.rehearse_sampling(rows, dtype, traits)
+    return collected
+
+
+def steps_of_every_kind(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool) -> Iterator[Step]:
+    """Prompts, their later parts, several of them, and all of these beside decodes."""
+    longest = runner.state.max_len - 1
+    sizes = sorted({size for size in (*PROMPTS, *runner.piece_sizes, max_tokens) if 2 <= size <= max_tokens})
+    for size in sizes:
+        yield _prompts(size, longest)
+        later = min(longest - size, 4 * runner.state.block_size)
+        if later > 0:
+            yield _step([(later, size)])
+    for count in SHORT_PROMPTS:
+        for prompts in (2, 9):
+            if prompts <= max_rows and prompts * count <= max_tokens and count <= longest:
+                yield _step([(0, count)] * prompts)
+    for decodes in {*(number for number in DECODES if number < max_rows), max_rows - 1}:
+        for size in BESIDE:
+            if decodes > 0 and decodes + size <= max_tokens and size <= longest:
+                yield _step([(longest // 2, 1)] * decodes + [(0, size)], singles=decodes)
+                if shared and decodes > 3 and longest > 2 * SHARED_TOKENS:
+                    prefix = SharedPrefix(SHARED_TOKENS, tuple(range(decodes)))
+                    yield _step([(longest // 2, 1)] * decodes + [(0, size)], singles=decodes, shared=prefix)
+
+
+def steps_to_try(runner: TorchRunner, max_tokens: int) -> Iterator[Step]:
+    """Sizes at which a library takes another of its kernels; the others differ in nothing that it sees."""
+    sizes = {*runner.piece_sizes, *(size for size in PROMPTS if size >= 512), max_tokens}
+    for size in sorted(size for size in sizes if 2 <= size <= max_tokens):
+        yield _prompts(size, runner.state.max_len - 1)
+
+
+def _prompts(size: int, longest: int) -> Step:
+    """One prompt, or several where none may be as long."""
+    rest = size % longest
+    return _step([(0, longest)] * (size // longest) + [(0, rest)] * (rest > 0))
+
+
+def _step(work: list[tuple[int, int]], singles: int = 0, shared: SharedPrefix | None = None) -> Step:
+    """`work`: the start and the number of tokens of each row."""
+    return Step(
+        number=0,
+        rows=list(range(len(work))),
+        starts=[start for start, _ in work],
+        counts=[count for _, count in work],
+        samples=[1] * len(work),
+        num_singles=singles,
+        shared=shared,
+    )

@@ -1,0 +1,111 @@
+"""Compiles specializations of kernels in several processes, for a GPU that none of them touches.
+
+Started by `compiler.KernelCompiler` with pickled orders on its standard input, which only that one writes; a line of
+JSON on standard output tells of each kernel that is done. Its processes are forked from one that has imported
+everything, before that has any threads.
+"""
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmill.ops.triton.specializations import Specialization
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What is to be compiled, and for what."""
+
+    target: tuple[str, int | str, int]  # backend, architecture, threads of a warp
+    jobs: list[tuple[str, Specialization]]  # under which name it is remembered
+    processes: int
+
+
+def remember(cache: Path, name: str, made: Any) -> None:
+    """A file that says under which hash Triton keeps the kernel."""
+    folder = next(Path(path).parent for path in made.metadata_group.values())
+    part = cache / f"{name}.{os.getpid()}"
+    part.write_text(folder.name)
+    os.replace(part, cache / name)
+
+
+def is_remembered(cache: Path, triton_cache: Path, name: str) -> bool:
+    try:
+        return (triton_cache / (cache / name).read_text()).is_dir()
+    except OSError:
+        return False
+
+
+class _NoDevice:
+    """Stands in for the driver of a GPU: says what to compile for, and has no device."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(job: tuple[str, Specialization]) -> dict[str, Any]:
+    name, one = job
+    began = time.monotonic()
+    error = None
+    try:
+        made = one.compile()
+        _build_launcher(made)
+        remember(_marks(), name, made)
+    except Exception as problem:  # the engine meets it again, where it can be told
+        error = f"{type(problem).__name__}: {problem}"[:500]
+    return {"kernel": one.kernel, "seconds": round(time.monotonic() - began, 3), "error": error}
+
+
+def _build_launcher(made: Any) -> None:
+    """Older Tritons compile a little C for each signature when a kernel is first launched; they keep that, too."""
+    from triton.backends.nvidia import driver
+
+    with contextlib.suppress(Exception):  # it is then built at the first launch, where errors are told
+        driver.CudaLauncher(made.src, made.metadata)
+
+
+def _marks() -> Path:
+    from tokenmill.ops.triton.compiler import marks_dir
+
+    return marks_dir()
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not mix with the answers
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    import tokenmill.ops.triton  # noqa: F401  # so that every process has it, ready to compile
+
+    orders: Orders = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    triton.runtime.driver.set_active(_NoDevice(GPUTarget(*orders.target)))
+    for module in {one.module for _, one in orders.jobs}:
+        __import__(module)
+    with multiprocessing.get_context("fork").Pool(orders.processes) as pool:
+        for done in pool.imap_unordered(_compile, orders.jobs):
+            print(json.dumps(done), file=answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

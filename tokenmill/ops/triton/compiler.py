@@ -1,0 +1,146 @@
+"""KernelCompiler: has the kernels that a collection asks for compiled in parallel, kept across starts, and loaded."""
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+import tokenmill
+from tokenmill import cache
+from tokenmill.ops.triton.compile_worker import Orders, is_remembered
+from tokenmill.ops.triton.specializations import Collected, Specialization
+
+log = logging.getLogger("tokenmill.kernels")
+
+PROCESS_BYTES = 600 << 20  # of memory that a compiling process may take
+MOST_PROCESSES = 32
+
+Progress = Callable[[int, int, str], None]  # done, in all, what
+
+
+def use_cache(chosen: cache.Chosen = None) -> str | None:
+    """Have Triton keep compiled kernels where tokenmill keeps things; a sentence if they cannot be kept there.
+
+    Whoever has told Triton itself where to keep them (TRITON_CACHE_DIR) is not overruled.
+    """
+    if triton.knobs.cache.dir != triton.knobs.cache.get_triton_dir("cache"):
+        return None
+    folder = cache.kernel_cache_dir(chosen)
+    triton.knobs.cache.dir = str(folder.path)
+    return folder.note
+
+
+def marks_dir() -> Path:
+    """Where it is noted which specializations Triton's cache holds."""
+    folder = Path(triton.knobs.cache.dir) / "tokenmill"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class KernelCompiler:
+    """Compiles ahead. The process that does it can be started while the weights are loading."""
+
+    def __init__(self, free_bytes: int) -> None:
+        """free_bytes: of the host's memory."""
+        self._processes = max(1, min(_cores(), MOST_PROCESSES, free_bytes // PROCESS_BYTES))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def cache_is_new(self) -> bool:
+        return not any(marks_dir().iterdir())
+
+    def start(self) -> None:
+        """Start the process that will compile: it imports what it needs and waits for orders."""
+        path = [str(Path(tokenmill.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tokenmill.ops.triton.compile_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+
+    def compile(self, collected: Collected, tell: Progress) -> int:
+        """Compile what the cache does not have, in parallel, and load everything. How many were compiled."""
+        context = _context()
+        named = [(one.digest(context), one) for one in collected.found]
+        marks, kept = marks_dir(), Path(triton.knobs.cache.dir)
+        missing = [job for job in named if not is_remembered(marks, kept, job[0])]
+        if missing:
+            self._compile(missing, tell)
+        self.close()
+        self._load(collected, tell)
+        return len(missing)
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _compile(self, jobs: list[tuple[str, Specialization]], tell: Progress) -> None:
+        if self._process is None:
+            self.start()
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        jobs = sorted(jobs, key=lambda job: -len(job[1].jitted().src))  # long ones first, so that none is left alone
+        total, done = len(jobs), 0
+        tell(0, total, "compiling kernels")
+        try:
+            pickle.dump(Orders(_target(), jobs, min(self._processes, total)), process.stdin)
+            process.stdin.close()
+            for line in process.stdout:
+                answer = json.loads(line)
+                done += 1
+                tell(done, total, "compiling kernels")
+                log.debug("%(kernel)s took %(seconds)s s", answer)
+                if answer["error"]:
+                    log.warning("%(kernel)s could not be compiled ahead: %(error)s", answer)
+        except OSError as error:  # it died: what is missing is compiled one after the other, below
+            log.warning("kernels are compiled one after the other, because the process that compiles died: %s", error)
+        if done < total:
+            log.warning("%d of %d kernels are compiled one after the other: they were not ahead", total - done, total)
+
+    @staticmethod
+    def _load(collected: Collected, tell: Progress) -> None:
+        total = len(collected)
+        for number, (one, holders) in enumerate(collected.found.items()):
+            made = one.compile()
+            for kernel, key in holders:
+                kernel.take(key, made, dict(one.meta))
+            tell(number + 1, total, "loading kernels")
+
+
+def _context() -> str:
+    """What compiled kernels depend on besides themselves."""
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    return f"{triton.__version__}|{torch.__version__}|{_target()}|{suffix}"
+
+
+def _target() -> tuple[str, int | str, int]:
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
