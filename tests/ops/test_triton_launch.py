@@ -319,7 +319,7 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
             {**cut, "ROUNDS": 2, "TILE": 64},
         ),
         (logprobs._survey_kernel, measured, small_cut),
-        (logprobs._join_kernel, dict(measured, out="*i32"), {**small_cut, "K": 8, "TILE": 64}),
+        (logprobs._join_kernel, dict(measured, out="*i32"), {**small_cut, "TILE": 64}),
         (mask._allow_only_kernel, {"logits": wide, "masks": "*i32", "rows": word}, {"BLOCK": 4096}),
         (shape._shape_kernel, shaped, {"BLOCK": 1024}),
         (quantize._quantize_kernel, dict(rows, fixed=wide), {"BLOCK": 1024, "EVEN": True}),

@@ -14,13 +14,14 @@ VOCAB = 9000  # more than one chunk
 NAN, INF = float("nan"), float("inf")
 
 
-def case(rows, vocab, device, spread=3.0, steps=0.0, seed=0):
+def case(rows, vocab, device, spread=3.0, steps=0.0, width=8, seed=0):
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=random) * spread
     if steps:
         logits = (logits / steps).round() * steps
     tokens = torch.randint(0, vocab, (rows,), generator=random)
-    return logits.to(device), tokens.to(device), torch.zeros(rows, dtype=torch.int32, device=device)
+    widths = torch.full((rows,), min(width, vocab), dtype=torch.int32, device=device)
+    return logits.to(device), tokens.to(device), widths
 
 
 def measured(logits, tokens, widths, k):
@@ -57,7 +58,7 @@ def check(logits, tokens, widths, k):
 @pytest.mark.parametrize("k", LOGPROB_BUCKETS)
 @pytest.mark.parametrize("vocab", [1, 100, 4096, VOCAB])
 def test_values_ranks_and_best_tokens(vocab, k, triton_device):
-    check(*case(3, vocab, triton_device), k)
+    check(*case(3, vocab, triton_device, width=k), k)
 
 
 @pytest.mark.parametrize("spread,steps", [(2.0, 1.0), (0.0, 0.0), (0.4, 1.0)])
@@ -94,7 +95,7 @@ def test_logits_in_half_precision_are_widened_as_they_are_read(dtype, triton_dev
 
 
 def test_more_best_tokens_than_kernels_are_made_for(triton_device):
-    check(*case(2, 300, triton_device), 40)
+    check(*case(2, 300, triton_device, width=40), 40)
 
 
 def test_rows_that_did_not_ask_get_their_token_alone(triton_device):
@@ -107,6 +108,18 @@ def test_rows_that_did_not_ask_get_their_token_alone(triton_device):
     assert words[:, 0].tolist() == tokens.tolist()
     kept = torch.tensor([0, 2], device=triton_device)
     assert words[kept].equal(logprobs(logits[kept], tokens[kept], widths[kept], 8))
+
+
+def test_rows_get_as_many_best_tokens_as_they_asked_for(triton_device):
+    logits, tokens, widths = case(4, VOCAB, triton_device)
+    widths[:] = torch.tensor([0, 1, 8, 5])
+    _, rank, value, ids, values = measured(logits, tokens, widths, 32)
+    want_rank, want_value, want_ids, want_values = expected(logits, tokens, 8)
+    assert rank.tolist() == want_rank.tolist()
+    np.testing.assert_allclose(value, want_value, rtol=2e-6, atol=2e-5)
+    for row, width in enumerate(widths.tolist()):
+        assert ids[row, :width].tolist() == want_ids[row, :width].tolist()
+        np.testing.assert_allclose(values[row, :width], want_values[row, :width], rtol=2e-6, atol=2e-5)
 
 
 def test_logits_that_are_no_numbers_say_so(triton_device):

@@ -1,4 +1,4 @@
-"""The whole sampler with Triton's ops samples what it samples with the reference's: settings reach kernels by address."""
+"""The whole sampler samples with Triton's ops what it samples with the reference's: settings reach kernels by address."""
 
 import numpy as np
 import pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -206,8 +207,8 @@ def logprobs(
     out[:, 0] = tokens
     chosen = tokens.clamp_min(0)[:, None]
     mine = out
-    if logits.device.type == "cpu" and bool((widths < 0).any()):  # others need not pay for it where the host may look
-        asked = (widths >= 0).nonzero()[:, 0]
+    if logits.device.type == "cpu" and (widths.numpy() < 0).any():  # nobody else pays for it where the host may look
+        asked = torch.from_numpy(np.flatnonzero(widths.numpy() >= 0))
         logits, chosen, mine = logits[asked], chosen[asked], out[asked]
     top = min(k, logits.shape[1])
     scores = logits.log_softmax(-1)

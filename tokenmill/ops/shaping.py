@@ -19,8 +19,8 @@ def shape(
     """The host looks at the settings, so that rows without any cost nothing."""
     _penalize_rows(logits, batch)
     if batch.edits:
-        entries = enumerate(zip(batch.rows.tolist(), batch.positions.tolist(), batch.stops_from.tolist(), strict=True))
-        for entry, (row, position, stops_from) in entries:
+        columns = (batch.rows.tolist(), batch.positions.tolist(), batch.stops_from.tolist())
+        for entry, (row, position, stops_from) in enumerate(zip(*columns, strict=True)):
             if row in batch.edits:
                 edit(logits[entry], batch.edits[row], batch.tokens[row, :position], position >= stops_from)
     if batch.masks is not None and logits.device.type == "cpu":
@@ -30,10 +30,11 @@ def shape(
 
 
 def _penalize_rows(logits: torch.Tensor, batch: ShapeBatch) -> None:
-    penalized = (batch.repetition != 1) | (batch.presence != 0) | (batch.frequency != 0)
-    entries = torch.from_numpy(np.flatnonzero(penalized.cpu().numpy())).to(logits.device)
-    if not len(entries):
+    repetition, presence, frequency = (one.cpu().numpy() for one in (batch.repetition, batch.presence, batch.frequency))
+    penalized = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
+    if not penalized.size:
         return
+    entries = torch.from_numpy(penalized).to(logits.device)
     longest = int(batch.positions.index_select(0, entries).cpu().numpy().max())
     known = batch.tokens[:, :longest]
     per_row = 4 * logits.element_size() * logits.shape[1] + 24 * longest  # counts; the row's tokens as indices

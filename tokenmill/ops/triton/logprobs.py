@@ -4,7 +4,7 @@
                             its logits are larger than the chosen one
     join    (rows)          rank and log-probability; the best tokens, from the few groups that can hold them
 
-The k groups with the largest maxima hold the k best tokens. How a row is cut depends on the vocabulary alone, so the
+The n groups with the largest maxima hold the n best tokens. How a row is cut depends on the vocabulary alone, so the
 order of every sum, and with it every bit, is the same in any batch.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -37,7 +37,7 @@ def logprobs(
     widths: torch.Tensor,  # [n] int32: best tokens that a row asked for; -1: nothing, it gets only its token
     k: int,  # no width is larger
 ) -> torch.Tensor:  # [n, LOGPROB_WORDS + 2 * k] int32, as the reference has them
-    """Of equal logits the lowest id comes first."""
+    """Of equal logits the lowest id comes first. Only as many of a row's best tokens are told as it asked for."""
     if k > LOGPROB_BUCKETS[-1]:
         return reference.logprobs(logits, tokens, widths, k)
     rows, vocab = logits.shape
@@ -50,11 +50,11 @@ def logprobs(
     sizes = (vocab, logits.stride(0), words)
     fixed = {"GROUP": group, "CHUNK": _CHUNK, "CHUNKS": chunks}
     _survey_kernel[(rows, chunks)](logits, tokens, widths, space, *sizes, **fixed, num_warps=8)
-    _join_kernel[(rows,)](logits, tokens, widths, space, out, *sizes, **fixed, K=k, TILE=_TILE, num_warps=8)
+    _join_kernel[(rows,)](logits, tokens, widths, space, out, *sizes, k, **fixed, TILE=_TILE, num_warps=8)
     return out
 
 
-# Small tensors whose alignment changes from step to step must not compile a kernel anew.
+# Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
 @quick_launch
 @triton.jit(do_not_specialize_on_alignment=["tokens", "widths"])
 def _survey_kernel(
@@ -94,20 +94,20 @@ def _survey_kernel(
 
 
 @quick_launch
-@triton.jit(do_not_specialize_on_alignment=["tokens", "widths"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens", "widths"])
 def _join_kernel(
     logits,  # [rows, vocab]
     tokens,  # [rows]
     widths,  # [rows]
     space,  # [rows, words]
-    out,  # [rows, _HEAD + 2 * K]
+    out,  # [rows, _HEAD + 2 * k]
     vocab,
     stride_row,
     words,
+    k,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    K: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
@@ -115,10 +115,11 @@ def _join_kernel(
     wait_for_previous(PDL)
     GROUPS: tl.constexpr = CHUNKS * (CHUNK // GROUP)
     row = tl.program_id(0).to(tl.int64)
-    out += row * (_HEAD + 2 * K)
+    out += row * (_HEAD + 2 * k)
     chosen = tl.load(tokens + row)
     tl.store(out, chosen.to(tl.int32))
-    if tl.load(widths + row) >= 0:
+    width = tl.load(widths + row)
+    if width >= 0:
         logits += row * stride_row
         space += row * words
         chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
@@ -131,17 +132,18 @@ def _join_kernel(
         tl.store(out + 1, tl.sum(above, 0) + 1)
         value = tl.load(logits + tl.maximum(chosen, 0)).to(tl.float32)
         tl.store(out + 2, (value - top - log_mass).to(tl.int32, bitcast=True))
-        out += _HEAD
-        groups = tl.arange(0, triton.next_power_of_2(GROUPS))
-        maxima = tl.load(space + groups, mask=groups < GROUPS, other=float("-inf"))
-        reached = maxima >= value_of(rough_floor(maxima, top, K, TILE))
-        few = tl.sum(reached.to(tl.int32), 0) < K  # then impossible tokens may be among the best
-        count = list_groups(space + GROUPS, groups, (groups < GROUPS) & (reached | few))
-        last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-        for place in range(K):
-            last = _best_below(logits, space + GROUPS, count, vocab, last, GROUP, TILE)
-            tl.store(out + place, (0x7FFFFFFF - (last & 0x7FFFFFFF)).to(tl.int32))
-            tl.store(out + K + place, (value_of(last >> 32) - top - log_mass).to(tl.int32, bitcast=True))
+        if width > 0:
+            out += _HEAD
+            groups = tl.arange(0, triton.next_power_of_2(GROUPS))
+            maxima = tl.load(space + groups, mask=groups < GROUPS, other=float("-inf"))
+            reached = maxima >= value_of(rough_floor(maxima, top, width, TILE))
+            few = tl.sum(reached.to(tl.int32), 0) < width  # then impossible tokens may be among the best
+            count = list_groups(space + GROUPS, groups, (groups < GROUPS) & (reached | few))
+            last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+            for place in range(width):
+                last = _best_below(logits, space + GROUPS, count, vocab, last, GROUP, TILE)
+                tl.store(out + place, (0x7FFFFFFF - (last & 0x7FFFFFFF)).to(tl.int32))
+                tl.store(out + k + place, (value_of(last >> 32) - top - log_mass).to(tl.int32, bitcast=True))
 
 
 @triton.jit
