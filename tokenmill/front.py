@@ -6,6 +6,7 @@ import copy
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import countOf
 from typing import Any, Protocol, cast
 
@@ -17,15 +18,21 @@ from tokenmill.engine.scheduler import Delta
 from tokenmill.errors import InvalidRequest
 from tokenmill.follow import Follow, FollowedSequence
 from tokenmill.model.chat_template import render
+from tokenmill.model.infill import NO_INFILL
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.grammar import check_grammar
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}
+# Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}; with "suffix", the text between the two is asked for.
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 PRIORITIES = {"realtime": REALTIME, "api": API, "batch": BATCH}
 FEW = 2048  # tokens
+
+
+class Encoded(dict[str, Any]):
+    """A prompt with its token ids, which `Front.encode` has checked: that is not done twice."""
 
 
 class EngineVerbs(Protocol):
@@ -124,6 +131,8 @@ class Front:
         """Check a prompt and its parameters and make requests of them. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
+        if isinstance(prompt, Mapping) and prompt.get("suffix"):
+            params = _filling_in(params, self.tokenizer)
         _check_timeout(timeout)
         _check_salt(cache_salt)
         request_id = self._new_id() if request_id is None else _checked_id(request_id)
@@ -149,10 +158,11 @@ class Front:
         end_ids = () if params.ignore_eos else self._eos_ids
         return Follow(text, ids, params, requests, self.tokenizer, end_ids, timeout)
 
-    def encode(self, prompt: Prompt) -> Prompt:
+    def encode(self, prompt: Prompt) -> Encoded:
         """The same prompt with its token ids. Touches no state, so any thread may call it."""
         text, ids = self._prompt_ids(prompt)
-        return {"prompt": text, "prompt_token_ids": ids}
+        suffix = prompt.get("suffix") if isinstance(prompt, Mapping) else None
+        return Encoded(prompt=text, prompt_token_ids=ids, suffix=suffix)
 
     def chat_ids(
         self,
@@ -180,8 +190,24 @@ class Front:
             if (name := f"r{self._count}") not in self._following:
                 return name
 
+    def _infill_ids(self, before: Any, suffix: Any) -> list[int]:
+        tokenizer = self._need_tokenizer("a suffix")
+        if not isinstance(suffix, str):
+            raise InvalidRequest(f"suffix is {_shown(suffix)}; it must be text")
+        if tokenizer.infill is None:
+            raise InvalidRequest(NO_INFILL)
+        if not isinstance(before, str):
+            before = self._prompt_ids(before)[1]
+        return tokenizer.infill.prompt(tokenizer, before, suffix, self.max_len)
+
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Encoded):
+            return prompt["prompt"], prompt["prompt_token_ids"]
         if isinstance(prompt, Mapping):
+            if prompt.get("suffix"):
+                before = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+                ids = self._infill_ids(before, prompt["suffix"])
+                prompt = {"prompt": prompt.get("prompt"), "prompt_token_ids": ids}
             if "prompt_token_ids" in prompt:
                 given = prompt.get("prompt")
                 return (given if isinstance(given, str) else None), self._prompt_ids(prompt["prompt_token_ids"])[1]
@@ -273,6 +299,14 @@ class Front:
                 for sibling in follow.sequences:  # only now are its ids free: siblings of an ended one may still run
                     del self._following[sibling.request.id]
         return list(moved)
+
+
+def _filling_in(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The same parameters, and the answer to a prompt with a suffix also ends where the model says that it begins."""
+    infill = tokenizer.infill if tokenizer is not None else None
+    if infill is None or params.ignore_eos:
+        return params
+    return replace(params, stop_token_ids=[*params.stop_ids, *infill.ends])
 
 
 def _priority(value: str | int) -> int:

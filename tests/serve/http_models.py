@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -34,16 +35,16 @@ CONFIG = {
 }
 
 
-def write_model(folder: Path) -> str:
-    """A folder to serve with --load-format dummy."""
+def write_model(folder: Path, more: Sequence[str] = ()) -> str:
+    """A folder to serve with --load-format dummy. `more` are special tokens after the others, from 260 on."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate([*SPECIAL, *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in [*SPECIAL, *more]])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 260 + len(more)}))
     return str(folder)

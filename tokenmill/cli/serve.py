@@ -18,6 +18,7 @@ from tokenmill.errors import ConfigError, pip_install
 _NET = "Who may ask"
 _LOAD = options.LOAD
 _WATCH = "What it tells"
+EVERY = 5.0  # seconds between two lines of a log that say how far a start is
 
 
 def serve(
@@ -80,6 +81,12 @@ def serve(
     max_stored_mb: Annotated[
         float, typer.Option(help="Files and batches that one tenant may keep.", rich_help_panel=_LOAD)
     ] = 1000.0,
+    max_responses_mb: Annotated[
+        float, typer.Option(help="Stored responses of everybody, in memory; 0: none.", rich_help_panel=_LOAD)
+    ] = 256.0,
+    response_hours: Annotated[
+        float, typer.Option(help="A stored response is forgotten when unused for this long.", rich_help_panel=_LOAD)
+    ] = 24.0,
     log_format: Annotated[
         str | None,
         typer.Option(help="json or plain; unset: plain at a terminal.", show_default=False, rich_help_panel=_WATCH),
@@ -141,6 +148,8 @@ def serve(
         origins=tuple(origin or ()),
         hosts=tuple(allowed_host or ()),
         max_stored_bytes=int(max_stored_mb * 1_000_000),
+        max_responses_bytes=int(max_responses_mb * 1_000_000),
+        response_seconds=response_hours * 3600,
         log_prompts=log_prompts,
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,
@@ -153,7 +162,7 @@ def serve(
         engine = EngineConfig.from_options(model=model, load_format=load_format, **{**from_file, **chosen})
         service = Service(engine, settings, second)
         with ExitStack() as stack:
-            report = stack.enter_context(progress())
+            report = stack.enter_context(progress(every=EVERY))
 
             def on_ready(url: str) -> None:
                 stack.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import tokenizers
 
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.model.gguf_tokenizer import build_backend
+from tokenmill.model.infill import Infill, find_infill
 from tokenmill.model.pieces import Pieces
+from tokenmill.model.text_bound import TextBound, bound_of
 
 if TYPE_CHECKING:
     from tokenmill.model.weights.gguf import GGUFCheckpoint
@@ -38,6 +41,7 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        infill: Infill | None = None,
     ) -> None:
         self._backend = backend
         backend.no_truncation()
@@ -51,6 +55,7 @@ class Tokenizer:
             dict.fromkeys([*eos_ids, *(id for id in ends if id is not None and id in self._special)])
         )
         self.chat_template = chat_template
+        self.infill = infill or find_infill(backend.token_to_id)  # None: it has no tokens for filling in the middle
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
@@ -82,11 +87,13 @@ class Tokenizer:
         """Builds the tokenizer that the metadata of a GGUF file describes."""
         metadata, config = checkpoint.metadata, checkpoint.config
         template = metadata.get("tokenizer.chat_template")
+        backend = build_backend(metadata, str(checkpoint.path))
         return cls(
-            build_backend(metadata, str(checkpoint.path)),
+            backend,
             bos_id=config["bos_token_id"],
             eos_ids=config["eos_token_id"],
             chat_template=template if isinstance(template, str) else None,
+            infill=find_infill(backend.token_to_id, metadata),
         )
 
     @property
@@ -101,17 +108,25 @@ class Tokenizer:
     def pieces(self) -> Pieces:
         return self._pieces
 
+    @cached_property
+    def bound(self) -> TextBound | None:
+        """How long a text can be for a number of tokens; None: of any length. Takes a while when first asked."""
+        return bound_of(self._backend)
+
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The ids of `text`. With `max_tokens`, a longer text is refused, an absurd one without tokenizing it."""
-        # A token covers a bounded number of characters, and normalization shortens a text a few times at most.
-        if max_tokens is not None and len(text) > 4 * self._pieces.longest * (max_tokens + 1):
-            raise InvalidRequest(_too_long(f"{len(text)} characters", max_tokens))
+        if max_tokens is not None and len(text) > max_tokens:
+            bound = self.bound
+            if bound is not None and not bound.may_fit(text, max_tokens):
+                raise InvalidRequest(_too_long(f"{len(text)} characters", max_tokens, bound.per_token))
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch of one: only then does the library let other threads run meanwhile.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError):
             raise InvalidRequest("the prompt is not valid Unicode text; remove unpaired surrogates") from None
-        if max_tokens is not None and len(ids) > max_tokens:
-            raise InvalidRequest(_too_long(f"{len(ids)} tokens", max_tokens))
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise InvalidRequest(_too_long(f"{len(encoding)} tokens", max_tokens))
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -131,9 +146,12 @@ class Tokenizer:
         return id in self._special
 
 
-def _too_long(length: str, max_tokens: int) -> str:
+def _too_long(length: str, max_tokens: int, per_token: int | None = None) -> str:
+    room = f"max_model_len = {max_tokens} tokens"
+    if per_token is not None:
+        room += f", which hold {per_token * max_tokens} characters at most"
     return (
-        f"the prompt has {length}, but prompt and answer share max_model_len = {max_tokens} tokens; "
+        f"the prompt has {length}, but prompt and answer share {room}; "
         "shorten it, or raise max_model_len if the model allows more"
     )
 

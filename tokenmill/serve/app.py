@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tokenmill import __version__
 from tokenmill.errors import ConfigError, pip_install
-from tokenmill.serve import batches_api, health, schemas, tokens_api
+from tokenmill.serve import batches_api, health, message_batches_api, responses_read_api, schemas, tokens_api
 from tokenmill.serve.batches import Batches
 from tokenmill.serve.call import Handler, Reader, endpoint, error_response, reader
 from tokenmill.serve.chat_api import chat
@@ -34,6 +34,7 @@ from tokenmill.serve.record import Record
 from tokenmill.serve.responses_api import respond
 from tokenmill.serve.service import Service
 from tokenmill.serve.site import Site, site_of
+from tokenmill.serve.stored_responses import StoredResponses
 
 if TYPE_CHECKING:
     from tokenmill.serve.tracing import Tracing
@@ -44,6 +45,7 @@ _POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
     ("/v1/responses", schemas.ResponsesRequest, respond, openai_shape),
     ("/v1/messages", schemas.MessagesRequest, message, anthropic_shape),
     ("/v1/messages/count_tokens", schemas.CountRequest, count, anthropic_shape),
+    ("/v1/messages/batches", schemas.MessageBatchRequest, message_batches_api.create_batch, anthropic_shape),
     ("/v1/embeddings", schemas.EmbeddingRequest, embed, openai_shape),
     ("/v1/batches", schemas.BatchRequest, batches_api.create_batch, openai_shape),
     ("/tokenize", schemas.TokenizeRequest, tokens_api.tokenize, openai_shape),
@@ -61,6 +63,15 @@ _READS: tuple[tuple[str, str, Reader], ...] = (
     ("/v1/batches", "GET", batches_api.list_batches),
     ("/v1/batches/{name}", "GET", batches_api.one_batch),
     ("/v1/batches/{name}/cancel", "POST", batches_api.cancel_batch),
+    ("/v1/messages/batches", "GET", message_batches_api.list_batches),
+    ("/v1/messages/batches/{name}", "GET", message_batches_api.one_batch),
+    ("/v1/messages/batches/{name}", "DELETE", message_batches_api.delete_batch),
+    ("/v1/messages/batches/{name}/cancel", "POST", message_batches_api.cancel_batch),
+    ("/v1/messages/batches/{name}/results", "GET", message_batches_api.results),
+    ("/v1/responses/{name}", "GET", responses_read_api.one_response),
+    ("/v1/responses/{name}", "DELETE", responses_read_api.delete_response),
+    ("/v1/responses/{name}/cancel", "POST", responses_read_api.cancel_response),
+    ("/v1/responses/{name}/input_items", "GET", responses_read_api.input_items),
 )
 
 
@@ -70,12 +81,13 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     posts = {path: endpoint(kind, handler, shape) for path, kind, handler, shape in _POSTS}
     store = JobStore(None if settings.journal is None else Journal(settings.journal))
     batches = Batches(store, batches_api.asker(app, posts), most_bytes=settings.max_stored_bytes)
+    responses = StoredResponses(settings.max_responses_bytes, settings.response_seconds)
     tracing = tracing or _tracing(service, settings)
-    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches, tracing)
+    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches, responses, tracing)
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:
-        _add(app, path, method, reader(read_handler))
+        _add(app, path, method, reader(read_handler, _shape_at(path)))
     for path, read in (
         ("/health", health.ready),
         ("/health/live", health.live),
@@ -115,7 +127,8 @@ def _add(
     handler: Callable[[Request], Awaitable[Response]],
     kind: type[msgspec.Struct] | None = None,
 ) -> None:
-    extra: dict[str, Any] = {"parameters": [_NAME]} if "{name" in path else {}
+    parameters = [*([_NAME] if "{name" in path else []), *_QUERIES.get((path, method), ())]
+    extra: dict[str, Any] = {"parameters": parameters} if parameters else {}
     if kind is not None:
         schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -138,6 +151,32 @@ _FORM = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+}
+
+
+def _query(name: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+_AFTER, _ORDER = _query("after", type="string"), _query("order", enum=["asc", "desc"])
+_QUERIES: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
+    ("/v1/files", "GET"): (
+        _AFTER,
+        _ORDER,
+        _query("limit", type="integer", minimum=1, maximum=10_000),
+        _query("purpose", const="batch"),
+    ),
+    ("/v1/batches", "GET"): (_AFTER, _query("limit", type="integer", minimum=1, maximum=100)),
+    ("/v1/responses/{name}/input_items", "GET"): (
+        _AFTER,
+        _ORDER,
+        _query("limit", type="integer", minimum=1, maximum=100),
+    ),
+    ("/v1/messages/batches", "GET"): (
+        _query("after_id", type="string"),
+        _query("before_id", type="string"),
+        _query("limit", type="integer", minimum=1, maximum=1000),
+    ),
 }
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -171,4 +210,8 @@ async def _broken(request: Request, problem: Exception) -> Response:
 
 def _shape_of(request: Request) -> Shape:
     # Not request.url, of which a client's Host is a part.
-    return anthropic_shape if request.scope["path"].startswith("/v1/messages") else openai_shape
+    return _shape_at(request.scope["path"])
+
+
+def _shape_at(path: str) -> Shape:
+    return anthropic_shape if path.startswith("/v1/messages") else openai_shape

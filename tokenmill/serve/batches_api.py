@@ -19,6 +19,7 @@ from tokenmill.serve.call import Call, json_response
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.jobs import Job, JobStore
 from tokenmill.serve.journal import JournalFull
+from tokenmill.serve.paging import ordered, page
 from tokenmill.serve.reading import read_body
 from tokenmill.serve.schemas import BatchRequest
 from tokenmill.serve.site import Site
@@ -129,8 +130,11 @@ async def _kept(store: JobStore, job: Job) -> None:
 
 async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
     """Your files."""
-    jobs = [job for job in _jobs(site, tenant) if about(job)["kind"] == "file"]
-    return json_response({"object": "list", "data": [_file(j.id, len(j.items[0]), j) for j in jobs], "has_more": False})
+    found = ordered(request, jobs_of(site, tenant, "file"), "desc")
+    if (purpose := request.query_params.get("purpose")) not in (None, "batch"):
+        raise HttpError(400, f"purpose is {str(purpose)[:60]!r}; files are for batches", "invalid_value", "purpose")
+    jobs, more = page(request, found, lambda job: job.id, 10_000, 10_000)
+    return json_response(_list([_file(job.id, len(job.items[0]), job) for job in jobs], more))
 
 
 async def one_file(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -161,10 +165,10 @@ def _content(site: Site, tenant: Tenant, id: str) -> tuple[Job, bytes]:
     """A file by its id: an uploaded one, or the answers of a batch."""
     for ending, wanted in (("-output", True), ("-errors", False)):
         if id.startswith("file-batch_") and id.endswith(ending):
-            job = _job(site, tenant, id.removeprefix("file-").removesuffix(ending), "batch")
+            job = job_of(site, tenant, id.removeprefix("file-").removesuffix(ending), "batch")
             lines = [answer for _, (ok, answer) in sorted(job.answers.items()) if ok is wanted]
             return job, b"".join(line + b"\n" for line in lines)
-    job = _job(site, tenant, id, "file")
+    job = job_of(site, tenant, id, "file")
     return job, job.items[0]
 
 
@@ -190,19 +194,23 @@ async def create_batch(call: Call, body: BatchRequest) -> Response:
         raise HttpError(
             400, f"endpoint is {body.endpoint[:60]!r}; it may be {', '.join(ENDPOINTS)}", "invalid_value", "endpoint"
         )
-    source = _job(site, call.tenant, body.input_file_id, "file")
+    source = job_of(site, call.tenant, body.input_file_id, "file")
     items = await asyncio.to_thread(_items, source.items[0], body.endpoint)
-    _check_room(site, call.tenant, sum(map(len, items)))
     noted = {"kind": "batch", **msgspec.to_builtins(body)}
+    return call.answer(_batch(await begin_batch(call, f"batch_{uuid.uuid4().hex}", items, noted)))
+
+
+async def begin_batch(call: Call, id: str, items: list[bytes], noted: dict[str, Any]) -> Job:
+    """Have a batch worked on; `noted` has its kind and endpoint. Raises HttpError and JournalFull."""
+    site = call.site
+    _check_room(site, call.tenant, sum(map(len, items)))
     if call.record.trace is not None:
-        noted["trace"] = call.record.trace.header
-    job = site.batches.store.create(
-        f"batch_{uuid.uuid4().hex}", items, msgspec.json.encode(noted), owner=call.tenant.name
-    )
+        noted = {**noted, "trace": call.record.trace.header}
+    job = site.batches.store.create(id, items, msgspec.json.encode(noted), owner=call.tenant.name)
     await _kept(site.batches.store, job)
     if job.how is None:  # nobody was told of it, but it can be found, and cancelled
         site.batches.begin(job)
-    return call.answer(_batch(job))
+    return job
 
 
 def _items(content: bytes, endpoint: str) -> list[bytes]:
@@ -229,27 +237,34 @@ def _items(content: bytes, endpoint: str) -> list[bytes]:
 
 async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
     """Your batches, the newest first."""
-    jobs = [job for job in _jobs(site, tenant) if about(job)["kind"] == "batch"]
-    return json_response({"object": "list", "data": [_batch(job) for job in reversed(jobs)], "has_more": False})
+    jobs, more = page(request, jobs_of(site, tenant, "batch")[::-1], lambda job: job.id)
+    return json_response(_list([_batch(job) for job in jobs], more))
 
 
 async def one_batch(site: Site, request: Request, tenant: Tenant) -> Response:
     """How far a batch has come."""
-    return json_response(_batch(_job(site, tenant, request.path_params["name"], "batch")))
+    return json_response(_batch(job_of(site, tenant, request.path_params["name"], "batch")))
 
 
 async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response:
     """End a batch; the answers that it has are kept."""
-    job = _job(site, tenant, request.path_params["name"], "batch")
+    job = job_of(site, tenant, request.path_params["name"], "batch")
     await site.batches.cancel(job)
     return json_response(_batch(job))
 
 
-def _jobs(site: Site, tenant: Tenant) -> list[Job]:
-    return [job for job in site.batches.store.jobs.values() if job.owner == tenant.name]
+def jobs_of(site: Site, tenant: Tenant, kind: str) -> list[Job]:
+    """Oldest first."""
+    jobs = [job for job in site.batches.store.jobs.values() if job.owner == tenant.name]
+    return [job for job in jobs if about(job)["kind"] == kind]
 
 
-def _job(site: Site, tenant: Tenant, id: str, kind: str) -> Job:
+def _list(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": more, **ends}
+
+
+def job_of(site: Site, tenant: Tenant, id: str, kind: str) -> Job:
     job = site.batches.store.jobs.get(id)
     if job is None or job.owner != tenant.name or about(job)["kind"] != kind:
         raise HttpError(404, f"there is no {kind} {id[:100]!r}", "not_found")

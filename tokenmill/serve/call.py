@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -28,9 +28,11 @@ from tokenmill.serve.schemas import Service as Asked
 from tokenmill.serve.site import Site, site_of
 from tokenmill.serve.stream import Stream
 from tokenmill.serve.tenants import Tenant
+from tokenmill.serve.text_work import LONG
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
+P = ParamSpec("P")
 Handler = Callable[["Call", Any], Awaitable[Response]]
 Reader = Callable[[Site, Request, Tenant], Awaitable[Response]]
 
@@ -84,6 +86,12 @@ class Call:
         )
         self._streams.append(stream)
         return stream
+
+    async def aside(self, work: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
+        """Do something with what the client sent, in a thread where that was much."""
+        if self.request.scope.get("tokenmill.size", 0) <= LONG:
+            return work(*args, **options)
+        return await asyncio.to_thread(work, *args, **options)
 
     def note_sent(self) -> None:
         """What the streams brought was written to the socket."""
@@ -227,7 +235,7 @@ def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Ca
     return handle
 
 
-def reader(handler: Reader) -> Callable[[Request], Awaitable[Response]]:
+def reader(handler: Reader, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
     """An HTTP handler for what needs no engine; whoever has a key may ask."""
 
     async def handle(request: Request) -> Response:
@@ -239,7 +247,7 @@ def reader(handler: Reader) -> Callable[[Request], Awaitable[Response]]:
             response.headers.update(record.headers())
         except Exception as problem:
             error = told_error(problem, record.id)
-            response = error_response(error, openai_shape, record.headers())
+            response = error_response(error, shape, record.headers())
         except BaseException:
             record.end(GONE)
             raise

@@ -25,10 +25,10 @@ MOST_TOP_LOGPROBS = 20
 
 async def chat(call: Call, body: ChatRequest) -> Response:
     toolbox = Toolbox(call, body.tools, body.tool_choice, body.parallel_tool_calls)
-    params = sampling_params(body, _max_tokens(body), toolbox.form, logprobs=_logprobs(body))
+    params = sampling_params(body, _max_tokens(body), toolbox.form, toolbox.restriction, logprobs=_logprobs(body))
     if body.modalities not in (None, ["text"]):
         raise HttpError(400, "modalities may be ['text'] only: this model writes text", "invalid_value", "modalities")
-    ids = await toolbox.prompt(normal_messages(body.messages), body.chat_template_kwargs)
+    ids = await toolbox.prompt(await call.aside(normal_messages, body.messages), body.chat_template_kwargs)
     stream = await call.submit(ids, params, body)
     if body.stream:
         return EventStream(call, _Teller(call, body, stream, toolbox, params.n))

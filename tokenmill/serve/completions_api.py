@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
 from tokenmill.serve.answers import Cutter, Delta, best_of, encoded, finite, usage_of
@@ -32,17 +33,24 @@ async def complete(call: Call, body: CompletionRequest) -> Response:
         raise HttpError(
             400, f"logprobs is {body.logprobs}; it must be from 0 to {MOST_LOGPROBS}", "invalid_value", "logprobs"
         )
+    if body.suffix and body.echo:
+        raise HttpError(
+            400, "echo would repeat the prompt as it is around a suffix, marks and all; leave one of them out",
+            "unsupported", "echo",
+        )  # fmt: skip
     if body.stream and (body.echo or body.best_of not in (None, body.n or 1)):
         raise HttpError(400, "echo and best_of cannot be streamed; leave stream out", "invalid_value", "stream")
     params = sampling_params(
         body,
         1 if nothing else body.max_tokens,
-        None,
         logprobs=body.logprobs,
         best_of=body.best_of,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    streams = [await call.submit(prompt, params, body) for prompt in prompts]
+    asked: Sequence[Prompt] = prompts
+    if body.suffix:
+        asked = [{"prompt": prompt, "suffix": body.suffix} for prompt in prompts]
+    streams = [await call.submit(prompt, params, body) for prompt in asked]
     if body.stream:
         return EventStream(call, _Teller(call, body, streams, params.n))
     outputs = await call.whole(streams)

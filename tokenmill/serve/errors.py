@@ -94,9 +94,10 @@ def _code_and_param(message: str) -> tuple[str, str | None]:
     if message.startswith("the prompt has "):
         return "context_length_exceeded", None
     name, _, rest = message.partition(" ")  # messages about a setting begin with its name
-    return "invalid_value", name if rest.startswith(("is ", "has ", "contains ", "names ", "must ")) and _is_name(
-        name
-    ) else None
+    return "invalid_value", name if rest.startswith(_ABOUT) and _is_name(name) else None
+
+
+_ABOUT = ("is ", "has ", "contains ", "names ", "allows ", "must ", "key is ", "value is ", "entry is ")
 
 
 def _is_name(word: str) -> bool:

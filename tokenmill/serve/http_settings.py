@@ -28,6 +28,8 @@ class HttpSettings:
     origins: tuple[str, ...] = field(default=())  # web pages of these origins may ask; "*": of all
     hosts: tuple[str, ...] = ()  # names that a browser may know this server by; "*": any; empty: see `Guard`
     max_stored_bytes: int = 1 << 30  # files and batches of one tenant
+    max_responses_bytes: int = 256 << 20  # stored responses of all tenants, in memory; 0: none are stored
+    response_seconds: float = 24 * 3600.0  # a stored response is forgotten when nobody asked for it for this long
     log_prompts: bool = False  # prompts and answers are written into the log
     otlp_endpoint: str | None = None  # a collector that is sent spans; None: nothing is traced
     trace_ratio: float = 1.0  # of requests whose client does not say whether they are traced
@@ -35,7 +37,15 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}; it must be from 1 to 65535, or 0 for any free one")
-        for name in ("body_seconds", "head_seconds", "idle_seconds", "write_seconds", "beat_seconds"):
+        above_zero = (
+            "body_seconds",
+            "head_seconds",
+            "idle_seconds",
+            "write_seconds",
+            "beat_seconds",
+            "response_seconds",
+        )
+        for name in above_zero:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if not self.drain_seconds >= 0:
@@ -49,3 +59,5 @@ class HttpSettings:
         for name in ("max_body_bytes", "max_connections", "max_stored_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.max_responses_bytes < 0:
+            raise ConfigError(f"max_responses_bytes is {self.max_responses_bytes}; it must be 0 or more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from tokenmill.serve.call import Call
 from tokenmill.serve.chat_messages import Messages, normal_messages, text_of
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.sampling_of import format_form, make_params, one_form
-from tokenmill.serve.schemas import CountRequest, MessagesRequest
+from tokenmill.serve.schemas import HOTTEST_ANTHROPIC, CountRequest, MessagesRequest
 from tokenmill.serve.sse import EventStream, event
 from tokenmill.serve.stream import Stream
 from tokenmill.serve.toolbox import Toolbox
@@ -29,16 +28,20 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 async def message(call: Call, body: MessagesRequest) -> Response:
     if body.thinking is not None and body.thinking.get("type") != "disabled":
         raise HttpError(400, "thinking is set, but this model does not think aloud; leave it out", "unsupported")
+    if body.output_config is not None and body.output_config.effort is not None:
+        call.ignored.append("output_config.effort")
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
     toolbox = Toolbox(call, _tools(body.tools), _choice(body.tool_choice), parallel)
     params = make_params(
         body.max_tokens,
         body.top_k,
+        hottest=HOTTEST_ANTHROPIC,
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
         stop=body.stop_sequences,
-        structured=one_form(format_form(body.output_config.format if body.output_config else None), toolbox.form),
+        structured=one_form(format_form(body.output_config.format if body.output_config else None), toolbox.form)
+        or toolbox.restriction,
     )
     stream = await call.submit(await _prompt(call, toolbox, body.system, body.messages), params, body)
     if body.stream:
@@ -58,12 +61,7 @@ async def count(call: Call, body: CountRequest) -> Response:
 
 async def _prompt(call: Call, toolbox: Toolbox, system: Any, given: Sequence[Mapping[str, Any]]) -> list[int]:
     """The conversation's token ids. A last message of the assistant is the beginning of the answer."""
-    messages: Messages = []
-    if system:
-        messages.append({"role": "system", "content": text_of("system", system)})
-    for number, one in enumerate(given):
-        messages += _messages(f"messages[{number}]", one)
-    messages = normal_messages(messages)
+    messages = await call.aside(_conversation, system, given)
     beginning = ""
     if len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         beginning = messages.pop()["content"]
@@ -71,7 +69,17 @@ async def _prompt(call: Call, toolbox: Toolbox, system: Any, given: Sequence[Map
     tokenizer = call.service.tokenizer
     if not beginning or tokenizer is None:
         return ids
-    return ids + await asyncio.to_thread(tokenizer.encode, beginning, False, call.service.facts.max_len)
+    most = call.service.facts.max_len
+    return ids + await call.service.texts.run(len(beginning), tokenizer.encode, beginning, False, most)
+
+
+def _conversation(system: Any, given: Sequence[Mapping[str, Any]]) -> Messages:
+    messages: Messages = []
+    if system:
+        messages.append({"role": "system", "content": text_of("system", system)})
+    for number, one in enumerate(given):
+        messages += _messages(f"messages[{number}]", one)
+    return normal_messages(messages)
 
 
 def _messages(where: str, message: Mapping[str, Any]) -> Messages:

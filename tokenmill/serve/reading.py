@@ -61,17 +61,26 @@ async def _discard(request: Request) -> None:
 async def read_request(request: Request, kind: type[T], settings: HttpSettings) -> tuple[T, list[str]]:
     """The body as a request of this kind, and the names of what it says in vain. Raises HttpError."""
     body = await read_body(request, settings)
+    request.scope["tokenmill.size"] = len(body)  # for Call.aside
     if len(body) > _LARGE:
-        _check_parts(body)
-        return await asyncio.to_thread(parse, body, kind)
+        return await asyncio.to_thread(_parse_large, body, kind)
+    return parse(body, kind)
+
+
+def _parse_large(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    _check_parts(body)
     return parse(body, kind)
 
 
 def _check_parts(body: bytes) -> None:
     """Millions of small values take seconds in which even other threads stand still. Numbers and texts are quick; and a
     long text may have many of these signs, but not all of them."""
-    inner = min(body.count(b"[") + body.count(b"{"), body.count(b","))
-    members = min(body.count(b":"), body.count(b'"') // 2)
+    found = dict.fromkeys(b'[{,:"', 0)
+    for begin in range(0, len(body), _LARGE):  # in parts: other threads get their turn in between
+        for sign in found:
+            found[sign] += body.count(sign, begin, begin + _LARGE)
+    opening, braces, commas, colons, quotes = found.values()
+    inner, members = min(opening + braces, commas), min(colons, quotes // 2)
     if max(inner, members) > MOST_PARTS:
         raise HttpError(
             400, f"the body has more than {MOST_PARTS} arrays, objects or members; send fewer", "invalid_value"
@@ -94,8 +103,12 @@ def of_kind(content: Any, kind: type[T]) -> tuple[T, list[str]]:
     if not isinstance(content, dict):
         raise HttpError(400, f"the body is a JSON {_json_name(content)}; send an object", "invalid_json")
     known = kind.__struct_fields__
-    ignored = sorted(content.keys() & kind.IGNORED)  # type: ignore[attr-defined]
-    for name in content.keys() - known - kind.IGNORED:  # type: ignore[attr-defined]
+    ignored = sorted(name for name in content.keys() & kind.IGNORED if content[name] is not None)  # type: ignore[attr-defined]
+    refused: dict[str, str] = getattr(kind, "REFUSED", {})
+    for name in sorted(content.keys() & refused.keys()):
+        if content[name] is not None:
+            raise HttpError(400, f"{name} is set, but {refused[name]}", "unsupported", name)
+    for name in content.keys() - known - kind.IGNORED - refused.keys():  # type: ignore[attr-defined]
         short = name[:60]
         message = f"there is no parameter {short!r} here; {did_you_mean(short, known)}"
         raise HttpError(400, message, "unknown_parameter", short)

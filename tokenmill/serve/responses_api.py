@@ -1,25 +1,26 @@
-"""POST /v1/responses: OpenAI's newer API, for text and function calls. Nothing is stored."""
+"""POST /v1/responses: OpenAI's newer API, for text and function calls."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.serve.answers import Cutter, encoded, token_logprobs, usage_of
 from tokenmill.serve.blocks import Block, Blocks, Change
-from tokenmill.serve.call import Call
-from tokenmill.serve.chat_messages import Messages, normal_messages, text_of
-from tokenmill.serve.errors import HttpError
+from tokenmill.serve.call import Call, Lasting, told_error
+from tokenmill.serve.chat_messages import Messages
+from tokenmill.serve.errors import GONE, HttpError
+from tokenmill.serve.response_items import checked_items, history, messages_of, resolved
 from tokenmill.serve.sampling_of import format_form, make_params, one_form
 from tokenmill.serve.schemas import ResponsesRequest
 from tokenmill.serve.sse import EventStream, event
+from tokenmill.serve.stored_responses import Stored
 from tokenmill.serve.stream import Stream
 from tokenmill.serve.toolbox import Toolbox
 
@@ -28,7 +29,7 @@ MOST_TOP_LOGPROBS = 20
 
 
 async def respond(call: Call, body: ResponsesRequest) -> Response:
-    _refuse_memory(body)
+    _refuse_unsupported(call, body)
     toolbox = Toolbox(call, body.tools, body.tool_choice, body.parallel_tool_calls)
     params = make_params(
         body.max_output_tokens,
@@ -38,33 +39,39 @@ async def respond(call: Call, body: ResponsesRequest) -> Response:
         min_p=body.min_p,
         seed=body.seed,
         logprobs=_logprobs(body),
-        structured=one_form(format_form(body.text.format if body.text else None), toolbox.form),
+        structured=one_form(format_form(body.text.format if body.text else None), toolbox.form) or toolbox.restriction,
     )
-    stream = await call.submit(await toolbox.prompt(_messages(body)), params, body)
-    if body.stream:
-        return EventStream(call, _Teller(call, body, stream, toolbox), last=b"", named=True)
-    [output] = await call.whole([stream])
-    one = output.outputs[0]
-
-    def items() -> list[msgspec.Raw]:
-        blocks = Blocks(toolbox.parser())
-        for _ in blocks.feed(one.text, last=True, logprobs=_told_logprobs(call, body, one.token_ids, one.logprobs)):
-            pass
-        return [encoded(_item(call, block)) for block in blocks.all]
-
-    # With log-probabilities these can be very many entries, for which others should not wait.
-    told = items() if one.logprobs is None else await asyncio.to_thread(items)
-    return call.answer(_response(call, body, told, output))
-
-
-def _refuse_memory(body: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "conversation"):
-        if getattr(body, name) is not None:
-            raise HttpError(
-                400, f"{name} is set, but this server stores no responses; send the whole input", "unsupported", name
-            )
+    draft = _Draft(call, body, toolbox)
+    stream = await call.submit(await draft.prompt(), params, body)
     if body.background:
-        raise HttpError(400, "background is true, but answers are not stored here; leave it out", "unsupported")
+        return draft.go_on_alone(stream)
+    if body.stream:
+        return EventStream(call, _Teller(call, body, stream, draft), last=b"", named=True)
+    [output] = await call.whole([stream])
+    return call.answer(await draft.finished(output))
+
+
+def _refuse_unsupported(call: Call, body: ResponsesRequest) -> None:
+    kept = call.site.responses
+    if body.conversation is not None:
+        raise HttpError(
+            400, "conversation is set, but there are none here; use previous_response_id", "unsupported", "conversation"
+        )
+    if body.previous_response_id is not None and not kept.on:
+        raise HttpError(
+            400, "previous_response_id is set, but this server stores no responses; send the whole input",
+            "unsupported", "previous_response_id",
+        )  # fmt: skip
+    if body.background:
+        if body.store is False or not kept.on:
+            raise HttpError(
+                400, "background is true, but the response is not stored; let it be", "unsupported", "background"
+            )
+        if body.stream or call.request.scope.get("tokenmill.batch"):
+            raise HttpError(
+                400, "background is true, which neither goes with stream nor in a batch; ask for the response later",
+                "unsupported", "background",
+            )  # fmt: skip
     if body.truncation not in (None, "disabled"):
         raise HttpError(
             400, f"truncation is {body.truncation[:60]!r}; inputs are never cut here, so it may be 'disabled' only",
@@ -72,7 +79,106 @@ def _refuse_memory(body: ResponsesRequest) -> None:
         )  # fmt: skip
     for wanted in body.include or []:
         if wanted != _WITH_LOGPROBS:
-            raise HttpError(400, f"include has {wanted[:60]!r}; it may have {_WITH_LOGPROBS!r} only", "unsupported")
+            raise HttpError(
+                400, f"include has {wanted[:60]!r}; it may have {_WITH_LOGPROBS!r} only", "unsupported", "include"
+            )
+    if body.text is not None and body.text.verbosity is not None:
+        call.ignored.append("text.verbosity")
+
+
+class _Draft:
+    """A response in the making: what it is asked, and how it is told and stored when it is there."""
+
+    def __init__(self, call: Call, body: ResponsesRequest, toolbox: Toolbox) -> None:
+        self._call = call
+        self._body = body
+        self._toolbox = toolbox
+        self._kept = call.site.responses
+        self._begun = False  # it is stored already
+        self.id = f"resp_{call.id}"
+        self._stored: Stored | None = None  # None: it is not
+
+    async def prompt(self) -> list[int]:
+        """The token ids of the conversation. Raises HttpError and InvalidRequest."""
+        body, tenant = self._body, self._call.tenant.name
+        chain = self._kept.chain(tenant, body.previous_response_id)
+        for stored in chain:
+            if stored.status not in ("completed", "incomplete"):
+                raise HttpError(
+                    400, f"previous_response_id leads to {stored.id!r}, which is {stored.status}; choose another",
+                    "invalid_value", "previous_response_id",
+                )  # fmt: skip
+        most = self._call.site.settings.max_body_bytes
+        if (size := sum(len(one.given) + len(one.made) for one in chain)) > most:
+            raise HttpError(
+                400, f"previous_response_id leads to {size} bytes of conversation; at most {most} are read",
+                "invalid_value", "previous_response_id",
+            )  # fmt: skip
+        given = resolved(body.input, self._kept, tenant)
+
+        def read() -> tuple[Messages, bytes]:
+            items = checked_items(given, self.id)
+            return messages_of(body.instructions, [*history(chain), *items]), msgspec.json.encode(items)
+
+        messages, kept = await (asyncio.to_thread(read) if chain else self._call.aside(read))
+        if self._kept.on and body.store is not False:
+            self._stored = Stored(self.id, body.previous_response_id, kept)
+        return await self._toolbox.prompt(messages)
+
+    def blocks(self) -> Blocks:
+        return Blocks(self._toolbox.parser())
+
+    def told(self, items: Sequence[Any], output: RequestOutput | None) -> dict[str, Any]:
+        told = _response(self._call, self._body, items, output)
+        return told | {"store": self._stored is not None}
+
+    async def finished(self, output: RequestOutput) -> msgspec.Raw:
+        """The whole response, kept where it is to be."""
+        one = output.outputs[0]
+
+        def made() -> tuple[list[Block], list[msgspec.Raw]]:
+            blocks, logprobs = self.blocks(), _told_logprobs(self._call, self._body, one.token_ids, one.logprobs)
+            for _ in blocks.feed(one.text, last=True, logprobs=logprobs):
+                pass
+            return blocks.all, [encoded(_item(self._call, block)) for block in blocks.all]
+
+        # With log-probabilities these can be very many entries, for which others should not wait.
+        blocks, items = made() if one.logprobs is None else await asyncio.to_thread(made)
+        return self.keep(blocks, self.told(items, output))
+
+    def keep(self, blocks: Sequence[Block], told: dict[str, Any]) -> msgspec.Raw:
+        response, stored, tenant = encoded(told), self._stored, self._call.tenant.name
+        if self._begun and self._kept.get(tenant, self.id) is None:
+            stored = None  # it was deleted, or had to give way
+        if stored is not None:
+            plain = [_item(self._call, Block(one.index, one.text, one.name, one.id)) for one in blocks]
+            stored.made, stored.response, stored.status = msgspec.json.encode(plain), bytes(response), told["status"]
+            self._kept.keep(tenant, stored)
+        return response
+
+    def go_on_alone(self, stream: Stream) -> Response:
+        """Answer at once, and make the response when nobody waits for it."""
+        assert self._stored is not None
+        self._stored.cancel = self._call.cancel
+        begun = self.keep([], self.told([], None))
+        self._begun = True
+        self._kept.make(self._stored, self._finish(stream))
+        return Lasting(bytes(begun), 200, self._call.headers(), "application/json")
+
+    async def _finish(self, stream: Stream) -> None:
+        status, call = GONE, self._call
+        try:
+            await self.finished(call.saw(await stream.last()))
+            status = 200
+        except Exception as problem:
+            error = call.problem = told_error(problem, call.id)
+            status = error.status
+            ended = {"status": "cancelled"} if error.code == "cancelled" else {
+                "status": "failed", "error": {"code": "server_error", "message": error.message},
+            }  # fmt: skip
+            self.keep([], self.told([], None) | ended)
+        finally:
+            call.close(status)
 
 
 def _logprobs(body: ResponsesRequest) -> int | None:
@@ -82,38 +188,6 @@ def _logprobs(body: ResponsesRequest) -> int | None:
             400, f"top_logprobs is {top}; it must be from 0 to {MOST_TOP_LOGPROBS}", "invalid_value", "top_logprobs"
         )
     return (top or 0) if top or _WITH_LOGPROBS in (body.include or []) else None
-
-
-def _messages(body: ResponsesRequest) -> Messages:
-    messages: Messages = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    for number, item in enumerate(body.input):
-        _add_item(messages, f"input[{number}]", item)
-    return normal_messages(messages)
-
-
-def _add_item(messages: Messages, where: str, item: Mapping[str, Any]) -> None:
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": text_of(where, item.get("content"))})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if messages and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
-        output = item.get("output")
-        text = output if isinstance(output, str) else text_of(where, output)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-    else:
-        raise InvalidRequest(
-            f"{where} is of type {kind!r:.60}; there may be message, function_call and function_call_output"
-        )
 
 
 def _told_logprobs(call: Call, body: ResponsesRequest, tokens: list[int], tables: Any) -> list[msgspec.Raw]:
@@ -129,7 +203,7 @@ def _response(call: Call, body: ResponsesRequest, items: Sequence[Any], output: 
         "created_at": call.created,
         "completed_at": int(time.time()) if status == "completed" else None,
         "status": status,
-        "background": False,
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "instructions": body.instructions,
@@ -138,10 +212,9 @@ def _response(call: Call, body: ResponsesRequest, items: Sequence[Any], output: 
         "model": call.model,
         "output": items,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": None,
-        "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": _told_format(body)},
         "tool_choice": body.tool_choice or "auto",
@@ -195,16 +268,17 @@ def _part(block: Block) -> dict[str, Any]:
 class _Teller:
     """The events of a response, numbered."""
 
-    def __init__(self, call: Call, body: ResponsesRequest, stream: Stream, toolbox: Toolbox) -> None:
+    def __init__(self, call: Call, body: ResponsesRequest, stream: Stream, draft: _Draft) -> None:
         self.streams = [stream]
         self._call = call
         self._body = body
-        self._blocks, self._cutter = Blocks(toolbox.parser()), Cutter(1)
+        self._draft = draft
+        self._blocks, self._cutter = draft.blocks(), Cutter(1)
         self._last: RequestOutput | None = None
         self._count = 0
 
     def begin(self) -> bytes:
-        begun = _response(self._call, self._body, [], None)
+        begun = self._draft.told([], None)
         return self.tell("response.created", response=begun) + self.tell("response.in_progress", response=begun)
 
     def news(self, number: int) -> bytes:
@@ -223,8 +297,8 @@ class _Teller:
 
     def end(self) -> bytes:
         items = [_item(self._call, block) for block in self._blocks.all]
-        ended = _response(self._call, self._body, items, self._last)
-        return self.tell(f"response.{ended['status']}", response=ended)
+        ended = self._draft.told(items, self._last)
+        return self.tell(f"response.{ended['status']}", response=self._draft.keep(self._blocks.all, ended))
 
     def tell(self, kind: str, **content: Any) -> bytes:
         self._count += 1

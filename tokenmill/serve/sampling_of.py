@@ -7,7 +7,7 @@ from typing import Any, cast
 from tokenmill.params import MAX_LENGTH, SamplingParams
 from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.schemas import JsonSchema, ResponseFormat, Sampling, TextFormat
+from tokenmill.serve.schemas import HOTTEST, JsonSchema, ResponseFormat, Sampling, TextFormat
 
 _SAME_NAME = (
     "temperature",
@@ -30,32 +30,48 @@ _SAME_NAME = (
 _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 MOST_ENTRIES = 1024
 MOST_CHARACTERS = 16_384
+LEAST_SHARE = 1e-9  # of probability, above 0, which the engine does not know
 
 
 def sampling_params(
-    body: Sampling, max_tokens: int | None, form: StructuredOutput | None, **more: Any
+    body: Sampling,
+    max_tokens: int | None,
+    form: StructuredOutput | None = None,
+    restriction: StructuredOutput | None = None,
+    **more: Any,
 ) -> SamplingParams:
-    """`form` is what tool_choice wants of the answer, if anything. Raises InvalidRequest and HttpError."""
+    """`form` is what tool_choice wants of the answer, if anything, and `restriction` what it wants of one that may have
+    any form (see `Toolbox`). Raises InvalidRequest and HttpError."""
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.bad_words or body.min_tokens:  # no form goes together with these
+        restriction = None
+    wanted = one_form(
+        format_form(body.response_format),
+        cast(StructuredOutput | None, body.structured_outputs),
+        None if body.regex is None else {"regex": body.regex},
+        None if body.grammar is None else {"grammar": body.grammar},
+        None if body.choice is None else {"choice": body.choice},
+        form,
+    )
     return make_params(
         max_tokens,
         top_k=body.top_k,
-        structured=one_form(
-            format_form(body.response_format),
-            cast(StructuredOutput | None, body.structured_outputs),
-            None if body.regex is None else {"regex": body.regex},
-            None if body.grammar is None else {"grammar": body.grammar},
-            None if body.choice is None else {"choice": body.choice},
-            form,
-        ),
+        structured=wanted or restriction,
         **given,
         **more,
     )
 
 
-def make_params(max_tokens: int | None, top_k: int | None, **given: Any) -> SamplingParams:
+def make_params(max_tokens: int | None, top_k: int | None, *, hottest: float = HOTTEST, **given: Any) -> SamplingParams:
     """Numbers without an upper bound are cut to one that means the same; lists are refused beyond one, since every step
     of the engine, and so everybody, pays for them."""
+    temperature = given.get("temperature")
+    if temperature is not None and not 0 <= temperature <= hottest:
+        raise HttpError(
+            400, f"temperature is {temperature:g}; it must be from 0 to {hottest}", "invalid_value", "temperature"
+        )
+    if given.get("top_p") == 0:  # the likeliest token and none beside it
+        given["top_p"] = LEAST_SHARE
     for name in _LISTS:
         _check_list(name, given.get(name))
     return SamplingParams(

@@ -20,8 +20,17 @@ def _within(low: float, high: float) -> Meta:
 
 
 _COMMON = frozenset(["safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"])
-_ANTHROPIC = frozenset(["metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"])
+_ANTHROPIC = frozenset(
+    ["metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id"]
+)
+_NO_TOOLS_HERE = {
+    "container": "this server runs no code; leave it out",
+    "mcp_servers": "this server calls no others; call them yourself and offer their tools",
+    "context_management": "conversations are never shortened here; send what is to be read",
+}
+_NO_MODERATION = "this server judges no texts; leave it out"
 _Stop = str | list[str] | None
+HOTTEST, HOTTEST_ANTHROPIC = 2, 1  # the highest temperatures that the two APIs know
 _Content = {
     "anyOf": [
         {"type": "string"},
@@ -52,8 +61,8 @@ _Messages = Annotated[
     _described(minItems=1),
 ]
 _Tools = list[Annotated[dict[str, Any], _described(properties={"type": {"enum": ["function", "custom"]}})]]
-_Temperature = Annotated[float, _within(0, 100)]
-_Share = Annotated[float, _within(0.001, 1)]
+_Temperature = Annotated[float, _within(0, HOTTEST)]
+_Share = Annotated[float, _within(0, 1)]
 _TopLogprobs = Annotated[int, _within(0, 20)]
 _Few = Annotated[int, _within(1, 128)]
 _Count = Annotated[int, _described(minimum=1)]
@@ -104,6 +113,7 @@ class Service(Struct, kw_only=True):
     cache_salt: str | None = None  # requests share a cached prefix only with those of the same salt
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    REFUSED: ClassVar[dict[str, str]] = {}  # what clients may send that cannot be done here, and why
 
 
 class Sampling(Service, kw_only=True):
@@ -149,13 +159,21 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
-    IGNORED = _COMMON | {"user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity"}
+    IGNORED = _COMMON | {"user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity", "prediction"}
+    REFUSED = {
+        "functions": "it was replaced by tools; send them",
+        "function_call": "it was replaced by tool_choice; send that",
+        "audio": "this model writes text only; leave it out",
+        "web_search_options": "this server searches nothing; leave it out",
+        "moderation": _NO_MODERATION,
+    }
 
 
 class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions"""
 
     prompt: _Prompt
+    suffix: str | None = None  # the answer is what stands between prompt and suffix
     max_tokens: _Count | None = 16
     logprobs: _TopLogprobs | None = None
     echo: bool | None = None
@@ -198,11 +216,19 @@ class ResponsesRequest(Service, kw_only=True):
     min_p: Annotated[float, _within(0, 1)] | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
-    background: bool | None = None
+    background: bool | None = None  # answered at once; the response is made meanwhile, and asked for by its id
+    store: bool | None = None  # False: the response cannot be asked for again, nor gone on from
     include: list[str] | None = None
     truncation: str | None = None
 
-    IGNORED = _COMMON | {"user", "store", "service_tier", "reasoning", "stream_options", "max_tool_calls"}
+    IGNORED = _COMMON | {"user", "service_tier", "reasoning", "stream_options", "max_tool_calls"}
+    REFUSED = {
+        "prompt": "no templates of prompts are kept here; send input and instructions",
+        "context_management": _NO_TOOLS_HERE["context_management"],
+        "image": "this model writes text only; leave it out",
+        "moderation": _NO_MODERATION,
+        "access_programs": "there are none here; leave it out",
+    }
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
@@ -217,7 +243,7 @@ class MessagesRequest(Service, kw_only=True):
     max_tokens: _Count
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    temperature: _Temperature | None = None
+    temperature: Annotated[float, _within(0, HOTTEST_ANTHROPIC)] | None = None
     top_p: _Share | None = None
     top_k: Annotated[int, _described(minimum=-1)] | None = None
     tools: _Tools | None = None
@@ -227,6 +253,7 @@ class MessagesRequest(Service, kw_only=True):
     seed: _Seed | None = None
 
     IGNORED = _ANTHROPIC
+    REFUSED = _NO_TOOLS_HERE
 
 
 class CountRequest(Struct, kw_only=True):
@@ -240,6 +267,20 @@ class CountRequest(Struct, kw_only=True):
     IGNORED: ClassVar[frozenset[str]] = _ANTHROPIC | {
         "tool_choice", "thinking", "output_config", "output_format",
     }  # fmt: skip
+    REFUSED: ClassVar[dict[str, str]] = _NO_TOOLS_HERE
+
+
+class MessageBatchEntry(Struct, forbid_unknown_fields=True):
+    custom_id: str
+    params: dict[str, Any]  # a MessagesRequest, judged when its turn comes
+
+
+class MessageBatchRequest(Struct, kw_only=True):
+    """POST /v1/messages/batches"""
+
+    requests: Annotated[list[MessageBatchEntry], _described(minItems=1)]
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -294,6 +335,7 @@ REQUESTS: tuple[type[Struct], ...] = (
     ResponsesRequest,
     MessagesRequest,
     CountRequest,
+    MessageBatchRequest,
     EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
@@ -310,5 +352,7 @@ def components() -> dict[str, Any]:
             schema["properties"][name] = {
                 "description": "without effect here; listed in the header x-tokenmill-ignored"
             }
+        for name, why in getattr(kind, "REFUSED", {}).items():
+            schema["properties"][name] = {"type": "null", "description": f"refused: {why}"}
         schema["additionalProperties"] = False
     return dict(found)

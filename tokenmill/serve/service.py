@@ -26,10 +26,9 @@ from tokenmill.serve.settings import ServeSettings
 from tokenmill.serve.stage import Stages
 from tokenmill.serve.stream import Stream, Ticket
 from tokenmill.serve.supervisor import Supervisor
+from tokenmill.serve.text_work import SHORT, TextWork, size_of
 
 __all__ = ["Service", "ServiceStats", "Stream"]
-
-SHORT_TEXT = 1024  # characters: tokenized at once; a longer text must not hold up the event loop
 
 
 class Service:
@@ -52,6 +51,7 @@ class Service:
         self.settings = settings or ServeSettings()
         self.degrade = degrade
         self.tokenizer: Tokenizer | None = None
+        self.texts = TextWork()
         self._supervisor = Supervisor(config, self.settings, self)
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
@@ -103,6 +103,7 @@ class Service:
     async def stop(self) -> None:
         """End the engine process and every stream. Safe to call twice, and without a start."""
         self._state = "stopped"
+        self.texts.close()
         await self._supervisor.stop()
         self._remote.end_all(Finish.ERROR, "the server was stopped")
         self._embeddings.end_all("the server was stopped")
@@ -141,8 +142,7 @@ class Service:
         Unavailable (503), the last two with `.retry_after` in seconds (see tokenmill.serve.admission)."""
         try:
             self._check_open()
-            if isinstance(prompt, str) and len(prompt) > SHORT_TEXT:
-                prompt = await asyncio.to_thread(self._front.encode, prompt)
+            prompt = await self.texts.run(size_of(prompt), self._front.encode, prompt)
             follow = self._front.prepare(
                 prompt, params, request_id=request_id, priority=priority, timeout=timeout, cache_salt=cache_salt
             )
@@ -187,15 +187,15 @@ class Service:
     async def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, checked against the model's length. Raises InvalidRequest."""
         self._check_started()
-        encoded = await asyncio.to_thread(self._front.encode, prompt)
-        assert isinstance(encoded, dict)
+        encoded = await self.texts.run(size_of(prompt), self._front.encode, prompt)
         ids: list[int] = encoded["prompt_token_ids"]
         return ids
 
     async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a conversation; options are those of Front.chat_ids (chat_template, tools, ...)."""
         self._check_started()
-        return await asyncio.to_thread(self._front.chat_ids, messages, **options)
+        size = max(SHORT + 1, sum(size_of(one.get("content")) for one in messages))  # templates may take their time
+        return await self.texts.run(size, self._front.chat_ids, messages, **options)
 
     async def embed(self, prompts: Sequence[Prompt], pooling: str = "mean") -> list[list[float]]:
         """One vector of unit length per prompt; pooling is mean or last. Raises like `submit`."""

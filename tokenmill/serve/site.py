@@ -14,6 +14,7 @@ from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.keys import KeyRing
 from tokenmill.serve.metrics import Metrics
 from tokenmill.serve.service import Service
+from tokenmill.serve.stored_responses import StoredResponses
 from tokenmill.serve.tenants import Tenant
 
 if TYPE_CHECKING:  # an extra
@@ -27,6 +28,7 @@ class Site:
     keys: KeyRing
     metrics: Metrics
     batches: Batches
+    responses: StoredResponses
     tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
 

@@ -99,7 +99,7 @@ def checked_choice(payload: Any, tools: list[Tool]) -> Choice:
         if any(tool.name == name for tool in tools):
             return f"={name}"
         raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools")
-    raise InvalidRequest(f"tool_choice is {payload!r:.60}; it must be auto, none, required or name a function")
+    raise InvalidRequest(f"tool_choice is {payload!r:.60}; it must be auto, none, required, or name functions")
 
 
 def choice_form(tools: list[Tool], choice: Choice, parallel: bool = True) -> StructuredOutput | None:
@@ -137,9 +137,13 @@ def format_of(chat_template: str | None) -> str:
 
 
 def parser_for(
-    tools: list[Tool], choice: Choice, format: str = "hermes", ids: Callable[[], str] | None = None
+    tools: list[Tool],
+    choice: Choice,
+    format: str = "hermes",
+    ids: Callable[[], str] | None = None,
+    only: bool = False,
 ) -> Parser | None:
-    """Whoever makes calls of an answer; None where none are wanted."""
+    """Whoever makes calls of an answer; None where none are wanted. With `only`, a call of anything else is text."""
     ids = ids or new_id
     if not tools or choice == "none":
         return None
@@ -147,7 +151,7 @@ def parser_for(
         return ArgumentsParser(_named(tools, choice).name, ids)
     if choice == "required" or format == "json":
         return BareParser({tool.name for tool in tools}, ids)
-    return TaggedParser(ids)
+    return TaggedParser(ids, {tool.name for tool in tools} if only else None)
 
 
 def parse(parser: Parser, text: str) -> tuple[str, list[ToolCall]]:
@@ -224,8 +228,9 @@ class TaggedParser(_Calls):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-    def __init__(self, ids: Callable[[], str] = new_id) -> None:
+    def __init__(self, ids: Callable[[], str] = new_id, names: set[str] | None = None) -> None:
         super().__init__(ids)
+        self._names = names  # that count as calls; None: all
         self._rest = ""  # not looked at yet, or perhaps the beginning of a tag
         self._after = False  # a call has ended and its closing tag may follow
 
@@ -265,7 +270,7 @@ class TaggedParser(_Calls):
             return False
         self._show(self._rest[:at])
         self._rest = self._rest[at + len(self.OPEN) :]
-        self._scanner = CallScanner()
+        self._scanner = CallScanner(self._names)
         return True
 
     def _scan(self, scanner: CallScanner) -> bool:

@@ -1,0 +1,87 @@
+"""Stored responses stay within their bounds, and no tenant pays for another."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenmill.serve.stored_responses import Stored, StoredResponses
+
+
+def stored(id: str, size: int = 0, previous: str | None = None) -> Stored:
+    return Stored(id, previous, b"x" * size)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_nobody_asks_for_is_forgotten() -> None:
+    clock = Clock()
+    kept = StoredResponses(10**6, 60.0, clock)
+    kept.keep("a", stored("r1"))
+    kept.keep("a", stored("r2"))
+    clock.now = 50.0
+    assert kept.get("a", "r1") is not None
+    clock.now = 100.0
+    assert kept.get("a", "r2") is None and kept.get("a", "r1") is not None
+    clock.now = 161.0
+    kept.keep("b", stored("r3"))  # whoever comes tidies up
+    assert len(kept) == 1
+
+
+def test_a_conversation_keeps_all_its_turns_alive() -> None:
+    clock = Clock()
+    kept = StoredResponses(10**6, 60.0, clock)
+    kept.keep("a", stored("r0"))
+    for turn in range(1, 10):
+        clock.now += 40.0
+        assert [one.id for one in kept.chain("a", f"r{turn - 1}")] == [f"r{n}" for n in range(turn)]
+        kept.keep("a", stored(f"r{turn}", previous=f"r{turn - 1}"))
+
+
+def test_the_tenant_who_has_most_gives_way() -> None:
+    kept = StoredResponses(20_000, 60.0, Clock())
+    kept.keep("modest", stored("r", 1000))
+    for number in range(100):
+        kept.keep("greedy", stored(f"g{number}", 3000))
+    assert kept.get("modest", "r") is not None
+    assert kept.get("greedy", "g0") is None and kept.get("greedy", "g99") is not None
+    kept.keep("greedy", stored("huge", 30_000))  # larger than all there is
+    assert kept.get("greedy", "huge") is None and kept.get("modest", "r") is not None
+
+
+def test_one_that_grows_is_counted_anew() -> None:
+    kept = StoredResponses(20_000, 60.0, Clock())
+    growing = stored("r", 1000)
+    for size in (0, 5000, 9000, 100):
+        growing.made = b"x" * size
+        kept.keep("a", growing)
+        assert kept._bytes["a"] == 2000 + size
+    assert kept.remove("a", "r") and not kept.remove("a", "r")
+    assert kept._bytes.total() == 0 and len(kept) == 0
+
+
+steps = st.tuples(
+    st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 9000), st.sampled_from(["keep", "get", "remove"])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(steps, max_size=60))
+def test_bounds_hold_whatever_happens(moves: list[tuple[str, int, int, str]]) -> None:
+    clock = Clock()
+    kept = StoredResponses(30_000, 25.0, clock)
+    for tenant, number, size, what in moves:
+        clock.now += 1.0
+        if what == "keep":
+            kept.keep(tenant, stored(f"r{number}", size))
+        elif what == "get":
+            kept.get(tenant, f"r{number}")
+        else:
+            kept.remove(tenant, f"r{number}")
+        held = {name: sum(one.counted for one in ones.values()) for name, ones in kept._kept.items()}
+        assert sum(held.values()) <= 30_000 and held == dict(kept._bytes)
