@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -28,11 +27,6 @@ class Pieces:
         self._words = not steps  # without a decoder, tokens are words with spaces between them
         self._space = "".join(_space_marks(steps))
         self.drops_first_space = self._words or any(_strips_start(step) for step in steps)
-
-    @cached_property
-    def longest(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self._backend.get_vocab()), default=1)
 
     def bytes_of(self, id: int) -> bytes:
         """The bytes of a token; none for an id outside the vocabulary."""
@@ -88,3 +82,4 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_alphabet()
+BYTE_ALPHABET = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}

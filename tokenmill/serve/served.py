@@ -39,7 +39,10 @@ def load_tokenizer(config: EngineConfig, progress: Progress | None) -> Tokenizer
 
     files = resolve(config.model, progress=progress, cache_dir=config.cache_dir)
     if files.kind == "directory":
-        return Tokenizer.from_directory(files.path)
-    from tokenmill.engine import build
+        tokenizer = Tokenizer.from_directory(files.path)
+    else:
+        from tokenmill.engine import build
 
-    return build.load_tokenizer(files, None)
+        tokenizer = build.load_tokenizer(files, None)
+    tokenizer.bound  # noqa: B018 (worked out now, and not while a request waits)
+    return tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +15,8 @@ from tokenmill.serve.errors import HttpError
 from tokenmill.serve.schemas import DetokenizeRequest, TokenizeRequest
 from tokenmill.serve.site import Site
 from tokenmill.serve.tenants import Tenant
+
+MOST_TOKENS = 1_000_000  # that are made text at once
 
 
 async def list_models(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -57,14 +58,15 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Response:
     if tokenizer is None:
         raise InvalidRequest("this server has no tokenizer; send token ids")
     if body.messages is not None:
-        shown, options = template_input(normal_messages(body.messages), None, "none", tokenizer.chat_template)
+        messages = await call.aside(normal_messages, body.messages)
+        shown, options = await call.aside(template_input, messages, None, "none", tokenizer.chat_template)
         ids = await call.service.chat_ids(shown, add_generation_prompt=body.add_generation_prompt, **options)
     else:
-        most = call.service.facts.max_len if hasattr(call.service, "facts") else None
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", body.add_special_tokens, most)
+        text, most = body.prompt or "", call.service.facts.max_len if hasattr(call.service, "facts") else None
+        ids = await call.service.texts.run(len(text), tokenizer.encode, text, body.add_special_tokens, most)
     told: dict[str, Any] = {"count": len(ids), "max_model_len": call.service.facts.max_len, "tokens": ids}
     if body.return_token_strs:
-        told["token_strs"] = [tokenizer.id_to_token(id) for id in ids]
+        told["token_strs"] = await call.service.texts.run(len(ids), lambda: [tokenizer.id_to_token(id) for id in ids])
     return call.answer(told)
 
 
@@ -72,11 +74,15 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     tokenizer = call.service.tokenizer
     if tokenizer is None:
         raise InvalidRequest("this server has no tokenizer")
-    return call.answer({"prompt": await asyncio.to_thread(_text_of, tokenizer, body)})
+    return call.answer({"prompt": await call.service.texts.run(len(body.tokens), _text_of, tokenizer, body)})
 
 
 def _text_of(tokenizer: Tokenizer, body: DetokenizeRequest) -> str:
     size = tokenizer.vocab_size
+    if len(body.tokens) > MOST_TOKENS:
+        raise HttpError(
+            400, f"tokens has {len(body.tokens)} entries; at most {MOST_TOKENS} are allowed", "invalid_value", "tokens"
+        )
     for id in body.tokens:
         if type(id) is not int or not 0 <= id < size:
             raise HttpError(
