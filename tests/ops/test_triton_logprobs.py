@@ -128,13 +128,13 @@ def test_logits_that_are_no_numbers_say_so(triton_device):
     logits[0, 8123] = NAN
     logits[1, 17] = INF
     logits[2] = -INF
-    logits[3, 5:] = -INF  # this one is possible, a chunk of it is not
-    tokens[3] = 2
+    logits[3, :8000] = logits[3, 8005:] = -INF  # this one is possible, a chunk of it is not
+    tokens[3] = 8002
     tokens[4] = -1
     _, _, value, ids, values = measured(logits, tokens, widths, 8)
     assert np.isnan(value[:3]).all() and np.isfinite(value[3:]).all()
-    assert sorted(ids[3, :5].tolist()) == [0, 1, 2, 3, 4] and np.isfinite(values[3, :5]).all()
-    assert ids[3, 5:].tolist() == [5, 6, 7] and (values[3, 5:] == -INF).all()
+    assert sorted(ids[3, :5].tolist()) == [8000, 8001, 8002, 8003, 8004] and np.isfinite(values[3, :5]).all()
+    assert ids[3, 5:].tolist() == [0, 1, 2] and (values[3, 5:] == -INF).all()
 
 
 def test_a_row_has_the_same_bits_in_any_batch(triton_device):

@@ -1,4 +1,4 @@
-"""The whole sampler samples with Triton's ops what it samples with the reference's: settings reach kernels by address."""
+"""With Triton's ops the whole sampler samples what it does with the reference's: settings reach kernels by address."""
 
 import numpy as np
 import pytest
