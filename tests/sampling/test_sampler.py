@@ -458,3 +458,18 @@ def test_edits_of_many_rows_lie_where_the_device_looks_for_them():
         assert first.data_ptr() == at[row] + 8 * 4
     bench.admit(1)
     assert bench.sampler._edits_at[1] == 0 and 1 not in bench.sampler._edits
+
+
+def test_tables_for_shaping_are_there_before_anything_is_recorded(monkeypatch):
+    """On a GPU a step may be recorded the first time it runs: it must not make what outlives it."""
+    bench = Bench()
+    made = []
+    monkeypatch.setattr(Sampler, "_make_tables", lambda self: made.append(1))
+    bench.admit(0, logprobs=2)
+    assert not made
+    for settings in ({"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}, {"structured": {"regex": "a"}}):
+        bench.admit(1, 2, **settings)
+    assert len(made) == 3
+    bench.sampler.rehearse(bench.logits(2), Traits(shaped=True))
+    bench.sampler.rehearse(bench.logits(2), Traits(warm=True, best=8))
+    assert len(made) == 4

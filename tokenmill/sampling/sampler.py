@@ -104,6 +104,8 @@ class Sampler:
                 pieces.append(piece)
             upload[i] = device_settings(admission, self.vocab_size, width, edits.get(row, 0))
             at += piece.size
+        if any(self._flags[admission.row] & SHAPED for admission in admissions):
+            self._make_tables()
         packed = self._to_device(np.concatenate(pieces))
         settings = packed[: pieces[0].size].view(len(admissions), -1)  # [admissions, 3 + words / 2] int64
         rows, edits_at = settings[:, 0], settings[:, 2]
@@ -163,6 +165,8 @@ class Sampler:
         traits: Traits,
     ) -> Sampled:
         """Sample for rows that belong to nobody: what runs is what runs for any batch of as many with these traits."""
+        if traits.shaped:
+            self._make_tables()
         rows = torch.full((logits.shape[0],), len(self._seeds) - 1, dtype=torch.int64, device=self.device)
         return self.sample(logits, rows, torch.zeros_like(rows), traits)
 
@@ -221,11 +225,6 @@ class Sampler:
         words: dict[str, torch.Tensor],
         numbers: dict[str, torch.Tensor],
     ) -> ShapeBatch:
-        if self.device.type == "cuda" and self._counters is None:
-            # Here once and for all: a recording serves batches with any of these settings.
-            slots = min(len(self._seeds), max(1, PENALTY_SCRATCH // (4 * self.vocab_size)))
-            self._counters = torch.zeros(slots, self.vocab_size, dtype=torch.int32, device=self.device)
-            self._masks = self._new_masks() if self._masks is None else self._masks
         return ShapeBatch(
             rows=rows,
             positions=positions,
@@ -240,6 +239,14 @@ class Sampler:
             masks=self._masks,
             counters=self._counters,
         )
+
+    def _make_tables(self) -> None:
+        """What shaping on a GPU needs, once and for all: a recording serves batches with any of these settings, and is
+        made of tables that were there before it."""
+        if self.device.type == "cuda" and self._counters is None:
+            slots = min(len(self._seeds), max(1, PENALTY_SCRATCH // (4 * self.vocab_size)))
+            self._counters = torch.zeros(slots, self.vocab_size, dtype=torch.int32, device=self.device)
+            self._masks = self._new_masks() if self._masks is None else self._masks
 
     def _new_masks(self) -> torch.Tensor:
         return torch.zeros(len(self._seeds), self._mask_words, dtype=torch.int32, device=self.device)
