@@ -19,13 +19,14 @@ export PIP_RESUME_RETRIES ?= 5
 # In the environment, so that a command that is shown stays readable.
 export stopped := echo "error: setting up stopped (the lines above say why); make the same target again, and it goes on with what is here" >&2; exit 1
 
-.PHONY: help run chat test test-slow sanitize check rehearse clean
+.PHONY: help run chat test test-slow test-avx2 test-baseline sanitize check rehearse clean
 
 help:
 	@echo "make run        set up, get the default model and answer a prompt (PROMPT='...')"
 	@echo "make chat       the same, as a conversation"
 	@echo "make test       set up and run the tests"
 	@echo "make test-slow  the tests that take more than a minute each"
+	@echo "make test-avx2  the tests with the CPU held down to AVX2; test-baseline: to SSE4"
 	@echo "make sanitize   the native library's tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make check      ruff, and mypy --strict on the package"
 	@echo "make rehearse   make run and make test in a fresh clone with empty caches (REHEARSE='--help' lists its options)"
@@ -40,12 +41,16 @@ chat: $(venv)/.installed
 	@$(venv)/bin/tokenmill chat
 
 # One thread per worker: two workers that each start a thread per core would fight over the cores.
-test test-slow: export OMP_NUM_THREADS = 1
+test test-slow test-avx2 test-baseline: export OMP_NUM_THREADS = 1
 test: $(venv)/.installed-dev
 	$(python) -m pytest -n $(WORKERS)
 
 test-slow: $(venv)/.installed-dev
 	$(python) -m pytest -n $(WORKERS) -m slow
+
+# What only holds on the builder's CPU fails in one of these: torch, numpy and the native library use no more than this.
+test-avx2 test-baseline: $(venv)/.installed-dev
+	$(python) tests/cpu_level $(@:test-%=%) -m pytest -n $(WORKERS)
 
 sanitize: $(venv)/.installed-dev
 	$(python) -m pytest -m 'slow or not slow' tests/native_lib -k sanitizer

@@ -272,7 +272,7 @@ def test_a_deadline_passes_in_the_queue_as_well(tiny_model: str) -> None:
         started = time.monotonic()
         output = llm.generate([PROMPT], GREEDY, use_tqdm=False, timeout=0.02)[0]
         assert output.outputs[0].finish_reason == "deadline" and output.outputs[0].token_ids == []
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
         assert len(list(stream)[-1].outputs[0].token_ids) == 200
 
 

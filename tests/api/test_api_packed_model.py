@@ -7,7 +7,7 @@ import pytest
 from tokenmill import LLM, RequestOutput, SamplingParams
 from tokenmill.quant.packed import Packed
 
-SUBJECTS = ("the moon", "bread", "prime numbers", "a river", "the sea", "an old mill", "rain", "bees", "maps", "ice")
+SUBJECTS = ("the moon", "bread", "prime numbers", "an old mill", "ice")
 QUESTIONS = ("Tell me about {}.", "Write a line about {}.", "Why is {} good?", "Name a fact about {}.", "What is {}?")
 PROMPTS = [question.format(subject) for subject in SUBJECTS for question in QUESTIONS]
 # Inputs are rounded to 8 bits (more where they are large): the two best tokens may swap if they are this close.
@@ -36,7 +36,7 @@ def test_greedy_answers_are_those_of_the_reference_up_to_near_ties(default_model
         table = theirs.outputs[0].logprobs[first]
         best = max(entry.logprob for entry in table.values())
         assert ids[first] in table and best - table[ids[first]].logprob < GAP, f"token {first} of {mine.request_id}"
-    assert whole >= 25, f"only {whole} of {len(PROMPTS)} answers are equal to the last token"
+    assert 2 * whole >= len(PROMPTS), f"only {whole} of {len(PROMPTS)} answers are equal to the last token"
 
 
 @pytest.mark.filterwarnings("error:steps that read prompts")  # no recording is refused

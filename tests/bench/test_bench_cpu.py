@@ -63,7 +63,7 @@ def setup(tmp_path: Path) -> Setup:
         prompt=64,
         new=5,
         requests=(3,),
-        timeout=20,
+        timeout=120,
         serve=write_fake(tmp_path),
     )
 
@@ -137,7 +137,7 @@ def test_what_there_is_can_be_kept_after_each_round(setup: Setup) -> None:
     [
         ('if (driver, command) == ("on_llama_cpp", "batch"): print("boom", file=sys.stderr); sys.exit(3)', "boom"),
         ('if (driver, command) == ("on_llama_cpp", "batch"): os.kill(os.getpid(), 9)', "signal 9"),
-        ('if (driver, command) == ("on_llama_cpp", "batch"): time.sleep(60)', "no answer within 2 s"),
+        ('if (driver, command) == ("on_llama_cpp", "batch"): time.sleep(60)', "no answer within 4 s"),
         ('if (driver, command) == ("on_llama_cpp", "batch"): answer = {"error": "too large"}', "too large"),
         ('if (driver, command) == ("on_llama_cpp", "batch"): answer["tokens"].pop()', "did not come"),
         ('if (driver, command) == ("on_llama_cpp", "batch"): print("{half", flush=True)', "no JSON"),
@@ -145,7 +145,8 @@ def test_what_there_is_can_be_kept_after_each_round(setup: Setup) -> None:
 )
 def test_a_peer_that_fails_does_not_stop_the_others(setup: Setup, tmp_path: Path, bad: str, reason: str) -> None:
     said: list[str] = []
-    rows = compare(replace(setup, serve=write_fake(tmp_path, bad), timeout=2), WHO, said.append)
+    seconds = 4 if "4 s" in reason else setup.timeout
+    rows = compare(replace(setup, serve=write_fake(tmp_path, bad), timeout=seconds), WHO, said.append)
     ours, llama, vllm = rows
     assert llama.failure is not None and reason in llama.failure
     assert any(reason in line for line in said)
@@ -181,8 +182,10 @@ def test_frozen_workers_do_not_run(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert _cpu_time(worker) == before
         worker.thaw()
-        time.sleep(0.5)
-        assert _cpu_time(worker) > before
+        deadline = time.monotonic() + 60
+        while _cpu_time(worker) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
         worker.close()
 

@@ -114,7 +114,7 @@ def test_every_way_to_fail_has_its_name() -> None:
 
     async def main() -> Run:
         async with serving(reply) as place:
-            return await drive(place, load(6, 1, timeout=0.5))
+            return await drive(place, load(6, 1, timeout=2))
 
     result = run(main())
     kinds = [None, "status 429", "disconnected", "engine_error", "no end", "timeout"]
@@ -154,7 +154,7 @@ def test_an_open_loop_waits_for_nobody_and_counts_from_when_a_request_was_due() 
     due = [0.02 * number for number in range(6)]
     assert [answer.start for answer in result.answers] == pytest.approx(due, abs=1e-6)
     late = [answer.late for answer in result.answers]
-    assert late[0] < 0.05 and late[1] > 0.1, "the hold-up is told"
+    assert late[1] > 0.1 and late[5] < late[1], "the hold-up is told: less of it to those that were due later"
     for answer in result.answers:
         assert answer.times[0] >= 0.3 + answer.late, "and counted"
 

@@ -1,10 +1,10 @@
 """`tokenmill run` end to end: the real program, the real default model."""
 
-import resource
 import subprocess
 import sys
 
 import pytest
+from cli_children import cpu_seconds
 
 from tokenmill.errors import ModelError
 
@@ -42,13 +42,6 @@ def test_first_token_of_a_cached_model_comes_within_seconds():
     # the limit grows with it.
     slowness = max(1.0, cpu_seconds([sys.executable, "-c", "import torch"]) / IMPORT_TORCH_S)
     assert min(cpu_seconds(run_command("Hello", "--max-tokens", "1")) for _ in range(2)) < FIRST_TOKEN_S * slowness
-
-
-def cpu_seconds(command: list[str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.usefixtures("default_model")

@@ -35,9 +35,8 @@ class Server:
         command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", *OPTIONS, *options]
         server = cls(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         threading.Thread(target=server._read, daemon=True).start()
-        for _ in range(6000):
-            if server.url or server.process.poll() is not None:
-                break
+        deadline = time.monotonic() + 600  # two busy cores may take minutes for what a quiet machine does in seconds
+        while not server.url and server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0 if server.url else 0.5)  # for its last words
         assert server.url, "".join(server.lines)
@@ -52,7 +51,7 @@ class Server:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(30)
+        return self.process.wait(120)
 
 
 @asynccontextmanager

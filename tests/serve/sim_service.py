@@ -75,7 +75,7 @@ def solo(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]
     return said
 
 
-async def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     for _ in range(int(seconds / 0.005)):
         if condition():
             return

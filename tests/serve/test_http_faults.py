@@ -158,7 +158,7 @@ def hold(server: Server, count: int) -> None:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             began = time.monotonic()
             assert client.post(PATH, json={"prompt": "x", "max_tokens": 2}).status_code == 200
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 50
             assert metric(server.url, "requests_active") == 0
         time.sleep(0.5)
         engine = engine_of(server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,10 @@ def test_forms_that_are_none(sent: bytes) -> None:
     async def main() -> None:
         async with simulated() as (_, url), httpx.AsyncClient(base_url=url, timeout=30) as client:
             headers = {"content-type": "multipart/form-data; boundary=b"}
+            began = time.process_time()  # the server runs in this process
             answer = await client.post("/v1/files", content=sent, headers=headers)
             assert answer.status_code in (200, 400), answer.text
-            assert answer.elapsed.total_seconds() < 3
+            assert time.process_time() - began < 3
             assert (await client.get("/v1/files")).status_code == 200
 
     run(main())

@@ -64,14 +64,14 @@ def test_kills_in_quick_succession_are_blamed_on_nobody() -> None:
 
 def test_a_hung_engine_is_replaced_and_its_requests_go_on() -> None:
     async def main() -> None:
-        async with opened({"step": 0.004}, hang_seconds=0.4) as service:
+        async with opened({"step": 0.004}, hang_seconds=2.0) as service:
             jobs = [asyncio.create_task(answer(service, p, greedy(100))) for p in PROMPTS[:16]]
             await eventually(lambda: service._books.engine.running)
             old = service._supervisor.pid
             await strike(service, signal.SIGSTOP)
             began = time.monotonic()
             outputs = await asyncio.gather(*jobs)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 60
             assert [one.outputs[0].token_ids for one in outputs] == [solo(p, greedy(100)) for p in PROMPTS[:16]]
             assert service.stats().restarts == 1
             with pytest.raises(ProcessLookupError):
@@ -82,9 +82,9 @@ def test_a_hung_engine_is_replaced_and_its_requests_go_on() -> None:
 
 def test_an_engine_that_was_stopped_while_idle_is_found_out_by_the_next_request() -> None:
     async def main() -> None:
-        async with opened(hang_seconds=0.3) as service:
+        async with opened(hang_seconds=1.0) as service:
             await strike(service, signal.SIGSTOP)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.2)
             assert service.stats().restarts == 0 and service.ready()  # nobody asked it for anything
             assert (await answer(service, [5], greedy(5))).outputs[0].token_ids == solo([5], greedy(5))
             assert service.stats().restarts == 1
@@ -96,14 +96,14 @@ CAUSES = [
     ("crash", "SIGSEGV"),
     ("exit", "status 7 (the device fell off the bus)"),
     ("killed", "killed from outside, or by the kernel for memory"),
-    ("hang", "completed no step for 0.4 s"),
+    ("hang", "completed no step for 1 s"),
 ]
 
 
 @pytest.mark.parametrize(("how", "cause"), CAUSES)
 def test_a_request_that_ends_engines_fails_alone_with_its_cause(how: str, cause: str) -> None:
     async def main() -> None:
-        settings: dict[str, Any] = {"breaker_failures": 100, "hang_seconds": 0.4}
+        settings: dict[str, Any] = {"breaker_failures": 100, "hang_seconds": 1.0}
         async with opened({"step": 0.002, how: POISON}, **settings) as service:
             good = [asyncio.create_task(answer(service, p, greedy(60))) for p in PROMPTS[:12]]
             await eventually(lambda: service._books.engine.running)
@@ -214,7 +214,7 @@ def test_drain_hands_back_what_it_cannot_finish_even_through_a_restart() -> None
             await strike(service, signal.SIGKILL)
             began = time.monotonic()
             assert await service.drain(0.6) == 5
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 20  # the answers would have taken fifty
             for output in await asyncio.gather(*jobs):
                 assert output.outputs[0].finish_reason == "error" and "shutting down" in output.error
 
@@ -279,13 +279,13 @@ def test_deadlines_are_kept_even_while_the_engine_is_away(tmp_path: Any) -> None
     async def main() -> None:
         async with opened({"step": 0.01, "fuse": str(fuse)}, give_up_after=1000) as service:
             assert (await answer(service, [5], greedy(2000), timeout=0.3)).outputs[0].finish_reason == "deadline"
-            stream = await service.submit([5], greedy(2000), timeout=0.8)
+            stream = await service.submit([5], greedy(2000), timeout=2)
             await anext(stream)
             await strike(service, signal.SIGKILL)
             began = time.monotonic()
             output = [one async for one in stream][-1]
             assert output.outputs[0].finish_reason == "deadline" and "deadline passed" in output.error
-            assert output.outputs[0].token_ids and time.monotonic() - began < 3
+            assert output.outputs[0].token_ids and time.monotonic() - began < 20
             assert not service._remote.mirrors
 
     run(main())
