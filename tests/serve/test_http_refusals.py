@@ -127,11 +127,11 @@ def test_a_body_over_the_limit(client: httpx.Client) -> None:
 
 
 def test_a_body_of_millions_of_parts(client: httpx.Client) -> None:
-    for part in (b"[]", b"[1]", b"{}", b'{"a" :1}'):
+    for part in (b"[]", b"[1]", b"{}", b'{"a" :1}', b'"ab"'):
         several = b",".join([part] * (15_000_000 // (len(part) + 1)))
-        assert "more than 500000" in refused(client.post(COMPLETIONS, content=b'{"prompt": [%b]}' % several))["message"]
+        assert "more than 200000" in refused(client.post(COMPLETIONS, content=b'{"prompt": [%b]}' % several))["message"]
     several = b",".join(b'"%d" :1' % number for number in range(1_000_000))
-    assert "more than 500000" in refused(client.post(COMPLETIONS, content=b'{"logit_bias": {%b}}' % several))["message"]
+    assert "more than 200000" in refused(client.post(COMPLETIONS, content=b'{"logit_bias": {%b}}' % several))["message"]
     for text in ("x{y}[z] " * 1_000_000, "a, b: c, d: e; " * 500_000):  # these are no parts
         answer = client.post(COMPLETIONS, json={"prompt": text})
         assert refused(answer)["code"] == "context_length_exceeded"

@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
+from tokenmill.serve import large_json
 from tokenmill.serve.errors import HttpError, openai_shape
 from tokenmill.serve.jobs import Job, JobStore
 from tokenmill.serve.journal import JournalFull
+from tokenmill.serve.text_work import LONG
 
 log = logging.getLogger("tokenmill.serve")
 
@@ -104,8 +106,7 @@ class Batches:
             log.error("batch %s stops: %s", job.id, full.exceptions[0])
 
     async def _answer(self, job: Job, endpoint: str, index: int, item: bytes) -> None:
-        asked: dict[str, Any] = msgspec.json.decode(item)
-        body = msgspec.json.encode({"priority": "batch", **asked["body"]})
+        id_of_item, body = _unpacked(item) if len(item) <= LONG else await asyncio.to_thread(_unpacked, item)
         while True:
             async with self._room:
                 status, wait, said = await self._ask(job, endpoint, body)
@@ -116,8 +117,14 @@ class Batches:
             status, said = 413, _NO_ROOM
         id = f"batch_req_{uuid.uuid4().hex}"
         response = {"status_code": status, "request_id": id, "body": msgspec.Raw(said)}
-        line = {"id": id, "custom_id": asked["custom_id"], "response": response, "error": None}
+        line = {"id": id, "custom_id": id_of_item, "response": response, "error": None}
         self.store.answer(job.id, index, msgspec.json.encode(line), status == 200)
+
+
+def _unpacked(item: bytes) -> tuple[str, bytes]:
+    """A line of a batch: its custom id, and the request."""
+    asked: dict[str, Any] = large_json.decode(item)
+    return asked["custom_id"], msgspec.json.encode({"priority": "batch", **asked["body"]})
 
 
 def about(job: Job) -> dict[str, Any]:

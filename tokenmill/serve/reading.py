@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from tokenmill.compat import did_you_mean
+from tokenmill.serve import large_json
 from tokenmill.serve.errors import GONE, HttpError
 from tokenmill.serve.http_settings import HttpSettings
 
@@ -18,7 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _LINGER = 2.0  # seconds
 _LARGE = 256 << 10  # bytes: decoded in a thread, so that the event loop goes on
-MOST_PARTS = 500_000  # arrays and objects, and members of objects
+MOST_PARTS = 200_000  # arrays and objects, members of objects, or strings
 
 
 async def read_body(request: Request, settings: HttpSettings) -> bytes:
@@ -75,15 +76,16 @@ def _parse_large(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
 def _check_parts(body: bytes) -> None:
     """Millions of small values take seconds in which even other threads stand still. Numbers and texts are quick; and a
     long text may have many of these signs, but not all of them."""
-    found = dict.fromkeys(b'[{,:"', 0)
+    found = dict.fromkeys((b"[", b"{", b",", b":", b'"', b'\\"'), 0)
     for begin in range(0, len(body), _LARGE):  # in parts: other threads get their turn in between
         for sign in found:
             found[sign] += body.count(sign, begin, begin + _LARGE)
-    opening, braces, commas, colons, quotes = found.values()
-    inner, members = min(opening + braces, commas), min(colons, quotes // 2)
-    if max(inner, members) > MOST_PARTS:
+    opening, braces, commas, colons, quotes, escaped = found.values()
+    strings = (quotes - escaped) // 2
+    inner, members = min(opening + braces, commas), min(colons, strings)
+    if max(inner, members, min(strings, commas)) > MOST_PARTS:
         raise HttpError(
-            400, f"the body has more than {MOST_PARTS} arrays, objects or members; send fewer", "invalid_value"
+            400, f"the body has more than {MOST_PARTS} arrays, objects, members or strings; send fewer", "invalid_value"
         )
 
 
@@ -91,7 +93,7 @@ def parse(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     if not body.strip():
         raise HttpError(400, "the body is empty; send a JSON object", "invalid_json")
     try:
-        content = msgspec.json.decode(body)
+        content = large_json.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise HttpError(400, f"the body is not valid JSON: {reason}", "invalid_json") from None
