@@ -10,8 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tokenmill.ops.native.arena import Arena
+from tokenmill.ops.native.formats import FORMS, OF_GGUF, Form
 from tokenmill.ops.native.library import LEVEL_NAMES, Library, library
-from tokenmill.ops.native.matrix import FORMS, Arena, Form, PackedMatrix
+from tokenmill.ops.native.matrix import PackedMatrix
 
 READ_ALL, MULTIPLY_BYTES = 4, 5  # src/matrix.h
 MACS = (1, 8 * 32, 8 * 32, 8 * 32, 12 * 64, 12 * 64)  # of one repeat, by level; AVX-VNNI and AMX have none
@@ -51,11 +53,12 @@ def ceilings(native: Library, clock: Callable[[], float]) -> tuple[float, float]
 def matrices(form: Form, rows: int, columns: int, total: int, arena: Arena) -> list[PackedMatrix]:
     """As many as make up `total` bytes, so that nothing is read from a cache that a real step would not find there."""
     random = np.random.default_rng(0)
-    raw = random.integers(0, 50, rows * columns // form.values * form.size, dtype=np.uint8)  # small, finite numbers
+    format = next(format for format in OF_GGUF.values() if format.form == form)
+    raw = random.integers(0, 50, rows * columns // format.values * format.size, dtype=np.uint8)  # small, finite numbers
     made = []
     while sum(one.nbytes for one in made) < total:
         one = PackedMatrix(rows, columns, arena)
-        one.append_blocks(raw, form, rows)
+        one.append_blocks(raw, format, rows)
         made.append(one)
     return made
 

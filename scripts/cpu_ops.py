@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from tokenmill.ops.native import library, ops
-from tokenmill.ops.native.matrix import Arena
+from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.recording import Tape
 from tokenmill.ops.types import CAUSAL, AttentionBatch
 

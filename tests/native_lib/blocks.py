@@ -6,21 +6,35 @@ import gguf
 import numpy as np
 import torch
 
-from tokenmill.ops.native.matrix import OF_GGUF, PackedMatrix
+from tokenmill.ops.native.formats import OF_GGUF
+from tokenmill.ops.native.matrix import PackedMatrix
 
-QUANTIZED = {gguf.GGMLQuantizationType(id).name: id for id, form in OF_GGUF.items() if form.values > 1}
+BLOCKS = {format.name: id for id, format in OF_GGUF.items() if format.values > 1}
+QUANTIZED = {name: id for name, id in BLOCKS.items() if not OF_GGUF[id].form.is_dense}  # packed in small numbers
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HALVES = {2: (0,), 6: (0,), 8: (0,), 3: (0, 2), 7: (0, 2), 12: (0, 2), 13: (0, 2), 14: (208,)}  # where f16 scales lie
+# Where f16 scales lie.
+_HALVES = {
+    **dict.fromkeys((2, 6, 8, 16, 17, 18, 19, 20, 21, 22, 23), (0,)),
+    **dict.fromkeys((3, 7, 12, 13), (0, 2)),
+    **{10: (80, 82), 11: (108,), 14: (208,), 29: (), 34: (52,), 35: (64,), 39: (), 40: ()},
+}
+_IQ1_M, _MXFP4 = 29, 39
 
 
 def random_blocks(type_id: int, rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
     """[rows, bytes]: every code and small scale is possible; f16 scales are small and positive or negative."""
-    form = OF_GGUF[type_id]
-    count = rows * columns // form.values
-    raw = random.integers(0, 256, (count, form.size), dtype=np.uint8)
+    format = OF_GGUF[type_id]
+    count = rows * columns // format.values
+    raw = random.integers(0, 256, (count, format.size), dtype=np.uint8)
     for at in _HALVES[type_id]:
         halves = random.normal(0, 0.01, count).astype(np.float16)
         raw[:, at : at + 2] = halves[:, None].view(np.uint8)
+    if type_id == _IQ1_M:  # four bits of its f16 are the upper ones of each 16-bit number from byte 48 on
+        halves = random.normal(0, 0.01, count).astype(np.float16).view(np.uint16)
+        for part in range(4):
+            raw[:, 49 + 2 * part] = raw[:, 49 + 2 * part] & 15 | (halves >> 4 * part & 15) << 4
+    if type_id == _MXFP4:
+        raw[:, 0] = random.integers(115, 125, count)  # of a power of two
     return raw.reshape(rows, -1)
 
 
@@ -29,9 +43,9 @@ def meaning(raw: np.ndarray, type_id: int) -> torch.Tensor:  # [rows, columns] f
 
 
 def packed(raw: np.ndarray, type_id: int, order: np.ndarray | None = None) -> PackedMatrix:
-    form = OF_GGUF[type_id]
-    matrix = PackedMatrix(raw.shape[0], raw.shape[1] // form.size * form.values)
-    matrix.append_blocks(raw.reshape(-1), form, raw.shape[0], order)
+    format = OF_GGUF[type_id]
+    matrix = PackedMatrix(raw.shape[0], raw.shape[1] // format.size * format.values)
+    matrix.append_blocks(raw.reshape(-1), format, raw.shape[0], order)
     return matrix
 
 

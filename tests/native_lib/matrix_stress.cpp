@@ -1,4 +1,4 @@
-// Packs and multiplies blocks of random bytes on heap memory of exactly the right size, at every CPU level and from
+// Packs, unpacks, rounds and multiplies blocks of random bytes on heap memory of exactly the right size, at every CPU level and from
 // several threads at once. Built with sanitizers by test_native_formats.py; prints "ok".
 #include <cmath>
 #include <cstdio>
@@ -20,11 +20,18 @@ namespace {
 
 using namespace mill;
 
-struct Source {
-    int64_t values, bytes;
+struct Format {
+    int64_t number, values, bytes, form, book;
 };
-constexpr Source SOURCES[FORMS] = {{1, 4},   {1, 2},   {1, 2},     {32, 18},   {32, 20}, {256, 144},
-                                   {32, 22}, {32, 24}, {256, 176}, {256, 210}, {32, 34}};
+constexpr Format FORMATS[] = {
+    {0, 1, 4, F32, 0},           {1, 1, 2, F16, 0},           {30, 1, 2, BF16, 0},         {2, 32, 18, INT4, 0},
+    {3, 32, 20, INT4_MIN, 0},    {6, 32, 22, INT5, 0},        {7, 32, 24, INT5_MIN, 0},    {8, 32, 34, INT8, 0},
+    {10, 256, 84, F32, 0},       {11, 256, 110, INT6_K, 0},   {12, 256, 144, INT4_K, 0},   {13, 256, 176, INT5_K, 0},
+    {14, 256, 210, INT6_K, 0},   {16, 256, 66, INT8_K, 2048}, {17, 256, 74, INT8_K, 4096}, {18, 256, 98, INT8_K, 1024},
+    {19, 256, 50, INT8_K, 16384}, {20, 32, 18, INT8, 0},      {21, 256, 110, INT6_K, 2048}, {22, 256, 82, INT8_K, 8192},
+    {23, 256, 136, INT8_K, 0},   {29, 256, 56, INT8_K, 16384}, {34, 256, 54, INT4, 0},     {35, 256, 66, INT4, 0},
+    {39, 32, 17, F32, 0},        {40, 64, 36, F32, 0},
+};
 
 template <class T>
 struct Exact {  // heap memory that ends where it says, aligned as a packed matrix is
@@ -45,16 +52,29 @@ void check(bool fine, const char* what) {
     std::exit(1);
 }
 
-void one(int form, int64_t rows, int64_t columns, int64_t m, unsigned seed) {
+void one(const Format& format, int64_t rows, int64_t columns, int64_t m, unsigned seed) {
     std::mt19937 random(seed);
-    const Source source = SOURCES[form];
-    Exact<uint8_t> raw(static_cast<size_t>(rows * columns / source.values * source.bytes));
+    const int64_t form = format.form;
+    Exact<uint8_t> raw(static_cast<size_t>(rows * columns / format.values * format.bytes));
     for (size_t i = 0; i < raw.count; ++i) raw.data[i] = static_cast<uint8_t>(random());
     Exact<uint8_t> panels(static_cast<size_t>((rows + PANEL - 1) / PANEL * panel_bytes(form, columns)));
     Exact<int32_t> order(static_cast<size_t>(rows));
     for (int64_t i = 0; i < rows; ++i) order.data[i] = static_cast<int32_t>(rows - 1 - i);
-    RepackArgs repack{raw.data, order.data, panels.data, rows, columns, form};
+    Exact<uint8_t> book(static_cast<size_t>(format.book));
+    for (size_t i = 0; i < book.count; ++i) book.data[i] = static_cast<uint8_t>(1 + random() % 15);
+    RepackArgs repack{raw.data, order.data, book.data, panels.data, rows, columns, format.number};
     check(tm_run(REPACK, &repack) == 0, "repack");
+    Exact<float> floats(static_cast<size_t>(rows * columns));
+    for (int64_t storage = 2; storage >= 0; --storage) {  // last, as floats
+        UnpackArgs unpack{raw.data, order.data, book.data, floats.data, rows, columns, format.number, storage};
+        check(tm_run(UNPACK, &unpack) == 0, "unpack");
+    }
+    if (columns % 64 == 0)
+        for (const Format& to : {FORMATS[3], FORMATS[4], FORMATS[7]}) {
+            Exact<uint8_t> blocks(static_cast<size_t>(rows * columns / to.values * to.bytes));
+            RoundArgs round{floats.data, blocks.data, rows, columns, 64, to.number, 0};
+            check(tm_run(ROUND, &round) == 0, "round");
+        }
 
     Exact<float> x(static_cast<size_t>(m * columns)), out(static_cast<size_t>(m * rows)), again(out.count);
     std::normal_distribution<float> normal;
@@ -94,10 +114,10 @@ int main() {
             std::vector<std::thread> callers;
             for (unsigned caller = 0; caller < 2; ++caller)
                 callers.emplace_back([&shapes, caller] {
-                    for (int form = 0; form < FORMS; ++form) {
-                        for (const auto& shape : shapes) one(form, shape[0], shape[1], shape[2], caller);
-                        if (SOURCES[form].values <= 32) one(form, 19, 96, 3, caller);
-                        if (SOURCES[form].values == 1) one(form, 19, 7, 18, caller);
+                    for (const Format& format : FORMATS) {
+                        for (const auto& shape : shapes) one(format, shape[0], shape[1], shape[2], caller);
+                        if (format.values <= 32) one(format, 19, 96, 3, caller);
+                        if (format.values == 1) one(format, 19, 7, 18, caller);
                     }
                 });
             for (auto& caller : callers) caller.join();

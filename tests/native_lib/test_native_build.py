@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.ops.native import build, library
-from tokenmill.ops.native.matrix import FORMS, OF_GGUF
+from tokenmill.ops.native.formats import FORMS, OF_GGUF
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_damaged_library_is_reported(tmp_path: Path) -> None:
 
 
 def test_both_sides_agree_on_sizes(native: library.Library) -> None:
-    for form in OF_GGUF.values():
+    for format in OF_GGUF.values():
         for columns in (256, 512, 768):
-            assert form.panel_bytes(columns) % 64 == 0
+            assert format.form.panel_bytes(columns) % 64 == 0
     assert [form.number for form in FORMS] == list(range(len(FORMS)))
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.ops.native import build
+from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import library
-from tokenmill.ops.native.matrix import OF_GGUF, PackedMatrix
+from tokenmill.ops.native.matrix import PackedMatrix
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -37,8 +38,8 @@ def test_floats_come_back_as_they_were(name: str, level: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_any_bytes_mean_what_the_format_says(name: str, seed: int, rows: int) -> None:
     library()
-    form = OF_GGUF[QUANTIZED[name]]
-    raw = np.random.default_rng(seed).integers(0, 256, (rows, form.size * (256 // form.values)), dtype=np.uint8)
+    format = OF_GGUF[QUANTIZED[name]]
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, format.size * (256 // format.values)), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = meaning(raw, QUANTIZED[name])
     matrix = packed(raw, QUANTIZED[name])

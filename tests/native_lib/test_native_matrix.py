@@ -9,8 +9,9 @@ from blocks import DENSE, QUANTIZED, meaning, packed, random_blocks, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import Library, library
-from tokenmill.ops.native.matrix import OF_GGUF, PackedMatrix
+from tokenmill.ops.native.matrix import PackedMatrix
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

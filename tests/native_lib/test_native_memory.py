@@ -14,7 +14,7 @@ from tiny import write_tiny
 from tokenmill import LLM
 from tokenmill.engine.runner import state
 from tokenmill.ops.native import library
-from tokenmill.ops.native.matrix import Arena
+from tokenmill.ops.native.arena import Arena
 
 LARGE = 2 << 20
 

@@ -27,7 +27,7 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.layers import WeightStore
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.model.weights.checkpoint import Checkpoint, GroupCheckpoint, read_config
+from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, read_config
 from tokenmill.model.weights.source import ModelFiles, resolve
 from tokenmill.ops.kv_forms import KV_FORMS, form_for
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
@@ -59,6 +59,7 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
     device = choose_device(config.device)
+    compiler = start_compiler(config, device)
     files = resolve(config.model, progress=tell, cache_dir=config.cache_dir)
     checkpoint, model_config = open_checkpoint(config, files)
     spec = spec_from_config(model_config)
@@ -84,7 +85,6 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         kv_form.name if kv_form else None,
     )
     ops = select(need, config.ops)
-    compiler = start_compiler(config, ops, device)
     weights = load(config, spec, checkpoint, dtype, device, schemes, tell)
     if config.batch_invariant:  # logits in float32: of equal ones, which is ranked first could depend on the batch
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
@@ -277,9 +277,12 @@ def load(
     if checkpoint is None:
         from tokenmill.model.weights.dummy import dummy_weights
 
-        return dummy_weights(spec, dtype, device, config.seed, schemes)
+        drawn = lambda done, total: tell(done, total, "making random weights")  # noqa: E731
+        return dummy_weights(spec, dtype, device, config.seed, schemes, drawn)
     from tokenmill.model.weights.load import load_weights
 
+    if isinstance(checkpoint, BlockCheckpoint):  # the library unpacks blocks for every device
+        load_native(tell, config.cache_dir)
     return load_weights(
         spec, checkpoint, dtype, device, lambda done, total: tell(done, total, "loading weights"), schemes
     )

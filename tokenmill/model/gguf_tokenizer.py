@@ -85,7 +85,7 @@ class _Vocabulary:
 
     def _strings(self, key: str) -> list[str]:
         values = self.get(key, [])
-        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        if not isinstance(values, list) or not set(map(type, values)) <= {str}:
             raise ModelError(f"{self.path} has a tokenizer.ggml.{key} that is no list of strings; it is damaged")
         return values
 

@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.quant.forms import FLOATS, Form
 from tokenmill.quant.groups import Groups
+from tokenmill.quant.rounding import GRIDS
 from tokenmill.quant.scheme import QuantizedRows, Storage
 
 if TYPE_CHECKING:
-    from tokenmill.ops.native.matrix import Arena, PackedMatrix
+    from tokenmill.ops.native.arena import Arena
+    from tokenmill.ops.native.matrix import PackedMatrix
 
 BLOCK = 32  # columns of a block of small numbers
 F32, Q4_0, Q4_1, Q8_0 = 0, 2, 3, 8  # as GGUF numbers its types
@@ -39,24 +42,20 @@ class PackedStorage(dict[str, torch.Tensor]):
 
 
 def can_pack(blocks: Blocks) -> bool:
-    from tokenmill.ops.native.matrix import OF_GGUF
-
-    form = OF_GGUF.get(blocks.type_id)
-    return form is not None and blocks.shape[1] % form.values == 0
+    format = OF_GGUF.get(blocks.type_id)
+    return format is not None and blocks.shape[1] % format.values == 0
 
 
 def packed_bytes(type_id: int, rows: int, columns: int) -> int:
     """Bytes of a matrix that can be packed."""
-    from tokenmill.ops.native.matrix import OF_GGUF
-
-    return OF_GGUF[type_id].nbytes(rows, columns)
+    return OF_GGUF[type_id].form.nbytes(rows, columns)
 
 
 def float_bytes(dtype: torch.dtype | None, rows: int, columns: int) -> int:
     """Bytes of a matrix of floats that is packed; None: of a type that is not known, and not wider than float32."""
     from tokenmill.ops.native.matrix import OF_DTYPE
 
-    return OF_DTYPE.get(dtype or torch.float32, OF_DTYPE[torch.float32]).nbytes(rows, columns)
+    return OF_DTYPE.get(dtype or torch.float32, OF_DTYPE[torch.float32]).form.nbytes(rows, columns)
 
 
 class Packed:
@@ -77,8 +76,9 @@ class Packed:
             self.name = f"packed {form.name}"
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedStorage:
+        from tokenmill.ops.native.arena import Arena
         from tokenmill.ops.native.library import library
-        from tokenmill.ops.native.matrix import Arena, PackedMatrix
+        from tokenmill.ops.native.matrix import PackedMatrix
 
         if not self._shared:
             self._shared.append(Arena(library()))
@@ -103,11 +103,14 @@ class Packed:
         if form is not None and form.kind in FLOATS:
             weight = weight.to(getattr(torch, FLOATS[form.kind]))
         elif form is not None and weight.shape[1] % (form.group or BLOCK) == 0:
-            from tokenmill.quant.rounding import round_to_nearest
+            from tokenmill.ops.native.blocks import rounded
+            from tokenmill.ops.native.library import library
 
             # A scale per block takes no more room than one per row would: every block has its own in any case.
-            fine = Form(form.kind, form.group or BLOCK, form.zeros)
-            self.write_groups(storage, first_row, round_to_nearest(weight, fine, scale_dtype=torch.float16))
+            kind = _block_type(GRIDS[form.kind].bits, form.zeros)
+            raw = rounded(library(), weight, OF_GGUF[kind], form.group or BLOCK)
+            rows, columns = weight.shape
+            self.write_blocks(storage, first_row, Blocks(raw, kind, (rows, columns)))
             return
         matrix = _matrix(storage)
         assert first_row == matrix.filled, "rows are packed in their order"
@@ -119,8 +122,6 @@ class Packed:
         self.write_blocks(storage, first_row, blocks_of(groups))
 
     def write_blocks(self, storage: Storage, first_row: int, blocks: Blocks) -> None:
-        from tokenmill.ops.native.matrix import OF_GGUF
-
         matrix = _matrix(storage)
         assert first_row == matrix.filled, "rows are packed in their order"
         matrix.append_blocks(blocks.raw, OF_GGUF[blocks.type_id], blocks.shape[0], blocks.order)

@@ -12,8 +12,8 @@ from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KVScales, form_for
+from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.library import Library, library
-from tokenmill.ops.native.matrix import Arena
 
 FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 

@@ -33,8 +33,16 @@ class Checkpoint(Protocol):
 class BlockCheckpoint(Checkpoint, Protocol):
     """A checkpoint whose matrices can be had as they are stored, in blocks of small integers."""
 
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """In the dtype that it is wanted in: what is not needed is not written, nor moved to a device."""
+        ...
+
     def blocks(self, name: str) -> Blocks | None:
         """A view of the mapped file; None: the tensor is no matrix, or is more than its rows in another order."""
+        ...
+
+    def prefetch(self, name: str) -> None:
+        """The tensor is about to be read."""
         ...
 
     def release(self, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,16 +22,22 @@ def dummy_weights(
     device: torch.device | str,
     seed: int,
     schemes: Schemes | None = None,
+    progress: Callable[[int, int], None] | None = None,  # called with (parameters done, parameters in all)
 ) -> WeightStore:
     """The same seed gives the same weights on the same kind of device, each independent of the others."""
     place, schemes = torch.device(device), schemes or Schemes(Dense())
     generator = torch.Generator(place)
     weights: dict[str, Weight] = {}
-    for name, param in spec.parameters().items():
+    params, done = spec.parameters(), 0
+    total = sum(param.numel for param in params.values())
+    for name, param in params.items():
         # 32 bits, since torch's CPU generator ignores the rest.
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weights[name] = weight = allocate(spec, param, dtype, place, schemes.of(name))
         _fill(weight, param, dtype, saved_dtype(spec, dtype), generator)
+        done += param.numel
+        if progress is not None:
+            progress(done, total)
     return ResidentWeights(spec, weights)
 
 

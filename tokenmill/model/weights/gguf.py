@@ -1,4 +1,4 @@
-"""Presents a GGUF file as a checkpoint: Hugging Face names, float32 tensors, and a config made from metadata."""
+"""Presents a GGUF file as a checkpoint: Hugging Face names, floats, and a config made from metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tokenmill.errors import ModelError
-from tokenmill.model.weights.gguf_blocks import dequantize
+from tokenmill.model.weights.gguf_blocks import Order, unpacked
 from tokenmill.model.weights.gguf_config import build_config
 from tokenmill.model.weights.gguf_file import GGUFFile, TensorInfo
 from tokenmill.quant.packed import Blocks
@@ -32,7 +32,7 @@ class GGUFCheckpoint:
         files = _open_all(self.path)
         self.metadata: dict[str, Any] = files[0].metadata
         stored = {name: (file, info) for file in files for name, info in file.tensors.items()}
-        small = {name: _decode(*stored[name]) for name in _ROPE_TENSORS if name in stored}
+        small = {name: _decode(*stored[name]).numpy() for name in _ROPE_TENSORS if name in stored}
         self.config: dict[str, Any] = build_config(
             self.metadata, {name: info for name, (_, info) in stored.items()}, small, str(self.path)
         )
@@ -44,33 +44,34 @@ class GGUFCheckpoint:
     def names(self) -> list[str]:
         return list(self._sources)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor of that Hugging Face name: float32, on the CPU, owned by the caller."""
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor of that Hugging Face name: on the CPU, owned by the caller."""
         try:
             source = self._sources[name]
         except KeyError:
             raise ModelError(f"{self.path} has no tensor for {name!r}; the file is incomplete") from None
-        values = _decode(source.file, source.info, source.expert)
-        if source.transform is not None:
-            values = source.transform(values)
-        return torch.from_numpy(values)
+        if source.transform is None:
+            return _decode(source.file, source.info, source.expert, dtype=dtype)
+        order = _row_order(source)
+        if order is not None:
+            return _decode(source.file, source.info, source.expert, order, dtype)
+        return torch.from_numpy(source.transform(_decode(source.file, source.info, source.expert).numpy())).to(dtype)
 
     def blocks(self, name: str) -> Blocks | None:
         """The matrix of that name as it is stored; None where `tensor` changes more than the order of its rows."""
         source = self._sources.get(name)
-        if source is None or source.expert is not None or len(source.info.shape) != 2:
+        if source is None or source.expert is not None or len(source.info.shape) != 2 or source.transform is _unshift:
             return None
         rows, columns = source.info.shape
-        order = None
-        if source.transform is not None:
-            if source.transform is _unshift:
-                return None
-            order = source.transform(np.arange(rows, dtype=np.float32)).astype(np.int32)
-        return Blocks(source.file.raw(source.info), source.info.type_id, (rows, columns), order)
+        return Blocks(source.file.raw(source.info), source.info.type_id, (rows, columns), _row_order(source))
+
+    def prefetch(self, name: str) -> None:
+        source = self._sources[name]
+        source.file.prefetch(source.info, source.expert)
 
     def release(self, name: str) -> None:
         source = self._sources[name]
-        source.file.release(source.info)
+        source.file.release(source.info, source.expert)
 
     def _hf_tensors(self, file: GGUFFile, info: TensorInfo) -> dict[str, _Source]:
         """What one stored tensor is called on the other side; a stack of experts becomes one name per expert."""
@@ -197,12 +198,22 @@ def _open_all(path: Path) -> list[GGUFFile]:
     return [GGUFFile(path.with_name(f"{match[1]}-{part:05}-of-{match[2]}.gguf")) for part in range(1, count + 1)]
 
 
-def _decode(file: GGUFFile, info: TensorInfo, expert: int | None = None) -> Floats:
-    raw = file.raw(info)
-    if expert is None:
-        return dequantize(raw, info.type_id, info.shape)
-    size = info.num_bytes // info.shape[0]
-    return dequantize(raw[expert * size : (expert + 1) * size], info.type_id, info.shape[1:])
+def _row_order(source: _Source) -> Order | None:
+    """How the rows of a matrix are moved; None: they are not, or it is no matrix, or more is done to it."""
+    if source.transform is None or source.transform is _unshift or len(source.info.shape) != 2:
+        return None
+    return source.transform(np.arange(source.info.shape[0], dtype=np.float32)).astype(np.int32)
+
+
+def _decode(
+    file: GGUFFile,
+    info: TensorInfo,
+    expert: int | None = None,
+    order: Order | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    shape = info.shape if expert is None else info.shape[1:]
+    return unpacked(file.raw(info, expert), info.type_id, shape, order, dtype)
 
 
 def _unshift(values: Floats) -> Floats:

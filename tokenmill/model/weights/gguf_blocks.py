@@ -1,25 +1,33 @@
-"""Turns the block formats of GGUF into float32: the common ones here, every other one through `gguf`."""
+"""Turns the block formats of GGUF into floats: with the native library, or in numpy where there is none."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tokenmill.errors import ModelError
+from tokenmill.ops.native.blocks import STORAGE, unpack
+from tokenmill.ops.native.formats import OF_GGUF
+from tokenmill.ops.native.library import Library
+from tokenmill.ops.native.library import load as load_native
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Order = npt.NDArray[np.int32]  # row r is row order[r] of the file
 
 _CHUNK = 8192  # blocks at a time: the chunk and its float32 form stay in the L2 cache
+_SMALL = 1 << 16  # bytes that are decoded in numpy at once, and for which nobody should wait for a compiler
 
 
 def block_layout(type_id: int) -> tuple[int, int] | None:
     """(values, bytes) of one block of a format, or None if the format is not known."""
-    if type_id in _OWN:
-        return _OWN[type_id][:2]
+    if type_id in OF_GGUF:
+        return OF_GGUF[type_id].values, OF_GGUF[type_id].size
     package = _gguf_package()
     try:
         values, size = package.GGML_QUANT_SIZES[package.GGMLQuantizationType(type_id)]
@@ -29,11 +37,28 @@ def block_layout(type_id: int) -> tuple[int, int] | None:
 
 
 def format_name(type_id: int) -> str:
-    return str(_gguf_package().GGMLQuantizationType(type_id).name)
+    return OF_GGUF[type_id].name if type_id in OF_GGUF else str(_gguf_package().GGMLQuantizationType(type_id).name)
+
+
+def unpacked(
+    raw: Bytes,  # a tensor in row-major blocks
+    type_id: int,
+    shape: tuple[int, ...],
+    order: Order | None = None,  # of the rows of a matrix
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The floats of a tensor, in memory of their own."""
+    native = load_native() if raw.size > _SMALL and type_id in OF_GGUF else None
+    if isinstance(native, Library):
+        rows, format = math.prod(shape[:-1]), OF_GGUF[type_id]
+        written = dtype if dtype in STORAGE else torch.float32
+        return unpack(native, raw, format, rows, shape[-1], order, written).view(shape).to(dtype)
+    values = dequantize(raw, type_id, shape)
+    return torch.from_numpy(values if order is None else values[order]).to(dtype)
 
 
 def dequantize(raw: Bytes, type_id: int, shape: tuple[int, ...]) -> Floats:
-    """Decodes `raw`, the bytes of a tensor in row-major blocks, into a new float32 array of `shape`."""
+    """The same in numpy: the common formats here, every other one through `gguf`."""
     if type_id not in _OWN:
         return _dequantize_with_package(raw, type_id, shape)
     values, size, decode = _OWN[type_id]
@@ -81,7 +106,7 @@ def _half(columns: Bytes) -> Floats:
     return columns.copy().view("<f2").astype(np.float32)
 
 
-# type id -> (values per block, bytes per block, decoder). These cover most files without needing `gguf`.
+# type id -> (values per block, bytes per block, decoder)
 _OWN: dict[int, tuple[int, int, Callable[[Bytes, Floats], None]]] = {
     0: (1, 4, _f32),
     1: (1, 2, _f16),

@@ -37,6 +37,13 @@ class TensorInfo:
     offset: int  # from the start of the file
     num_bytes: int
 
+    def place(self, part: int | None = None) -> tuple[int, int]:
+        """Offset and bytes of the tensor, or of one part along its first dimension."""
+        if part is None:
+            return self.offset, self.num_bytes
+        size = self.num_bytes // self.shape[0]
+        return self.offset + part * size, size
+
 
 class GGUFFile:
     """One .gguf file: `metadata`, `tensors` and the raw bytes of a tensor. Nothing is copied until asked for."""
@@ -49,15 +56,24 @@ class GGUFFile:
         self.metadata: dict[str, Any] = reader.metadata()
         self.tensors: dict[str, TensorInfo] = reader.tensor_table(num_tensors, self.metadata)
 
-    def raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
-        """The encoded bytes of a tensor, as a read-only view of the map."""
-        return np.frombuffer(self._buffer, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+    def raw(self, info: TensorInfo, part: int | None = None) -> npt.NDArray[np.uint8]:
+        """The encoded bytes of a tensor, or of a part along its first dimension, as a read-only view of the map."""
+        offset, size = info.place(part)
+        return np.frombuffer(self._buffer, dtype=np.uint8, count=size, offset=offset)
 
-    def release(self, info: TensorInfo) -> None:
+    def prefetch(self, info: TensorInfo, part: int | None = None) -> None:
+        """Have the system read it in one go: the threads that unpack it touch it at several places at once."""
+        self._advise("MADV_WILLNEED", info, part)
+
+    def release(self, info: TensorInfo, part: int | None = None) -> None:
         """Let go of the pages that hold a tensor; they are read from the file again if somebody asks."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._buffer.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+        self._advise("MADV_DONTNEED", info, part)
+
+    def _advise(self, what: str, info: TensorInfo, part: int | None) -> None:
+        if hasattr(mmap, what):
+            offset, size = info.place(part)
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._buffer.madvise(getattr(mmap, what), start, offset + size - start)
 
 
 def weights_form(path: Path) -> str:

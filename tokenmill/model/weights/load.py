@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,15 +34,23 @@ def load_weights(
     place, schemes = torch.device(device), schemes or Schemes(Dense())
     params = spec.parameters()
     total, done = sum(param.numel for param in params.values()), 0
+    tell = progress or (lambda done, total: None)
+    tell(0, total)
     weights: dict[str, Weight] = {}
+    upcoming = (spelled[piece.source] for name in params for piece in chosen[name])  # one ahead of what is filled
+    next(upcoming)
     for name, param in params.items():
         weight = allocate(spec, param, dtype, place, schemes.of(name))
+        before = done
         for piece in chosen[name]:
+            if isinstance(checkpoint, BlockCheckpoint):
+                checkpoint.prefetch(next(upcoming, spelled[piece.source]))
             _fill_from(checkpoint, spelled[piece.source], weight, piece, name in schemes.as_stored)
+            done += math.prod(piece.shape)
+            tell(min(done, before + param.numel), total)
         weights[name] = weight
-        done += param.numel
-        if progress is not None:
-            progress(done, total)
+        done = before + param.numel  # pieces may have had more than was used of them
+        tell(done, total)
     return ResidentWeights(spec, weights)
 
 
@@ -91,8 +100,7 @@ def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, 
         blocks = _blocks(checkpoint, name, piece)
         if blocks is not None:
             weight.scheme.write_blocks(weight.storage, piece.first, blocks)
-            assert isinstance(checkpoint, BlockCheckpoint)
-            checkpoint.release(name)
+            _release(checkpoint, name)
             return
     if as_stored:
         assert isinstance(weight, Linear) and isinstance(weight.scheme, TakesGroups)
@@ -101,7 +109,20 @@ def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, 
         assert groups is not None  # `stored` said so
         weight.scheme.write_groups(weight.storage, piece.first, groups)
         return
-    _fill(weight, piece, _read(checkpoint, name, piece))
+    _fill(weight, piece, _read(checkpoint, name, piece, _kept_dtype(weight)))
+    _release(checkpoint, name)
+
+
+def _release(checkpoint: Checkpoint, name: str) -> None:
+    if isinstance(checkpoint, BlockCheckpoint):
+        checkpoint.release(name)
+
+
+def _kept_dtype(weight: Weight) -> torch.dtype | None:
+    """Of the floats that a tensor becomes without any other change; None: a scheme takes it as it is stored."""
+    if not isinstance(weight, Linear):
+        return weight.dtype
+    return weight.storage["weight"].dtype if isinstance(weight.scheme, Dense) else None
 
 
 def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:
@@ -129,8 +150,11 @@ def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:
     return chosen
 
 
-def _read(checkpoint: Checkpoint, name: str, piece: Piece) -> torch.Tensor:
-    tensor = checkpoint.tensor(name)
+def _read(checkpoint: Checkpoint, name: str, piece: Piece, kept: torch.dtype | None) -> torch.Tensor:
+    if isinstance(checkpoint, BlockCheckpoint) and kept is not None and piece.change is None:
+        tensor = checkpoint.tensor(name, kept)
+    else:
+        tensor = checkpoint.tensor(name)
     if tensor.dtype not in LOADABLE:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ModelError(f"tensor {name!r} is of type {kind}; only float64, float32, bfloat16 and float16 are read")

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,8 +94,11 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
             flags = [*FLAGS, *_MATH, *extra, *unit.flags]
             _call([compiler, *flags, "-c", str(unit.source), "-o", str(folder / unit.output)])
 
+        if tell is not None:
+            tell(0, len(units))
         with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-            for done, _ in enumerate(threads.map(compile_one, units), 1):
+            for done, unit in enumerate(as_completed([threads.submit(compile_one, unit) for unit in units]), 1):
+                unit.result()
                 if tell is not None:
                     tell(done, len(units))
         linked = folder / LIBRARY

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tokenmill.ops.native import recording
+from tokenmill.ops.native.arena import Arena
+from tokenmill.ops.native.blocks import Bytes, Order, book_of, check_blocks
+from tokenmill.ops.native.formats import OF_GGUF, Form, Format
 from tokenmill.ops.native.library import Library, library
 
 MATMUL, REPACK, TAKE_ROWS = 1, 2, 3  # src/matrix.h
-PANEL, GROUP, SUPER, MAX_SEGMENTS = 16, 32, 256, 4  # src/formats.h
-_CHUNK = 32 << 20  # bytes that an arena asks for at once
-
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Form:
-    """One way in which rows are stored. `values` and `size` describe the blocks of the file it is made from."""
-
-    number: int
-    name: str
-    values: int  # per source block
-    size: int  # bytes of a source block
-    codes: int  # bytes of codes per panel and group of 32 columns, or per column where dense
-    chunk: int = 1  # groups that have their scales in one place
-    scales: int = 0  # bytes of these
-
-    def panel_bytes(self, columns: int) -> int:
-        if self.values == 1:
-            return -(-self.codes * columns // 64) * 64
-        groups = columns // GROUP
-        return -(-groups // self.chunk) * self.scales + groups * self.codes
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        return -(-rows // PANEL) * self.panel_bytes(columns)
-
-
-F32 = Form(0, "f32", 1, 4, 64)
-F16 = Form(1, "f16", 1, 2, 32)
-BF16 = Form(2, "bf16", 1, 2, 32)
-INT4 = Form(3, "int4", 32, 18, 256, 2, 64)  # scale per 32 columns
-INT4_MIN = Form(4, "int4+min", 32, 20, 256, 1, 64)  # scale and minimum per 32 columns
-INT4_K = Form(5, "int4k", 256, 144, 256, 8, 320)
-INT5 = Form(6, "int5", 32, 22, 320, 2, 64)
-INT5_MIN = Form(7, "int5+min", 32, 24, 320, 1, 64)
-INT5_K = Form(8, "int5k", 256, 176, 320, 8, 320)
-INT6_K = Form(9, "int6k", 256, 210, 384, 8, 320)
-INT8 = Form(10, "int8", 32, 34, 512, 2, 64)  # scale per 32 columns
-
-FORMS = (F32, F16, BF16, INT4, INT4_MIN, INT4_K, INT5, INT5_MIN, INT5_K, INT6_K, INT8)
-OF_GGUF = {
-    **{0: F32, 1: F16, 30: BF16, 2: INT4, 3: INT4_MIN, 6: INT5, 7: INT5_MIN, 8: INT8},
-    **{12: INT4_K, 13: INT5_K, 14: INT6_K},
-}
-OF_DTYPE = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
+MAX_SEGMENTS = 4  # src/formats.h
+OF_DTYPE = {torch.float32: OF_GGUF[0], torch.float16: OF_GGUF[1], torch.bfloat16: OF_GGUF[30]}
 
 
 class Segment(ctypes.Structure):
@@ -84,10 +39,11 @@ class RepackArgs(ctypes.Structure):
     _fields_ = [
         ("source", ctypes.c_void_p),
         ("order", ctypes.c_void_p),
+        ("book", ctypes.c_void_p),
         ("panels", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
-        ("form", ctypes.c_int64),
+        ("format", ctypes.c_int64),
     ]
 
 
@@ -101,28 +57,6 @@ class TakeRowsArgs(ctypes.Structure):
         ("num_segments", ctypes.c_int64),
         ("segments", Segment * MAX_SEGMENTS),
     ]
-
-
-class Arena:
-    """Memory in large pages, handed out in order: weights that are read one after the other lie so."""
-
-    def __init__(self, native: Library) -> None:
-        self._native = native
-        self._chunk: torch.Tensor = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def take(self, size: int) -> torch.Tensor:  # [size] uint8, aligned to a cache line; freed with its last view
-        if self._used + size > len(self._chunk):
-            whole = max(size, _CHUNK)
-            address = self._native.c.tm_alloc(whole)
-            if not address:
-                raise MemoryError(f"no memory for {whole:,} bytes of weights or KV cache")
-            buffer = (ctypes.c_uint8 * whole).from_address(address)
-            weakref.finalize(buffer, self._native.c.tm_free, address, whole).atexit = False
-            self._chunk, self._used = torch.frombuffer(buffer, dtype=torch.uint8), 0
-        part = self._chunk[self._used : self._used + size]
-        self._used += -(-size // 64) * 64
-        return part
 
 
 class PackedMatrix:
@@ -145,25 +79,21 @@ class PackedMatrix:
     def nbytes(self) -> int:
         return sum(len(panels) for _, _, panels in self.segments)
 
-    def append_blocks(self, raw: Bytes, form: Form, rows: int, order: npt.NDArray[np.int32] | None = None) -> None:
+    def append_blocks(self, raw: Bytes, format: Format, rows: int, order: Order | None = None) -> None:
         """The next rows, from the blocks of a file; row r of them is row order[r] of the file."""
-        if self.columns % form.values or raw.dtype != np.uint8 or not raw.flags.c_contiguous:
-            raise ValueError(f"{self.columns} columns of {raw.dtype} cannot be read as {form.name}")
-        if raw.size != rows * (self.columns // form.values) * form.size:
-            raise ValueError(f"{rows} x {self.columns} in {form.name} do not take {raw.size} bytes")
+        check_blocks(raw, format, rows, self.columns, order)
         if self.filled + rows > self.rows or len(self.segments) == MAX_SEGMENTS:
             raise ValueError(f"{rows} rows more do not fit in a matrix of {self.rows}")
-        if order is not None and (len(order) != rows or order.min() < 0 or order.max() >= rows):
-            raise ValueError("the order of rows names rows that are not there")
+        form, book = format.form, book_of(format)
         panels = self._arena.take(form.nbytes(rows, self.columns))
-        order = None if order is None else np.ascontiguousarray(order, dtype=np.int32)
         args = RepackArgs(
             source=raw.ctypes.data,
             order=None if order is None else order.ctypes.data,
+            book=None if book is None else book.ctypes.data,
             panels=panels.data_ptr(),
             rows=rows,
             columns=self.columns,
-            form=form.number,
+            format=format.number,
         )
         self._native.run(REPACK, args)
         number = len(self.segments)

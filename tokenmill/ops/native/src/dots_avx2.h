@@ -69,8 +69,9 @@ static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, _
             const __m256i weight = _mm256_xor_si256(load(at + 64 * j + 32 * half), flip), size = _mm256_abs_epi8(weight);
             for (int row = 0; row < ROWS; ++row) {
                 const __m256i x = _mm256_sign_epi8(broadcast(blocks[row].q + 4 * j), weight);
-                sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_maddubs_epi16(size, x), ones));
-                now(sums[row]);
+                __m256i& sum = C::SCALES == K_SIXTEENTHS && j >= 4 ? others[row] : sums[row];
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(size, x), ones));
+                now(sum);
             }
         }
     } else {

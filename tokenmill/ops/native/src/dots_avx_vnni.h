@@ -72,7 +72,12 @@ static inline void dots(const uint8_t* at, int half, const InputBlock* blocks, _
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         __m256i low, high;
-        unpack<C::BITS>(at, half, j, low, high);
+        if constexpr (C::BITS == 8) {
+            low = load(at + 64 * j + 32 * half);
+            high = load(at + 64 * (j + 4) + 32 * half);
+        } else {
+            unpack<C::BITS>(at, half, j, low, high);
+        }
         for (int row = 0; row < ROWS; ++row) {
             add_fours(sums[row], low, broadcast(blocks[row].q + 4 * j));
             add_fours(others[row], high, broadcast(blocks[row].q + 16 + 4 * j));

@@ -13,6 +13,7 @@
 // or, where a chunk is 256 columns and small integers multiply the floats,
 //   K_MINIMUM    f16 d[16], f16 dmin[16], u8 scale[8][16], u8 minimum[8][16]    (minimum is subtracted)
 //   K_SIXTEENTHS f16 d[16], 32 unused bytes, i8 scale[16][16]                   (of 16 columns each)
+//                with codes of 8 bits: f32 d[16], i8 scale[16][16]
 // Dense matrices are [K][16 rows] of their type. Rows that a matrix lacks are zero.
 #pragma once
 
@@ -39,7 +40,8 @@ enum Form : int32_t {
     INT5_K = 8,    // Q5_K
     INT6_K = 9,    // Q6_K
     INT8 = 10,     // Q8_0
-    FORMS = 11,
+    INT8_K = 11,   // what takes its values from a book
+    FORMS = 12,
 };
 
 constexpr bool is_dense(int form) { return form <= BF16; }
@@ -50,6 +52,7 @@ struct Codes {
     static constexpr Scales SCALES = SCALES_;
     static constexpr int ZERO_SHIFT = BITS - 1;  // ZERO is half of the range
     static constexpr bool HAS_ZERO = SCALES == SYMMETRIC || SCALES == K_SIXTEENTHS;
+    static constexpr bool FLOAT_D = BITS == 8 && SCALES == K_SIXTEENTHS;  // an eighth of an f16 need not be one
     static constexpr int GROUP_BYTES = PANEL * GROUP * BITS / 8;
     static constexpr int CHUNK = SCALES == SYMMETRIC ? 2 : SCALES == MINIMUM ? 1 : SUPER / GROUP;  // groups
     static constexpr int SCALE_BYTES = SCALES <= MINIMUM ? 64 : 320;                               // of a chunk
@@ -71,6 +74,7 @@ using Int5Min = Codes<5, MINIMUM>;
 using Int5K = Codes<5, K_MINIMUM>;
 using Int6K = Codes<6, K_SIXTEENTHS>;
 using Int8 = Codes<8, SYMMETRIC>;
+using Int8K = Codes<8, K_SIXTEENTHS>;
 
 // In the scales of 256 columns: where the small integers begin, and the minimums among them.
 constexpr int SMALL_AT = 4 * PANEL;
@@ -80,7 +84,7 @@ constexpr int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) 
 
 // Columns that a matrix of this form must be a multiple of.
 constexpr int64_t column_step(int form) {
-    return is_dense(form) ? 1 : form == INT4_K || form == INT5_K || form == INT6_K ? SUPER : GROUP;
+    return is_dense(form) ? 1 : form == INT4_K || form == INT5_K || form == INT6_K || form == INT8_K ? SUPER : GROUP;
 }
 
 // Calls visit(Codes) with the type of a quantized form.
@@ -94,6 +98,7 @@ constexpr auto with_codes(int64_t form, Visit visit) {
         case INT5_MIN: return visit(Int5Min{});
         case INT5_K: return visit(Int5K{});
         case INT6_K: return visit(Int6K{});
+        case INT8_K: return visit(Int8K{});
         default: return visit(Int8{});
     }
 }

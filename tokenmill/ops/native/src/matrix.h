@@ -5,7 +5,7 @@
 
 namespace mill {
 
-enum MatrixKind : uint32_t { MATMUL = 1, REPACK = 2, TAKE_ROWS = 3, READ_ALL = 4, MULTIPLY_BYTES = 5 };
+enum MatrixKind : uint32_t { MATMUL = 1, REPACK = 2, TAKE_ROWS = 3, READ_ALL = 4, MULTIPLY_BYTES = 5, UNPACK = 6, ROUND = 7 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], + bias[n]
 struct MatmulArgs {
@@ -20,14 +20,40 @@ struct MatmulArgs {
     Segment segments[MAX_SEGMENTS];  // one after the other along n
 };
 
-// Blocks of a GGUF format (or dense values), row after row -> panels. Row r of the panels is source row order[r].
+// Blocks of a GGUF format (or dense values), row after row -> panels of the form that keeps them (gguf_blocks.h), or of F32
+// where none does. Row r of the panels is source row order[r].
 struct RepackArgs {
     const uint8_t* source;
     const int32_t* order;  // nullptr: as they come
+    const uint8_t* book;   // of formats that take their values from one
     uint8_t* panels;
     int64_t rows;
     int64_t columns;
-    int64_t form;
+    int64_t format;  // as GGUF numbers them
+};
+
+// The same rows as floats: out[r] = source row order[r].
+struct UnpackArgs {
+    const uint8_t* source;
+    const int32_t* order;
+    const uint8_t* book;
+    void* out;  // [rows][columns]
+    int64_t rows;
+    int64_t columns;
+    int64_t format;
+    int64_t storage;  // of out: 0 float, 1 half, 2 bfloat16
+};
+
+// Rows of floats -> blocks of Q4_0, of Q4_1 (with a code for zero), or of Q8_0, row after row.
+constexpr int64_t MOST_GROUP = 128;
+struct RoundArgs {
+    const void* source;  // [rows][columns]
+    uint8_t* blocks;
+    int64_t rows;
+    int64_t columns;
+    int64_t group;    // columns that share a scale: a multiple of 32, up to MOST_GROUP
+    int64_t format;   // as GGUF numbers them
+    int64_t storage;  // of source, as of UnpackArgs
 };
 
 // out[i] = row ids[i] of a packed matrix, as floats. Ids outside of it give zeros.

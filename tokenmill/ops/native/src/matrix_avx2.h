@@ -81,8 +81,12 @@ struct ChunkScales {
     __m256 d, dmin;
 
     inline ChunkScales(const uint8_t* scales, int lane)
-        : at(scales), lane(lane), d(halves(scales + 2 * lane)), dmin(_mm256_setzero_ps()) {
+        : at(scales), lane(lane), d(first(scales, lane)), dmin(_mm256_setzero_ps()) {
         if constexpr (C::SCALES == K_MINIMUM) dmin = _mm256_sub_ps(dmin, halves(scales + 2 * PANEL + 2 * lane));
+    }
+    static inline __m256 first(const uint8_t* scales, int lane) {
+        if constexpr (C::FLOAT_D) return _mm256_loadu_ps(reinterpret_cast<const float*>(scales) + lane);
+        return halves(scales + 2 * lane);
     }
     inline __m256 scale(int g) const {  // of a group; with K_SIXTEENTHS of its first half
         if constexpr (C::SCALES == SYMMETRIC) return halves(at + 2 * PANEL * g + 2 * lane);

@@ -107,8 +107,12 @@ struct ChunkScales {
     const uint8_t* at;
     __m512 d, dmin;
 
-    explicit inline ChunkScales(const uint8_t* scales) : at(scales), d(halves(scales)), dmin(_mm512_setzero_ps()) {
+    explicit inline ChunkScales(const uint8_t* scales) : at(scales), d(first(scales)), dmin(_mm512_setzero_ps()) {
         if constexpr (C::SCALES == K_MINIMUM) dmin = _mm512_sub_ps(dmin, halves(scales + 2 * PANEL));
+    }
+    static inline __m512 first(const uint8_t* scales) {
+        if constexpr (C::FLOAT_D) return _mm512_loadu_ps(scales);
+        return halves(scales);
     }
     inline __m512 scale(int g) const {  // of a group; with K_SIXTEENTHS of its first half
         if constexpr (C::SCALES == SYMMETRIC) return halves(at + 2 * PANEL * g);

@@ -29,6 +29,17 @@ static inline void unpack(const uint8_t* at, uint8_t codes[GROUP][PANEL]) {
             }
 }
 
+// The float that the small scales of a row are multiplied with, or its first scale.
+template <class C>
+static inline float d_of(const uint8_t* scales, int row) {
+    if constexpr (C::FLOAT_D) {
+        float d;
+        __builtin_memcpy(&d, scales + 4 * row, 4);
+        return d;
+    }
+    return half_at(scales + 2 * row);
+}
+
 // scale[half of the group][row], and minimum[row] of group g of a panel.
 template <class C>
 static inline void group_scales(const uint8_t* panel, int64_t g, float scale[2][PANEL], float minimum[PANEL]) {
@@ -37,7 +48,7 @@ static inline void group_scales(const uint8_t* panel, int64_t g, float scale[2][
     const int64_t in = g % C::CHUNK;
     for (int row = 0; row < PANEL; ++row) {
         minimum[row] = 0;
-        const float d = half_at(at + 2 * row);
+        const float d = d_of<C>(at, row);
         if constexpr (C::SCALES == SYMMETRIC) {
             scale[0][row] = half_at(at + (in * PANEL + row) * 2);
         } else if constexpr (C::SCALES == MINIMUM) {
