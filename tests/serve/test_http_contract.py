@@ -257,6 +257,22 @@ def test_what_has_no_effect_is_listed_wherever_it_stands(client: openai.OpenAI, 
     assert chat.headers["x-tokenmill-ignored"] == "prediction"
 
 
+def test_lists_of_files_and_batches_come_in_pages(client: openai.OpenAI, server: Server) -> None:
+    line = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}'
+    files = [client.files.create(file=(f"{n}.jsonl", line), purpose="batch").id for n in range(3)]
+    window: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    batches = [client.batches.create(input_file_id=file, **window).id for file in files]
+    first = client.files.list(limit=1)
+    assert [file.id for file in first.data] == files[:1:-1] and first.has_more
+    assert [file.id for file in client.files.list(limit=2)][:3] == files[::-1]  # the client turns the pages
+    assert [file.id for file in client.files.list(order="asc", after=files[0])][:2] == files[1:]
+    assert [batch.id for batch in client.batches.list(limit=1)][:3] == batches[::-1]
+    with pytest.raises(openai.BadRequestError, match="not in this list"):
+        client.batches.list(after="nobody")
+    with pytest.raises(openai.BadRequestError, match="files are for batches"):
+        client.files.list(purpose="fine-tune")
+
+
 def test_the_description_names_what_is_refused(server: Server) -> None:
     schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     assert "replaced by tools" in schemas["ChatRequest"]["properties"]["functions"]["description"]
