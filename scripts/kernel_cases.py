@@ -20,10 +20,12 @@ from tokenmill.ops.triton.gemm_invariant import invariant_gemm
 from tokenmill.ops.triton.gemm_one_row import one_row_gemm
 from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
 from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm, widened
+from tokenmill.ops.triton.logprobs import logprobs
 from tokenmill.ops.triton.mask import allow_only
 from tokenmill.ops.triton.sample import sample
+from tokenmill.ops.triton.shape import shape
 from tokenmill.ops.triton.weight_codes import Codes, parts_of
-from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask, SampleBatch, Unnormed
+from tokenmill.ops.types import CAUSAL, LOGPROB_BUCKETS, AttentionBatch, Mask, SampleBatch, ShapeBatch, Unnormed
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
 BLOCK_SIZE = 16
@@ -74,8 +76,8 @@ def hopper_cases() -> Iterator[Case]:
         for kind in ("silu", "gelu_tanh"):
             yield f"hopper moe {kind} {dtype}", partial(experts, 1024, kind=kind, dtype=dtype)
     for dtype in (INT8, FP8):
-        for shape in (one for one in SHAPES if one.splits <= 2):
-            yield f"hopper gemm {dtype} {shape}", partial(eight_bits, hopper_gemm, 128, 4096, 4096, dtype, shape=shape)
+        for tile in (one for one in SHAPES if one.splits <= 2):
+            yield f"hopper gemm {dtype} {tile}", partial(eight_bits, hopper_gemm, 128, 4096, 4096, dtype, shape=tile)
     for columns, inner in ((6144, 4096), (4096, 4096), (4096, 14336)):
         yield f"hopper one row {columns} x {inner}", partial(one_row, columns, inner)
     for act in ("", "silu", "gelu_tanh"):
@@ -190,6 +192,10 @@ def sample_cases() -> Iterator[Case]:
         for name, greedy, filters in (("greedy", True, False), ("plain", False, False), ("filtered", False, True)):
             yield f"sample {name} {rows} rows", partial(choose, rows, greedy, filters)
     masks = new(8, 1 + 151936 // 32, dtype=torch.int32)
+    for k in LOGPROB_BUCKETS:
+        tokens, widths = new(64, dtype=torch.int64), new(64, dtype=torch.int32)
+        yield f"logprobs {k}", partial(logprobs, new(64, 151936), tokens, widths, k)
+    yield "shape", partial(shape_logits, 64)
     yield "allow_only", partial(allow_only, new(8, 151936, dtype=FP32), masks, new(8, dtype=torch.int64))
 
 
@@ -330,3 +336,22 @@ def choose(rows: int, greedy: bool, filters: bool) -> None:
         any_filter=filters,
     )
     sample(new(rows, 151936), batch)
+
+
+def shape_logits(rows: int) -> None:
+    words, wholes = [new(rows, dtype=torch.int64) for _ in range(3)], [new(rows, dtype=torch.int32) for _ in range(2)]
+    batch = ShapeBatch(
+        rows=words[0],
+        positions=words[1],
+        tokens=new(rows, 4096, dtype=torch.int32),
+        prompt_len=wholes[0],
+        repetition=new(rows, dtype=FP32),
+        presence=new(rows, dtype=FP32),
+        frequency=new(rows, dtype=FP32),
+        stops_from=wholes[1],
+        edits={},
+        edits_at=words[2],
+        masks=new(rows, 1 + 151936 // 32, dtype=torch.int32),
+        counters=new(rows, 151936, dtype=torch.int32),
+    )
+    shape(new(rows, 151936, dtype=FP32), batch)

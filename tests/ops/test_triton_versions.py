@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -134,8 +135,21 @@ def test_a_release_that_costs_speed_is_told_unasked(pretend):
 def test_the_hopper_kernels_compile(tmp_path):
     """Down to machine code, with the Triton that is installed; the one-row product has its own test."""
     only = "hopper (attention qwen3-0.6b|moe silu torch.bfloat16|gemm torch.int8 .*block_n=128, splits=2)"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(SCRIPT), "--only", only]
+    made = compiled(only, tmp_path)
+    assert len(made) == 8
+    assert all(one["wgmma"] > 0 for name, one in made.items() if ": hopper_kernel" in name or ": _kernel" in name)
+
+
+def test_inputs_of_few_rows_stay_in_registers(tmp_path):
+    """Lanes load what they multiply: a release that spreads them another way sends all of it through shared memory."""
+    (made,) = compiled("weight only int8 groups of 0 6144 x 4096, 1 rows", tmp_path).values()
+    assert made["spills"] == 0 and made["shared"] <= 4096
+
+
+def compiled(only: str, folder: Path) -> dict[str, dict[str, int]]:
+    """What the kernels of these cases became; in another process, because this one has the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(SCRIPT), "--only", only, "--save", str(folder / "made.json")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 kernels compiled, 0 cases refused" in done.stdout
+    return json.loads((folder / "made.json").read_text())

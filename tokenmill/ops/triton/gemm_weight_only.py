@@ -19,7 +19,7 @@ from tokenmill.ops.triton.config import multiprocessors, power_of_two
 from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import TILE, Codes, axis, parts_of, unpack
+from tokenmill.ops.triton.weight_codes import TILE, Codes, axis, in_order, lane_axis, parts_of, unpack
 
 MOST_ROWS, MOST_ROWS_OF_COSTLY = 192, 128  # costly: with zeros or with groups of 32
 FEW_ROWS, FEW_INNER = 4, 4096  # at most, of what the kernel of few rows multiplies faster than the other
@@ -188,8 +188,8 @@ def _gemm_kernel(
     pairs = words.to(tl.pointer_type(tl.uint32), bitcast=True) + band * tiles * 128
     pairs += axis(STEP, 1, 3) * 128 + axis(128, 2, 3)
     # [t, g, bands, high]: the same for all t, because a lane has two columns of the result
-    s_band = tl.minimum(first_band + axis(BANDS, 2, 4), bands - 1).to(tl.int64)
-    s_at = s_band * groups * 16 + axis(4, 0, 4) * 0 + axis(8, 1, 4) * 2 + axis(2, 3, 4)
+    s_band = tl.minimum(first_band + lane_axis(BANDS, 2, 4), bands - 1).to(tl.int64)
+    s_at = s_band * groups * 16 + lane_axis(4, 0, 4) * 0 + lane_axis(8, 1, 4) * 2 + lane_axis(2, 3, 4)
     # Scales and zeros are loaded a step ahead: only operands of products does the compiler load early by itself.
     s = _of_groups(scale + s_at, begin, WIDTH, GROUP, HALVES)
     z = s
@@ -261,8 +261,8 @@ def _of_groups(pointers, step, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALVES:
         other = found
         if HALVES == 2:
             other = tl.load(pointers + (step * WIDTH + 32) // GROUP * 16)
-    found = tl.expand_dims(tl.expand_dims(found.to(tl.float32), 4), 5)
-    other = tl.expand_dims(tl.expand_dims(other.to(tl.float32), 4), 5)
+    found = tl.expand_dims(tl.expand_dims(in_order(found, 4).to(tl.float32), 4), 5)
+    other = tl.expand_dims(tl.expand_dims(in_order(other, 4).to(tl.float32), 4), 5)
     return found, other
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.config import multiprocessors
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, axis, unpack
+from tokenmill.ops.triton.weight_codes import Codes, axis, in_order, lane_axis, unpack
 
 REGISTERS = 1 << 16  # of a multiprocessor
 
@@ -86,14 +86,14 @@ def _few_kernel(
     first_band = tl.program_id(0) * BANDS
 
     # Pairs of words: [warps, depth, step, bands, 128]
-    w_step = axis(WARPS, 0, 5) + axis(DEPTH, 1, 5) * WARPS
-    w_band = tl.minimum(first_band + axis(BANDS, 3, 5), bands - 1).to(tl.int64)
+    w_step = lane_axis(WARPS, 0, 5) + lane_axis(DEPTH, 1, 5) * WARPS
+    w_band = tl.minimum(first_band + lane_axis(BANDS, 3, 5), bands - 1).to(tl.int64)
     w_at = words.to(tl.pointer_type(tl.uint32), bitcast=True) + w_band * (TILES * 128)
-    w_at += (w_step * STEP + axis(STEP, 2, 5)) * 128 + axis(128, 4, 5)
+    w_at += (w_step * STEP + lane_axis(STEP, 2, 5)) * 128 + lane_axis(128, 4, 5)
     # [t, g, warps, depth, bands, high]: the same for all t, because a lane has two columns of the result
-    s_step = axis(WARPS, 2, 6) + axis(DEPTH, 3, 6) * WARPS
-    s_band = tl.minimum(first_band + axis(BANDS, 4, 6), bands - 1).to(tl.int64)
-    s_at = s_band * (GROUPS * 16) + axis(4, 0, 6) * 0 + axis(8, 1, 6) * 2 + axis(2, 5, 6)
+    s_step = lane_axis(WARPS, 2, 6) + lane_axis(DEPTH, 3, 6) * WARPS
+    s_band = tl.minimum(first_band + lane_axis(BANDS, 4, 6), bands - 1).to(tl.int64)
+    s_at = s_band * (GROUPS * 16) + lane_axis(4, 0, 6) * 0 + lane_axis(8, 1, 6) * 2 + lane_axis(2, 5, 6)
     # Constants: the first are on their way while the previous kernel still makes x, others while one turn is computed.
     w = _words(w_at, w_step, 0, STEP, STEPS, EVEN)
     s = _of_groups(scale + s_at, s_step, 0, WIDTH, GROUP, HALVES, STEPS)
@@ -103,10 +103,10 @@ def _few_kernel(
     wait_for_previous(PDL)
 
     # [t, row, warps, depth, step, part, k_high, eights, k_low], of two parts of the words
-    x_step = axis(WARPS, 2, 9) + axis(DEPTH, 3, 9) * WARPS
-    x_row = tl.minimum(axis(8, 1, 9) + axis(EIGHTS, 7, 9) * 8, rows - 1).to(tl.int64)
-    x_column = axis(4, 0, 9) * 2 + axis(STEP, 4, 9) * (16 * PARTS) + axis(2, 5, 9) * 16
-    x_column += axis(2, 6, 9) * 8 + axis(2, 8, 9)
+    x_step = lane_axis(WARPS, 2, 9) + lane_axis(DEPTH, 3, 9) * WARPS
+    x_row = tl.minimum(lane_axis(8, 1, 9) + lane_axis(EIGHTS, 7, 9) * 8, rows - 1).to(tl.int64)
+    x_column = lane_axis(4, 0, 9) * 2 + lane_axis(STEP, 4, 9) * (16 * PARTS) + lane_axis(2, 5, 9) * 16
+    x_column += lane_axis(2, 6, 9) * 8 + lane_axis(2, 8, 9)
     x_at = x + x_row * stride_x + x_step * WIDTH + x_column
     acc = tl.zeros([4, 8, WARPS, DEPTH, BANDS, 2, EIGHTS, 2], tl.float32)
     # One stage: the compiler's own pipeline would take the inputs through shared memory, piece by piece.
@@ -158,8 +158,8 @@ def _few_kernel(
 def _words(pointers, step, first, STEP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr):
     """What lies outside is anything: it is multiplied with zeros, or not at all."""
     if EVEN:
-        return tl.load(pointers + first * (STEP * 128))
-    return tl.load(pointers + first * (STEP * 128), mask=step + first < STEPS)
+        return in_order(tl.load(pointers + first * (STEP * 128)), 5)
+    return in_order(tl.load(pointers + first * (STEP * 128), mask=step + first < STEPS), 5)
 
 
 @triton.jit
@@ -182,16 +182,16 @@ def _of_groups(
         other = found
         if HALVES == 2:
             other = tl.load(pointers + ((step + first) * WIDTH + 32) // GROUP * 16, mask=inside, other=0)
-    found = tl.expand_dims(tl.expand_dims(found.to(tl.float32), 6), 7)
-    other = tl.expand_dims(tl.expand_dims(other.to(tl.float32), 6), 7)
+    found = tl.expand_dims(tl.expand_dims(in_order(found, 6).to(tl.float32), 6), 7)
+    other = tl.expand_dims(tl.expand_dims(in_order(other, 6).to(tl.float32), 6), 7)
     return found, other
 
 
 @triton.jit
 def _inputs(pointers, inside, EVEN: tl.constexpr):
     if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=inside, other=0.0)
+        return in_order(tl.load(pointers), 9)
+    return in_order(tl.load(pointers, mask=inside, other=0.0), 9)
 
 
 @triton.jit

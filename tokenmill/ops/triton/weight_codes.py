@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from tokenmill.ops.triton.versions import release
+
 TILE = 16  # rows of a tile, and words of each of them
 
 # lop3.b32's tables
@@ -168,3 +170,36 @@ def axis(size: tl.constexpr, at: tl.constexpr, rank: tl.constexpr):
         if i != at:
             found = tl.expand_dims(found, i)
     return found
+
+
+# A load whose pointers follow one another along the last dimension only: over which others do lanes and warps go on?
+# Up to Triton 3.6 over the first ones, from 3.7 on over the last ones. What kernels say is the older order: a load is
+# written with `lane_axis`, and `in_order` turns around what was loaded. A lane keeps its numbers, so it costs nothing.
+LAST_FIRST = tl.constexpr(release() >= (3, 7))
+
+
+@triton.constexpr_function
+def _turned(at, rank):
+    return rank - 2 - at if LAST_FIRST and at < rank - 1 else at
+
+
+@triton.jit
+def lane_axis(size: tl.constexpr, at: tl.constexpr, rank: tl.constexpr):
+    """As `axis`, for pointers and masks of a load; lanes and warps go over the first dimensions first."""
+    return axis(size, _turned(at, rank), rank)
+
+
+@triton.jit
+def in_order(loaded, RANK: tl.constexpr):
+    """What was loaded with `lane_axis`, with its dimensions as they are numbered there."""
+    if not LAST_FIRST:
+        return loaded
+    elif RANK == 4:
+        return loaded.permute(2, 1, 0, 3)
+    elif RANK == 5:
+        return loaded.permute(3, 2, 1, 0, 4)
+    elif RANK == 6:
+        return loaded.permute(4, 3, 2, 1, 0, 5)
+    else:
+        tl.static_assert(RANK == 9)
+        return loaded.permute(7, 6, 5, 4, 3, 2, 1, 0, 8)
