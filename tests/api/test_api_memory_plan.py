@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[EngineConfig, ModelBytes, int, Hardware]:
     config = EngineConfig(
         max_model_len=draw(st.none() | st.integers(1, longest)),
         max_num_seqs=rows,
-        max_num_batched_tokens=draw(st.none() | st.integers(rows or 256, 20_000)),
+        max_num_batched_tokens=draw(st.none() | st.integers(rows or 1, 20_000)),
         block_size=draw(st.none() | st.sampled_from([1, 8, 16, 32, 128])),
         kv_cache_memory=draw(st.none() | st.integers(1, 2 * total)),
         gpu_memory_utilization=draw(st.floats(0.05, 1)),

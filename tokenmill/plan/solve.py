@@ -49,7 +49,7 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
             f"set it to {longest} or less"
         )
     block_size = choose("block_size", config.block_size, 16, "little waste at the end of a sequence, whole cache lines")
-    max_rows = choose("max_num_seqs", config.max_num_seqs, *_rows(hardware))
+    max_rows = choose("max_num_seqs", config.max_num_seqs, *_rows(hardware, config.max_num_batched_tokens))
     step_tokens, step_why = _step_tokens(hardware, model, max_rows)
     max_step_tokens = choose("max_num_batched_tokens", config.max_num_batched_tokens, step_tokens, step_why)
     if max_step_tokens < max_rows:
@@ -82,7 +82,14 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
     )
 
 
-def _rows(hardware: Hardware) -> tuple[int, str]:
+def _rows(hardware: Hardware, step_tokens: int | None) -> tuple[int, str]:
+    rows, why = _usual_rows(hardware)
+    if step_tokens is not None and step_tokens < rows:
+        return step_tokens, "no more than max_num_batched_tokens: every running request needs a token per step"
+    return rows, why
+
+
+def _usual_rows(hardware: Hardware) -> tuple[int, str]:
     if hardware.device == "cuda" and hardware.total_bytes >= LARGE_GPU_BYTES:
         return LARGE_GPU_ROWS, "under a heavy load newcomers start at once; a device of this size has the memory"
     return DEFAULT_ROWS[hardware.device], f"enough to fill a {hardware.device} device"
