@@ -44,6 +44,7 @@ leave() {
     [ -n "$keep" ] && echo "everything is in $place" || rm -rf "$place"
 }
 trap leave EXIT
+trap 'exit 130' INT TERM
 
 # What a rehearsal may know of this machine: where programs and packages are to be had. Caches are not among it.
 known=(PATH="$PATH" LANG="${LANG:-C.UTF-8}" HOME="$place/home" TMPDIR="$place/tmp")
