@@ -17,6 +17,7 @@ from tokenmill.engine.build import Progress, build
 from tokenmill.errors import TokenmillError
 from tokenmill.follow import Follow
 from tokenmill.front import Front, Message, Prompt
+from tokenmill.loading_bar import loading_bar
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 
@@ -26,7 +27,8 @@ class AsyncLLM:
 
     def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **options)
-        self._built = build(self.config, progress)
+        with loading_bar(progress) as tell:
+            self._built = build(self.config, tell)
         self._front = Front(self._built, self.config.seed)
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
         self._mail: dict[str, _Mailbox] = {}  # touched by the engine thread only

@@ -16,6 +16,7 @@ from tokenmill.engine.build import Progress, build
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
 from tokenmill.follow import Follow
 from tokenmill.front import Front, Message, Prompt
+from tokenmill.loading_bar import loading_bar
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
@@ -32,7 +33,8 @@ class LLM:
 
     def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_options(model=model, **options)
-        built = build(self.config, progress)
+        with loading_bar(progress) as tell:
+            built = build(self.config, tell)
         self._built = built
         self._front = Front(built, self.config.seed)
         self._closed = False
