@@ -15,6 +15,7 @@ BEGAN = time.time()
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import logging  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -64,7 +65,11 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--skip-loads", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="what each kernel took")
     arguments = parser.parse_args()
+    if arguments.verbose:
+        logging.basicConfig(format="%(relativeCreated)7d %(message)s")
+        logging.getLogger("tokenmill.kernels").setLevel(logging.DEBUG)
     from tokenmill import LLM, SamplingParams
 
     folder = Path(tempfile.gettempdir()) / "shapes" / arguments.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.runner.warmup import Progress, warm_up
-from tokenmill.ops.registry import Ops
 from tokenmill.plan.hardware import cpu_hardware
 from tokenmill.plan.solve import Settings
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("tokenmill.kernels")
 
 
-def start_compiler(config: EngineConfig, ops: Ops, device: torch.device) -> KernelCompiler | None:
-    """Whoever compiles, started before the weights are loaded where there is something to do; None: nobody need.
+def start_compiler(config: EngineConfig, device: torch.device) -> KernelCompiler | None:
+    """Whoever compiles, started before anything is loaded where there is something to do; None: nobody need.
 
     Where kernels are compiled when they are first launched, they are kept in the same place.
     """
-    if device.type != "cuda" or not any(one.name == "triton" for one in ops.chosen.values()):
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from tokenmill.ops.triton.compiler import KernelCompiler, use_cache
 
     if note := use_cache(config.cache_dir):
         log.warning("%s", note)
-    if not config.warm_up:
+    if not config.warm_up or config.ops == "reference":
         return None
     compiler = KernelCompiler(cpu_hardware().free_bytes)
+    log.debug("kernels are kept in %s", compiler.folder)
     if compiler.cache_is_new:
         compiler.start()
     return compiler

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from tokenmill.model.layers import (
     MLPWeights,
     MoEWeights,
     WeightStore,
+    layer_kind,
 )
 from tokenmill.model.moe import experts_of
 from tokenmill.model.rope import rope_table
@@ -60,6 +62,7 @@ class Decoder:
         tables = {rope: rope_table(rope, length, weights.device) for rope in set(spec.ropes)}
         self._tables = [tables[rope] for rope in spec.ropes]  # one per layer, shared where equal
         self._masks = [Mask(window=window, softcap=spec.attn_softcap) for window in spec.windows]
+        self.order: Sequence[int] = range(spec.num_layers)  # the layers that a pass runs: see `one_of_each_kind`
         # Checkpoints were trained with the scale rounded to the embedding's dtype.
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=weights.dtype).item()
 
@@ -79,8 +82,8 @@ class Decoder:
         """Up to the last layer's attention: what its heads found, and the residual."""
         residual = self._embed(tokens.ids)
         update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
-        last = self.spec.num_layers - 1
-        for index in range(last):
+        *before, last = self.order
+        for index in before:
             layer = self.weights.layer(index)
             x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
             update = self._join(self._mix(index, x, layer.attention, tokens, kv[index]), layer)
@@ -103,15 +106,28 @@ class Decoder:
             halfway[:] = [one[wanted] for one in halfway]
             if not wanted.numel():  # kernels have nothing to launch for no rows
                 return halfway[1]
-        layer = self.weights.layer(self.spec.num_layers - 1)
+        layer = self.weights.layer(self.order[-1])
         residual, mixed = halfway.pop(), halfway.pop()
         update = self._join(mixed, layer)
         del mixed
         x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
         update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
         if watch is not None:
-            watch(self.spec.num_layers - 1, residual + update)
+            watch(self.order[-1], residual + update)
         return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
+
+    @contextmanager
+    def one_of_each_kind(self) -> Iterator[None]:
+        """Inside, a pass runs one layer of each kind and the last one: every op that there is, in little time."""
+        kinds: dict[object, int] = {}
+        for index in range(self.spec.num_layers):
+            kind = layer_kind(self.weights.layer(index)), self._masks[index], self._tables[index].dtype
+            kinds.setdefault(kind, index)
+        whole, self.order = self.order, sorted({*kinds.values(), self.spec.num_layers - 1})
+        try:
+            yield
+        finally:
+            self.order = whole
 
     def attend(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
 import torch
@@ -124,6 +124,22 @@ def layer_weights(spec: DecoderSpec, weights: Mapping[str, Weight], index: int) 
     norms = {name: _tensor(weights, at + name) for name in NORM_NAMES[spec.norms]}
     attention = _latent_attention(weights, at) if spec.mla else _attention(weights, at)
     return LayerWeights(attention, _moe(weights, at) if spec.is_moe(index) else _mlp(weights, at), **norms)
+
+
+def layer_kind(layer: LayerWeights) -> object:
+    """Equal for layers that the same ops compute: what they are made of, in which forms, dtypes and shapes."""
+
+    def described(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype
+        if isinstance(value, Linear):
+            parts = {name: described(one) for name, one in value.storage.items()}
+            return value.scheme.name, tuple(sorted(parts.items(), key=str)), described(value.bias)
+        if is_dataclass(value):
+            return type(value), tuple(described(getattr(value, field.name)) for field in fields(value))
+        return value
+
+    return described(layer)
 
 
 def _attention(weights: Mapping[str, Weight], at: str) -> AttentionWeights:

@@ -34,7 +34,13 @@ def stats_of(engine: Engine) -> wire.Stats:
         evicted_blocks=cache.evicted_blocks,
         memory=_resident_bytes(),
         device_memory=_device_bytes(),
+        late_kernels=_late_kernels(),
     )
+
+
+def _late_kernels() -> int:
+    launch = sys.modules.get("tokenmill.ops.triton.launch")  # where it is not loaded, nothing is launched
+    return launch.FIRST_LAUNCHES.count if launch is not None else 0
 
 
 def view_of(engine: Engine) -> wire.View:

@@ -181,6 +181,10 @@ class _Books(Collector):
             "preemptions": ("Requests that had to give up their blocks", stats.preemptions),
             "evictions": ("Cached blocks given up", stats.evicted_blocks),
             "failed_steps": ("Steps that did not complete", stats.failed_steps),
+            "kernels_compiled_after_ready": (
+                "Launches that waited for a GPU kernel to be compiled or loaded, since this engine process is ready",
+                engine.late_kernels,
+            ),
             "engine_restarts": ("Engine processes started anew", stats.restarts),
         }
         for name, (what, value) in gauges.items():

@@ -70,6 +70,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     evicted_blocks: int = 0
     memory: int = 0  # resident bytes of the process
     device_memory: int = 0  # bytes held on the device, 0 on a CPU
+    late_kernels: int = 0  # compiled or loaded while requests waited for them
 
 
 class RowView(msgspec.Struct, array_like=True, frozen=True):

@@ -7,6 +7,8 @@ used. Afterwards a step may be recorded as a graph, which takes about as long as
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,11 +16,14 @@ import torch
 
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.sampling.sampler import Sampler
+from tokenmill.sampling.settings import Traits
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner.torch_runner import TorchRunner
     from tokenmill.ops.triton.compiler import KernelCompiler
     from tokenmill.ops.triton.specializations import Collected
+
+log = logging.getLogger("tokenmill.kernels")
 
 # Numbers of prompt tokens between which no kernel changes to another one, nor a library much; whatever the model.
 PROMPTS = (2, 3, 5, 9, 17, 33, 65, 97, 129, 193, 257, 385, 513, 777, 1024, 1537, 2048, 3073, 4096, 6145, 8192)
@@ -35,16 +40,22 @@ def warm_up(
 ) -> tuple[int, int]:
     """How many kernels there are, and how many of them were compiled. To be called before the first request."""
     tell(0, 0, "listing kernels")
+    began = time.monotonic()
     collected = kernels_of(runner, max_rows, max_tokens, shared)
+    listed = time.monotonic()
     compiled = compiler.compile(collected, tell)
+    loaded = time.monotonic()
     tell(0, 0, "trying kernels")
-    for step in steps_to_try(runner, max_tokens):
-        runner.rehearse(step)
-    for rows in runner.decode_sizes:
-        runner.rehearse_decode(rows, False)
-    for traits in Sampler.variants():
+    with runner.decoder.one_of_each_kind():
+        for step in steps_to_try(runner, max_tokens):
+            runner.rehearse(step)
+        for rows in runner.decode_sizes:
+            runner.rehearse_decode(rows, False)
+    for traits in sampling_variants():
         runner.rehearse_sampling(1, torch.float32, traits)
     runner.end_rehearsal()
+    seconds = listed - began, loaded - listed, time.monotonic() - loaded
+    log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
     return len(collected), compiled
 
 
@@ -53,18 +64,23 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
     from tokenmill.ops.triton.specializations import collect
 
     dtypes = dict.fromkeys((torch.float32, runner.decoder.weights.dtype))  # logits of prompts, and of decodes
-    with collect() as collected:
+    with collect() as collected, runner.decoder.one_of_each_kind():
         for step in steps_of_every_kind(runner, max_rows, max_tokens, shared):
             runner.rehearse(step)
         for rows in runner.decode_sizes:
             runner.rehearse_decode(rows, False)
             if shared:
                 runner.rehearse_decode(rows, True)
-        for rows in runner.decode_sizes or [1, max_rows]:
+        for rows in sorted({*(1 << power for power in range(max_rows.bit_length())), max_rows}):
             for dtype in dtypes:
-                for traits in Sampler.variants():
+                for traits in sampling_variants():
                     runner.rehearse_sampling(rows, dtype, traits)
     return collected
+
+
+def sampling_variants() -> list[Traits]:
+    """Traits that together launch every kernel: what log-probabilities launch is the same for all kinds of noise."""
+    return [one for one in Sampler.variants() if one.best is None or not one.warm]
 
 
 def steps_of_every_kind(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool) -> Iterator[Step]:

@@ -79,8 +79,18 @@ def _build_launcher(made: Any) -> None:
     """Older Tritons compile a little C for each signature when a kernel is first launched; they keep that, too."""
     from triton.backends.nvidia import driver
 
-    with contextlib.suppress(Exception):  # it is then built at the first launch, where errors are told
+    try:
         driver.CudaLauncher(made.src, made.metadata)
+    except Exception as error:  # it is then built when the kernel is loaded, where errors are told
+        print(f"the launcher of {made.name} was not built ahead: {error}", file=sys.stderr)
+
+
+def _build_utilities() -> None:
+    """The same for what Triton asks the driver with; the engine needs that, too, and is still loading weights."""
+    from triton.backends.nvidia import driver
+
+    with contextlib.suppress(Exception):
+        driver.CudaUtils()
 
 
 def _marks() -> Path:
@@ -89,7 +99,16 @@ def _marks() -> Path:
     return marks_dir()
 
 
+def _hash_triton() -> None:
+    """All of Triton is part of every kernel's hash: computed here, it is known in all processes that are forked."""
+    from triton.runtime import cache
+
+    with contextlib.suppress(AttributeError):
+        cache.triton_key()
+
+
 def main() -> int:
+    began = time.monotonic()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not mix with the answers
     import triton
@@ -97,7 +116,13 @@ def main() -> int:
 
     import tokenmill.ops.triton  # noqa: F401  # so that every process has it, ready to compile
 
-    orders: Orders = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    _build_utilities()
+    _hash_triton()
+    print(json.dumps({"ready": round(time.monotonic() - began, 3)}), file=answers)
+    try:
+        orders: Orders = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    except EOFError:  # it had nothing to compile, or is gone
+        return 0
     triton.runtime.driver.set_active(_NoDevice(GPUTarget(*orders.target)))
     for module in {one.module for _, one in orders.jobs}:
         __import__(module)

@@ -10,13 +10,13 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import triton
 
-import tokenmill
 from tokenmill import cache
 from tokenmill.ops.triton.compile_worker import Orders, is_remembered
 from tokenmill.ops.triton.specializations import Collected, Specialization
@@ -25,6 +25,7 @@ log = logging.getLogger("tokenmill.kernels")
 
 PROCESS_BYTES = 600 << 20  # of memory that a compiling process may take
 MOST_PROCESSES = 32
+SLOW_LOAD = 0.05  # seconds
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
 
@@ -57,12 +58,16 @@ class KernelCompiler:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def folder(self) -> Path:
+        return Path(triton.knobs.cache.dir)
+
+    @property
     def cache_is_new(self) -> bool:
         return not any(marks_dir().iterdir())
 
     def start(self) -> None:
         """Start the process that will compile: it imports what it needs and waits for orders."""
-        path = [str(Path(tokenmill.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -80,12 +85,15 @@ class KernelCompiler:
         """Compile what the cache does not have, in parallel, and load everything. How many were compiled."""
         context = _context()
         named = [(one.digest(context), one) for one in collected.found]
-        marks, kept = marks_dir(), Path(triton.knobs.cache.dir)
-        missing = [job for job in named if not is_remembered(marks, kept, job[0])]
+        marks = marks_dir()
+        missing = [job for job in named if not is_remembered(marks, self.folder, job[0])]
+        began = time.monotonic()
         if missing:
             self._compile(missing, tell)
         self.close()
+        compiled = time.monotonic()
         self._load(collected, tell)
+        log.debug("compiled in %.1f s, loaded in %.1f s", compiled - began, time.monotonic() - compiled)
         return len(missing)
 
     def close(self) -> None:
@@ -111,6 +119,9 @@ class KernelCompiler:
             process.stdin.close()
             for line in process.stdout:
                 answer = json.loads(line)
+                if "ready" in answer:
+                    log.debug("whoever compiles took %(ready)s s to start", answer)
+                    continue
                 done += 1
                 tell(done, total, "compiling kernels")
                 log.debug("%(kernel)s took %(seconds)s s", answer)
@@ -125,9 +136,14 @@ class KernelCompiler:
     def _load(collected: Collected, tell: Progress) -> None:
         total = len(collected)
         for number, (one, holders) in enumerate(collected.found.items()):
+            began = time.monotonic()
             made = one.compile()
+            found = time.monotonic()
             for kernel, key in holders:
                 kernel.take(key, made, dict(one.meta))
+            seconds = found - began, time.monotonic() - found
+            if sum(seconds) > SLOW_LOAD:
+                log.debug("%s took %.2f s to be found and %.2f s to be loaded", one.kernel, *seconds)
             tell(number + 1, total, "loading kernels")
 
 
