@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -54,8 +55,9 @@ def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
 
 
 def test_every_op_but_the_experts_is_torchs_at_the_bottom() -> None:
-    """An op that is not named would be the fastest there is; of moe there is one on a CPU."""
-    assert TORCH_OPS.keys() == {one.op for one in implementations("cpu")} - {"moe"}
+    """An op that is not named would be the fastest there is; of some there is but one, of moe none that is native."""
+    there_are = Counter(one.op for one in implementations("cpu"))
+    assert TORCH_OPS.keys() == {op for op, count in there_are.items() if count > 1} - {"moe"}
     assert "native" not in TORCH_OPS.values()
 
 
