@@ -23,8 +23,8 @@ from typing import Any  # noqa: E402
 from h200_workloads import SHAPES, Work, fixed, mixed, shared  # noqa: E402
 
 QWEN25 = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 151645,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 151645,
 }  # fmt: skip
 MORE = {
     "qwen2.5-7b": QWEN25 | {
@@ -75,19 +75,16 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / "shapes" / arguments.shape
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps((SHAPES | MORE)[arguments.shape]))
-    options = {"quantization": arguments.quantization} if arguments.quantization else {}
-    llm = LLM(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=512, **options
-    )
+    options: dict[str, Any] = {"quantization": arguments.quantization} if arguments.quantization else {}
+    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 8192, "max_num_seqs": 512}
+    llm = LLM(model=str(folder), **options)
     print(f"{arguments.shape} {arguments.quantization or 'bf16'}: ready after {time.time() - BEGAN:.1f} s", flush=True)
     print(*(line for line in llm.plan_lines() if line.startswith(("kernels", "passed"))), sep="\n", flush=True)
     from tokenmill.ops.triton.launch import FIRST_LAUNCHES
 
     def run(work: Work, changes: dict[str, Any]) -> float:
-        params = [
-            SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "detokenize": False, **changes}, max_tokens=answer)
-            for _, answer in work
-        ]
+        usual = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(**{**usual, **changes}, max_tokens=answer) for _, answer in work]
         llm.reset_prefix_cache()
         began = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work], params, use_tqdm=False)

@@ -53,7 +53,7 @@ def test_a_wheel_has_the_page_the_sources_and_every_module(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_wheel_runs_and_serves_away_from_the_checkout(tmp_path: Path, tiny_model: str) -> None:
+def test_a_wheel_runs_and_serves_away_from_the_checkout(tmp_path: Path, default_model: str) -> None:
     wheel = built(tmp_path)
     assert LIBRARY in zipfile.ZipFile(wheel).namelist()
     installed = tmp_path / "installed"
@@ -67,16 +67,19 @@ def test_a_wheel_runs_and_serves_away_from_the_checkout(tmp_path: Path, tiny_mod
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == [str(installed / "tokenmill" / "__init__.py"), str(installed / LIBRARY)]
-    command = [sys.executable, "-m", "tokenmill", "serve", tiny_model, "--port", "0", "--log-format", "plain"]
+    command = [sys.executable, "-m", "tokenmill", "serve", default_model, "--port", "0", "--log-format", "plain"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
             lines = iter(server.stderr.readline, "")
-            url = next(line.split()[-1] for line in lines if " serves " in line)
+            told = []
+            url = next((line.split()[-1] for line in lines if told.append(line) or " serves " in line), None)  # type: ignore[func-returns-value]
+            assert url is not None, "".join(told)
             deadline = time.monotonic() + 60
-            for path, expected in (("/", b"<html"), ("/health", b"ready"), ("/v1/models", b"tiny")):
+            for path, expected in (("/", b"<html"), ("/health", b"ready"), ("/v1/models", b"SmolLM2")):
                 assert time.monotonic() < deadline
-                assert expected in urllib.request.urlopen(url + path, timeout=30).read()
+                asked = urllib.request.Request(url + path, headers={"Accept": "text/html" if path == "/" else "*/*"})
+                assert expected in urllib.request.urlopen(asked, timeout=30).read()
         finally:
             server.terminate()
             server.communicate(timeout=60)

@@ -20,6 +20,7 @@ LAUNCH_SECONDS = 0.003
 LAUNCH_SHARE = 0.05
 LAUNCH_ERRORS = 3.0
 LEAST_PATIENCE = 0.002
+PATIENCE_SLICE = 0.002  # seconds after which whoever is patient asks again
 WAITED = 0.0001  # seconds from which on a wait is one for the device
 INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
 
@@ -70,17 +71,19 @@ class Engine:
         """Seconds for which the next step need not be scheduled yet: the device is busy for longer than that.
 
         Whoever comes until then is in that step, and not in the one after it. With long steps, of many prompts, that is
-        a whole step less to wait for a first token.
+        a whole step less to wait for a first token. To be asked again every few milliseconds (`PATIENCE_SLICE`): a step
+        that is done sooner than foreseen ends it.
         """
         scheduler, seconds = self.scheduler, self._seconds
         if len(self._in_flight) < max(self._depth, 1) or not seconds.known or not scheduler.has_free_row:
             return 0.0
         if scheduler.waiting.num_tokens >= scheduler.pace.step_tokens:  # nobody who comes now would be in it
             return 0.0
-        lasts = seconds.predict(facts_of(self._in_flight[0][0]))
+        step, pending = self._in_flight[0]
+        lasts = seconds.predict(facts_of(step))
         margin = LAUNCH_SECONDS + (LAUNCH_SHARE + LAUNCH_ERRORS * seconds.error) * lasts
         left = self._began + lasts - margin - self.clock()
-        return float(left) if left > LEAST_PATIENCE else 0.0
+        return float(left) if left > LEAST_PATIENCE and not pending.is_done() else 0.0
 
     @property
     def has_work(self) -> bool:
@@ -144,8 +147,11 @@ class Engine:
             self.runner.reset()
             return self.scheduler.fail(void, _cause(error), self.clock())
         now = self.clock()
-        if self._depth and now - asked > WAITED:  # else it was done before anybody looked
-            self._seconds.learn(facts_of(step), now - self._began)
+        if self._depth:
+            facts, took = facts_of(step), now - self._began
+            # Where nobody had to wait, it took no longer than that; and that is news if it was expected to.
+            if now - asked > WAITED or self._seconds.predict(facts) > took:
+                self._seconds.learn(facts, took)
         self._began = now
         return self.scheduler.commit(step, result, now)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core import Engine
+from tokenmill.engine.core import PATIENCE_SLICE, Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
@@ -200,15 +201,14 @@ class EngineLoop:
 
     def _obey(self) -> bool:
         """Do what was asked for until now; sleep while there is nothing else to do. False: stop."""
-        until = time.monotonic() + self.engine.patience()
         for _ in range(MOST_MESSAGES):
             idle = not self.engine.has_work and not self._to_embed
             if idle and not self._rested:
                 self._rested = True
                 self._beat()
-            left = until - time.monotonic()
-            if not idle and left > 0:
-                self._socket.poll(int(left * 1000))
+            while not idle and (left := self.engine.patience()) > 0:
+                if self._socket.poll(math.ceil(1000 * min(left, PATIENCE_SLICE))):
+                    break
             try:
                 data = self._socket.recv(0 if idle else zmq.NOBLOCK)
             except zmq.Again:
