@@ -73,7 +73,7 @@ def test_a_wheel_runs_and_serves_away_from_the_checkout(tmp_path: Path, default_
             assert server.stderr is not None
             lines = iter(server.stderr.readline, "")
             told = []
-            url = next((line.split()[-1] for line in lines if told.append(line) or " serves " in line), None)  # type: ignore[func-returns-value]
+            url = next((line.split()[-1] for line in lines if told.append(line) or " serves " in line), None)
             assert url is not None, "".join(told)
             deadline = time.monotonic() + 60
             for path, expected in (("/", b"<html"), ("/health", b"ready"), ("/v1/models", b"SmolLM2")):
