@@ -52,7 +52,7 @@ def engines(tiny_model: str, request: pytest.FixtureRequest) -> dict[str, LLM]:
     return {name: open_llm(tiny_model, kv_cache_dtype=form, **options) for name, options in VARIANTS.items()}
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(mix=request_mixes())
 def test_tokens_do_not_depend_on_how_they_are_computed_with_quantized_kv(
     engines: dict[str, LLM], mix: list[tuple[list[int], SamplingParams]]
