@@ -13,7 +13,6 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Progress, build
-from tokenmill.engine.core import PATIENCE_SLICE
 from tokenmill.errors import TokenmillError
 from tokenmill.follow import Follow
 from tokenmill.front import Front, Message, Prompt
@@ -125,19 +124,10 @@ class AsyncLLM:
     def _obey(self) -> bool:
         """Run what was asked for until now; sleep while there is nothing else to do. False: stop."""
         # What is asked for meanwhile waits for the next step: a storm of commands must not stop those who run.
-        engine = self._built.engine
-        known = max(1, self._commands.qsize())
-        while known > 0 or engine.patience() > 0:
-            known -= 1
+        for _ in range(max(1, self._commands.qsize())):
             try:
-                if engine.has_work:
-                    left = min(engine.patience(), PATIENCE_SLICE)
-                    command = self._commands.get(block=left > 0, timeout=left)
-                else:
-                    command = self._commands.get()
+                command = self._commands.get(block=not self._front.engine.has_work)
             except queue.Empty:
-                if engine.patience() > 0:
-                    continue
                 return True
             if command is None:
                 return False

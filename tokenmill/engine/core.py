@@ -8,20 +8,11 @@ from collections.abc import Callable
 
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
-from tokenmill.engine.scheduler.step_seconds import StepSeconds
-from tokenmill.engine.step import Pending, Runner, Step, facts_of
+from tokenmill.engine.step import Pending, Runner, Step
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sampling.grammar import Constraint, Grammars
 
 GRAMMAR_PATIENCE = 0.05  # seconds that a step with nothing else to do waits for a grammar or a mask
-# The next step is launched so long before the one that runs ends: what the host takes for it, a share of the step for
-# what cannot be foreseen, and more where the forecasts have been off.
-LAUNCH_SECONDS = 0.003
-LAUNCH_SHARE = 0.05
-LAUNCH_ERRORS = 3.0
-LEAST_PATIENCE = 0.002
-PATIENCE_SLICE = 0.002  # seconds after which whoever is patient asks again
-WAITED = 0.0001  # seconds from which on a wait is one for the device
 INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
 
 
@@ -46,8 +37,6 @@ class Engine:
         self.clock = clock
         self._depth = 1 if overlap else 0
         self._in_flight: deque[tuple[Step, Pending]] = deque()
-        self._seconds = StepSeconds()
-        self._began = 0.0  # when the device began with the oldest step in flight
         self._last_check = clock()
         self._stuck = 0
 
@@ -66,24 +55,6 @@ class Engine:
     def cancel(self, id: str, why: Finish = Finish.CANCELLED) -> None:
         """End a request now. Unknown and finished ids are ignored: cancelling races with finishing."""
         self.scheduler.cancel(id, self.clock(), why)
-
-    def patience(self) -> float:
-        """Seconds for which the next step need not be scheduled yet: the device is busy for longer than that.
-
-        Whoever comes until then is in that step, and not in the one after it. With long steps, of many prompts, that is
-        a whole step less to wait for a first token. To be asked again every few milliseconds (`PATIENCE_SLICE`): a step
-        that is done sooner than foreseen ends it.
-        """
-        scheduler, seconds = self.scheduler, self._seconds
-        if len(self._in_flight) < max(self._depth, 1) or not seconds.known or not scheduler.has_free_row:
-            return 0.0
-        if scheduler.waiting.num_tokens >= scheduler.pace.step_tokens:  # nobody who comes now would be in it
-            return 0.0
-        step, pending = self._in_flight[0]
-        lasts = seconds.predict(facts_of(step))
-        margin = LAUNCH_SECONDS + (LAUNCH_SHARE + LAUNCH_ERRORS * seconds.error) * lasts
-        left = self._began + lasts - margin - self.clock()
-        return float(left) if left > LEAST_PATIENCE and not pending.is_done() else 0.0
 
     @property
     def has_work(self) -> bool:
@@ -124,10 +95,7 @@ class Engine:
 
     def _launch(self, step: Step) -> list[Delta]:
         try:
-            pending = self.runner.launch(step)
-            if not self._in_flight:
-                self._began = self.clock()
-            self._in_flight.append((step, pending))
+            self._in_flight.append((step, self.runner.launch(step)))
             return []
         except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
             deltas: list[Delta] = []
@@ -138,7 +106,6 @@ class Engine:
 
     def _commit_oldest(self) -> list[Delta]:
         step, pending = self._in_flight.popleft()
-        asked = self.clock()
         try:
             result = pending.wait()
         except Exception as error:
@@ -146,14 +113,7 @@ class Engine:
             self._in_flight.clear()
             self.runner.reset()
             return self.scheduler.fail(void, _cause(error), self.clock())
-        now = self.clock()
-        if self._depth:
-            facts, took = facts_of(step), now - self._began
-            # Where nobody had to wait, it took no longer than that; and that is news if it was expected to.
-            if now - asked > WAITED or self._seconds.predict(facts) > took:
-                self._seconds.learn(facts, took)
-        self._began = now
-        return self.scheduler.commit(step, result, now)
+        return self.scheduler.commit(step, result, self.clock())
 
     def _watch(self, progressed: bool) -> None:
         """Notice a scheduler that cannot go on, and prove the books when idle."""

@@ -94,10 +94,6 @@ class StepResult:
 class Pending(Protocol):
     """A launched step."""
 
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once. Does not block."""
-        ...
-
     def wait(self) -> StepResult:
         """Block until the step is done. Raises StepFailed; then every later launched step is void as well."""
         ...

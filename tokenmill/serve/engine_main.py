@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
-import math
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core import PATIENCE_SLICE, Engine
+from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
@@ -206,9 +205,6 @@ class EngineLoop:
             if idle and not self._rested:
                 self._rested = True
                 self._beat()
-            while not idle and (left := self.engine.patience()) > 0:
-                if self._socket.poll(math.ceil(1000 * min(left, PATIENCE_SLICE))):
-                    break
             try:
                 data = self._socket.recv(0 if idle else zmq.NOBLOCK)
             except zmq.Again:

@@ -272,9 +272,6 @@ class _SimulatedPending:
     error: str | None
     reads: set[int]  # blocks
 
-    def is_done(self) -> bool:
-        return self.runner.clock.now >= self.done_at
-
     def wait(self) -> StepResult:
         self.runner.landed(self)
         return self.result

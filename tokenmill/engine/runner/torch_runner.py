@@ -279,9 +279,6 @@ class _TorchPending:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
-    def is_done(self) -> bool:
-        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> StepResult:
         if self._done is not None:
             self._done.synchronize()

@@ -8,7 +8,6 @@ import numpy.typing as npt
 from tokenmill.engine.step import Facts
 
 FORGETTING = 0.998  # it remembers some hundreds of steps
-SMOOTHING = 0.05  # of the relative error
 LEAST_SEEN = 8  # steps before anything is predicted
 
 
@@ -20,7 +19,6 @@ class StepSeconds:
         self._prices = np.zeros(5)
         self._spread = np.eye(5) * 1e2
         self._seen = 0
-        self.error = 1.0  # smoothed, relative to what a step took
 
     @property
     def known(self) -> bool:
@@ -32,15 +30,9 @@ class StepSeconds:
         prices: list[float] = (self._prices * self._units).tolist()
         return prices
 
-    def predict(self, facts: Facts) -> float:
-        return float(self._scaled(facts) @ self._prices)
-
     def learn(self, facts: Facts, seconds: float) -> None:
-        scaled = self._scaled(facts)
+        scaled: npt.NDArray[np.float64] = np.array([1, *facts], dtype=np.float64) * self._units
         miss = seconds - scaled @ self._prices
-        if self.known:
-            weight = max(SMOOTHING, 1 / (1 + self._seen - LEAST_SEEN))
-            self.error += weight * (min(abs(float(miss)) / max(seconds, 1e-9), 1.0) - self.error)
         self._seen += 1
         gain = self._spread @ scaled / (FORGETTING + scaled @ self._spread @ scaled)
         self._prices = self._prices + gain * miss
@@ -48,7 +40,3 @@ class StepSeconds:
         largest = float(np.trace(self._spread))
         if largest > 1e6:  # what does not vary for long must not be forgotten without end
             self._spread *= 1e6 / largest
-
-    def _scaled(self, facts: Facts) -> npt.NDArray[np.float64]:
-        scaled: npt.NDArray[np.float64] = np.array([1, *facts], dtype=np.float64) * self._units
-        return scaled

@@ -43,7 +43,7 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tokenmill.ops.triton.specializations import COLLECTING
+from tokenmill.ops.triton.specializations import COLLECTING, hash_callees_first
 from tokenmill.ops.triton.versions import QUICK_LAUNCH, release_misfit
 
 Describe = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
@@ -170,6 +170,7 @@ class QuickKernel:
             return
         if key is None or key not in self._compiled:  # it may be there, and only how to launch it again is not known
             FIRST_LAUNCHES.count += 1
+            hash_callees_first(self.kernel)
         made = self.kernel[grid](*args, **meta)
         if key is not None and key not in self._compiled:
             self._compiled[key] = self._keep(made, meta)

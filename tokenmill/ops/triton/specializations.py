@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITCallable
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Specialization:
     def jitted(self) -> Any:
         """The kernel as Triton knows it."""
         quick = getattr(importlib.import_module(self.module), self.kernel)
-        return getattr(quick, "kernel", quick)
+        kernel = getattr(quick, "kernel", quick)
+        hash_callees_first(kernel)
+        return kernel
 
     def compile(self) -> Any:
         """Have Triton compile it for the active driver's target, or find it in its cache; nothing is launched."""
@@ -65,6 +68,23 @@ class Specialization:
         """Names it across processes and restarts; `context`: versions and the device."""
         text = f"{context}|{self.jitted().cache_key}|{self.args!r}|{sorted(self.meta)!r}"
         return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+_HASHED: set[int] = set()  # ids: Triton's functions are hashed by what is to be computed
+
+
+def hash_callees_first(function: Any) -> None:
+    """Have Triton compute the hashes of what a jitted function calls, and then its own.
+
+    It takes constants of a called function into the caller's hash only if that one has been hashed before. So the hash,
+    under which a compiled kernel is kept, would depend on which kernels a process has used so far.
+    """
+    if id(function) in _HASHED or not isinstance(function, JITCallable):
+        return
+    _HASHED.add(id(function))
+    for name in function.fn.__code__.co_names:
+        hash_callees_first(function.fn.__globals__.get(name))
+    function.cache_key  # noqa: B018  # computed when it is first asked for
 
 
 Holder = tuple[Any, tuple[Any, ...]]  # a QuickKernel, and the key under which it keeps the compiled form
