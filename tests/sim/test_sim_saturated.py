@@ -50,7 +50,7 @@ def first_tokens(rows: int, seed: int, rate: float = 40.0, count: int = 360) -> 
 
 
 def test_a_large_gpu_has_rows_for_all_who_come_when_it_is_saturated() -> None:
-    model = ModelBytes(15 * GIB, kv_per_token=57_344, activation_per_token=150_000, logits_per_row=608_000, vocab=152_064)
+    model = ModelBytes(15 * GIB, 57_344, activation_per_token=150_000, logits_per_row=608_000, vocab=152_064)
     settings = solve(EngineConfig(), model, 32_768, Hardware("cuda", "NVIDIA H200", 139 * GIB, 138 * GIB))
     worst = [first_tokens(settings.max_rows, seed)[-3] for seed in range(3)]  # the 99th percentile
     few = [first_tokens(256, seed)[-3] for seed in range(3)]

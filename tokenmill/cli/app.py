@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate
+from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate, warm
 from tokenmill.cli.settings_file import CommandWithFile
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
@@ -82,6 +82,7 @@ app.command(name="chat")(chat.chat)
 app.command(name="serve", cls=CommandWithFile)(serve.serve)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(pull.pull)
+app.command(name="warm")(warm.warm)
 app.command(name="models")(models.models)
 app.command(name="quantize")(quantize.quantize)
 app.add_typer(bench.bench, name="bench")

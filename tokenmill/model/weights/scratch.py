@@ -13,7 +13,7 @@ from pathlib import Path
 PARTIAL = "partial"  # what of a download is worth going on with: kept when the rest of the folder goes
 
 _PREFIX = "download-"
-_LOCK = "lock"
+_LOCK, _UNLOCKED = "lock", "new-lock"
 _UNLOCKED_SECONDS = 3600  # a folder without a lock is of a process that was killed, or is about to lock it
 
 
@@ -22,12 +22,10 @@ def scratch(parent: Path) -> Iterator[Path]:
     """A folder in `parent`, with what an earlier download left in PARTIAL; what is left there now is for the next."""
     parent.mkdir(parents=True, exist_ok=True)
     _clear_away(parent)
-    while True:
-        folder = Path(tempfile.mkdtemp(dir=parent, prefix=_PREFIX))
-        lock = _locked(folder)
-        if folder.is_dir():  # nobody cleared it away before it was locked
-            break
-        _unlock(lock)
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=_PREFIX))
+    lock = _locked(folder / _UNLOCKED)
+    with contextlib.suppress(OSError):  # under the name that others look for there is never a lock that is still open
+        os.rename(folder / _UNLOCKED, folder / _LOCK)
     try:
         with contextlib.suppress(OSError):  # there is none, or another process goes on with it
             os.rename(parent / PARTIAL, folder / PARTIAL)
@@ -50,12 +48,12 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _locked(folder: Path) -> int | None:
-    """Hold a lock in `folder`, where the system and the disk have such; the end of the process opens it in any case."""
+def _locked(path: Path) -> int | None:
+    """Hold a lock, where the system and the disk have such; the end of the process opens it in any case."""
     try:
         import fcntl
 
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except (ImportError, OSError):
         return None
     try:
@@ -77,6 +75,6 @@ def _is_dead(folder: Path) -> bool:
             return time.time() - folder.stat().st_mtime > _UNLOCKED_SECONDS
     except OSError:
         return False  # it is being removed
-    lock = _locked(folder)
+    lock = _locked(folder / _LOCK)
     _unlock(lock)
     return lock is not None

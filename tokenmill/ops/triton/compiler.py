@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import json
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -38,6 +40,9 @@ def use_cache(chosen: cache.Chosen = None) -> str | None:
     if triton.knobs.cache.dir != triton.knobs.cache.get_triton_dir("cache"):
         return None
     folder = cache.kernel_cache_dir(chosen)
+    if folder.path != folder.wanted and folder.wanted.is_dir():  # filled ahead, for those who may only read it
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(folder.wanted, folder.path, dirs_exist_ok=True)
     triton.knobs.cache.dir = str(folder.path)
     return folder.note
 

@@ -1,0 +1,94 @@
+"""Run as a program: kernels that random steps of a model would launch and that its warm-up does not know, as JSON.
+
+Triton must not be in its interpreter, so this is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+from no_gpu import hopper, runner_of
+
+from tokenmill.engine.runner.warmup import kernels_of
+from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.ops.triton.specializations import collect
+from tokenmill.sampling.sampler import Sampler
+
+ROWS, TOKENS, LENGTH = 72, 2048, 2048
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 4096,
+    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 102400,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+    "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"config": LLAMA},
+    "llama fp8": {"config": LLAMA, "quantization": "fp8"},
+    "llama int4": {"config": LLAMA, "quantization": "int4", "kv": "int8"},
+    "qwen3 moe": {
+        "config": LLAMA | {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    },
+    "gemma2": {
+        "config": LLAMA | {
+            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 512, "query_pre_attn_scalar": 128, "attn_logit_softcapping": 50.0, "head_dim": 256,
+            "num_attention_heads": 8, "tie_word_embeddings": True,
+        }
+    },
+}  # fmt: skip
+
+
+def random_step(dice: random.Random) -> Step:
+    """Some decodes, some prompts or parts of them, as a scheduler might put them together."""
+    decodes = dice.choice([0, 0, 1, 2, dice.randrange(ROWS - 1)])
+    work, budget = [(dice.randrange(1, LENGTH - 1), 1) for _ in range(decodes)], TOKENS - decodes
+    for _ in range(dice.choice([1, 1, 2, 3, ROWS - decodes])):
+        most = min(budget, LENGTH - 1)
+        if most < 1 or len(work) == ROWS:
+            break
+        count = min(most, dice.choice([1, 2, 3, dice.randrange(1, 64), dice.randrange(1, 600), most]))
+        start = dice.choice([0, 0, 16 * dice.randrange(0, 1 + (LENGTH - 1 - count) // 16)])
+        work.append((start, count))
+        budget -= count
+    shared = None
+    if decodes >= 4 and dice.random() < 0.5:
+        members = sorted(dice.sample(range(decodes), dice.randrange(4, decodes + 1)))
+        shared = SharedPrefix(16 * dice.randrange(16, 64), tuple(members))
+    return Step(
+        number=1,
+        rows=dice.sample(range(ROWS), len(work)),
+        starts=[start for start, _ in work],
+        counts=[count for _, count in work],
+        samples=[1] * len(work),
+        num_singles=decodes,
+        shared=shared,
+    )
+
+
+def missing(name: str, steps: int) -> list[str]:
+    """What `steps` random steps need beyond the warm-up, without repetition."""
+    dice = random.Random(7)
+    with hopper():
+        runner = runner_of(**MODELS[name], max_rows=ROWS, max_tokens=TOKENS, max_len=LENGTH)
+        known = kernels_of(runner, ROWS, TOKENS, shared=True)
+        with collect() as met, runner.decoder.one_of_each_kind():
+            for _ in range(steps):
+                runner.rehearse(random_step(dice))
+                rows = dice.randrange(1, ROWS + 1)
+                dtype = dice.choice([torch.float32, torch.bfloat16])
+                runner.rehearse_sampling(rows, dtype, dice.choice(Sampler.variants()))
+                runner.rehearse_decode(dice.choice(runner.decode_sizes), dice.random() < 0.5)
+        assert len(met) > 20, "the steps launched next to nothing"
+        return [str(one) for one in met.found if one not in known.found]
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: missing(name, int(sys.argv[1])) for name in sys.argv[2:] or MODELS}))

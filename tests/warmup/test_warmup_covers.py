@@ -1,0 +1,24 @@
+"""After the warm-up nothing is compiled: whatever random steps launch on a Hopper GPU, the warm-up has listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("model", ["llama", "llama fp8", "llama int4", "qwen3 moe", "gemma2"])
+def test_random_steps_launch_nothing_that_the_warm_up_does_not_know(model: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HERE / "coverage.py"), "40", model]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {model: []}
