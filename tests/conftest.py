@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from tiny import write_tiny
+
+# A shell starts what runs in the background with Ctrl-C ignored, and every program that a test starts would inherit it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
