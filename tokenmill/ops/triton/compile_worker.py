@@ -79,6 +79,8 @@ def _build_launcher(made: Any) -> None:
     """Older Tritons compile a little C for each signature when a kernel is first launched; they keep that, too."""
     from triton.backends.nvidia import driver
 
+    if not hasattr(driver, "make_launcher"):  # newer ones have one launcher for all
+        return
     try:
         driver.CudaLauncher(made.src, made.metadata)
     except Exception as error:  # it is then built when the kernel is loaded, where errors are told
