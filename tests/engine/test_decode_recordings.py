@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, cast
 
 from tokenmill.engine.runner.graphs import PATIENCE, PLAIN, STRETCH, Recording, Recordings, bucket_sizes
+from tokenmill.engine.runner.warmup import sizes_to_record
 from tokenmill.sampling.settings import Traits
 
 SIZES = bucket_sizes(512)
@@ -17,7 +18,7 @@ def run(recordings: Recordings, rows: int, traits: Traits = PLAIN, shared: bool 
     recording.uses += 1
     if recording.graph is not None:
         return size, "replay"
-    if recording.uses == 1:
+    if not recordings.is_due(recording):
         return size, "plain"
     recording.graph = cast(Any, object())
     return size, "record"
@@ -54,6 +55,19 @@ def test_a_size_that_stays_gets_a_recording_of_its_own() -> None:
     record(recordings, 256)
     found = [run(recordings, 140) for _ in range(PATIENCE + 3)]
     assert found == [(256, "replay")] * PATIENCE + [(144, "plain"), (144, "record"), (144, "replay")]
+
+
+def test_after_the_warm_up_every_decode_step_is_replayed_or_recorded_once() -> None:
+    """What a warm-up records stands in for all sizes, from the first request on; a size that stays is recorded."""
+    recordings = Recordings(SIZES)
+    for size in sizes_to_record(SIZES):
+        recordings.of(size).graph = cast(Any, object())
+    recordings.warm = True
+    assert {run(recordings, rows)[1] for rows in range(1, 513)} <= {"replay", "record"}
+    stays = Recordings(SIZES, warm=True)
+    stays.of(256).graph = cast(Any, object())
+    found = [run(stays, 140) for _ in range(PATIENCE + 2)]
+    assert found == [(256, "replay")] * PATIENCE + [(144, "record"), (144, "replay")]
 
 
 def test_the_nearest_recording_of_the_same_kind_stands_in_up_to_a_limit() -> None:

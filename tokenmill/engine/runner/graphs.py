@@ -53,7 +53,7 @@ class Recordings(Generic[Graph]):
 
     sizes: list[int]  # ascending
     stretch: float = STRETCH
-    warm: bool = False  # whether steps of every size have been run before: then none is run plainly first
+    warm: bool = False  # whether steps of every size have been run before the first request
     # By size, traits, and whether there is a shared prefix.
     _of: dict[tuple[int, Traits, bool], Recording[Graph]] = field(default_factory=dict)
 
@@ -62,9 +62,12 @@ class Recordings(Generic[Graph]):
         return all(recording.graph is None for recording in self._of.values())
 
     def is_due(self, recording: Recording[Graph]) -> bool:
-        """Whether a step that is about to run is to be recorded first."""
-        tried = self.warm or recording.uses > 1
-        return tried and recording.graph is None and not recording.refused
+        """Whether a step that is about to run is to be recorded first: its size has returned, and libraries know it."""
+        returned = recording.uses > 1 or (self.warm and recording.lent >= PATIENCE)
+        return returned and recording.graph is None and not recording.refused
+
+    def of(self, size: int, traits: Traits = PLAIN, shared: bool = False) -> Recording[Graph]:
+        return self._of.setdefault((size, traits, shared), Recording())
 
     def serve(
         self, rows: int, traits: Traits = PLAIN, shared: bool = False, may_record: bool = True
@@ -72,7 +75,7 @@ class Recordings(Generic[Graph]):
         """The size at which a step of so many rows is run, and what there is for it."""
         place = bisect_left(self.sizes, rows)
         own = self.sizes[place]
-        recording = self._of.setdefault((own, traits, shared), Recording())
+        recording = self.of(own, traits, shared)
         if recording.graph is None and (recording.lent < PATIENCE or recording.refused or not may_record):
             near = [size for size in self.sizes[place + 1 :] if size <= self.stretch * own]
             known = [(size, one) for size in near if (one := self._of.get((size, traits, shared))) is not None]
@@ -137,9 +140,9 @@ class _Columns:
 class DecodeGraphs:
     """Input preparation, forward pass, sampling and the write to the token table in one replay.
 
-    The host sends rows, positions and new block table entries in one copy. A size is recorded when it is first used,
-    after a warm-up; without one it is run plainly the first time (kernels compile, libraries set up). Where a larger
-    size is recorded, it serves in between (`Recordings`).
+    The host sends rows, positions and new block table entries in one copy. Some sizes are recorded by the warm-up, and
+    serve others until those have returned often enough for a recording of their own (`Recordings`). What nothing larger
+    serves is run plainly the first time and recorded the second time.
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
@@ -180,6 +183,12 @@ class DecodeGraphs:
         """Run a step of so many rows that belong to nobody, plainly."""
         self._inputs.zero_()
         self._decode(bucket, traits, shared)
+
+    def record_ahead(self, bucket: int, traits: Traits) -> None:
+        """Record a step of so many rows before anybody needs it; what it runs has been rehearsed."""
+        recording = self.recordings.of(bucket, traits)
+        if recording.graph is None and not recording.refused:
+            self._record(recording, bucket, traits, shared=False)
 
     def _send(self, step: Step, bucket: int) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""

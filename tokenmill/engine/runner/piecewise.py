@@ -82,7 +82,8 @@ class PieceGraphs:
     values are not written, nobody attends to them, and no op adds up over tokens (scales of inputs are per token, or
     constants). A mixture routes them all to the experts of one token.
 
-    A size is recorded when it is first used, as decode steps are; a larger recording serves in between (`Recordings`).
+    A size is run plainly the first time and recorded the second time; a larger recording serves in between
+    (`Recordings`).
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, most_tokens: int, recorder: Recorder) -> None:

@@ -166,6 +166,13 @@ class TorchRunner:
                 self._graphs.rehearse(rows, Traits(), shared)
 
     @torch.inference_mode()
+    def record_decode(self, rows: int, traits: Traits) -> None:
+        """Record a step in which so many rows decode, after its parts have been rehearsed."""
+        if self._graphs is not None:
+            with self._on_device():
+                self._graphs.record_ahead(rows, traits)
+
+    @torch.inference_mode()
     def rehearse_sampling(self, rows: int, dtype: torch.dtype, traits: Traits) -> None:
         """The same of the end of a step."""
         with self._on_device():
@@ -173,7 +180,7 @@ class TorchRunner:
             self._sampler.rehearse(logits, traits)
 
     def end_rehearsal(self) -> None:
-        """Rows and blocks are as new; whatever can be recorded is recorded when it is first used."""
+        """Rows and blocks are as new, and nothing that a step may launch is."""
         self.state.tokens.zero_()
         for recorded in (self._graphs, self._pieces):
             if recorded is not None:

@@ -2,7 +2,8 @@
 
 First nothing is launched, and which kernels the steps ask for is noted; those are compiled in parallel processes, or
 found in the cache of an earlier start, and loaded. Then steps are run, for what libraries set up when they are first
-used. Afterwards a step may be recorded as a graph, which takes about as long as the step, and nothing else is new.
+used, and the commonest decode steps are recorded as graphs. Later ones are recorded when their sizes return, which
+takes about as long as a step; nothing else is new.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SHORT_PROMPTS = (2, 4, 7, 16, 33, 64, 129)  # of steps with several: attention g
 BESIDE = (2, 16, 33, 129, 1537)  # prompt tokens beside decodes
 DECODES = (1, 3, 9, 40, 130)
 SHARED_TOKENS = 256  # of a beginning that rows share
+RECORDED = (Traits(), Traits(warm=True, filtered=True))  # what most batches are: greedy, or sampled with filters
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
 
@@ -53,6 +55,9 @@ def warm_up(
             runner.rehearse_decode(rows, False)
     for traits in sampling_variants():
         runner.rehearse_sampling(1, torch.float32, traits)
+    for rows in sizes_to_record(runner.decode_sizes):
+        for traits in RECORDED:
+            runner.record_decode(rows, traits)
     runner.end_rehearsal()
     seconds = listed - began, loaded - listed, time.monotonic() - loaded
     log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
@@ -76,6 +81,11 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
                 for traits in sampling_variants():
                     runner.rehearse_sampling(rows, dtype, traits)
     return collected
+
+
+def sizes_to_record(sizes: list[int]) -> list[int]:
+    """Sizes of decode steps that stand in for all others: a recording serves batches down to half its size."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
 def sampling_variants() -> list[Traits]:
