@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,9 @@ from tokenmill.quant.packed import Packed
 from tokenmill.quant.scheme import Schemes
 from tokenmill.sampling.grammar import Grammars
 
+if TYPE_CHECKING:
+    from tokenmill.ops.triton.compiler import KernelCompiler
+
 Progress = Callable[[int, int, str], None]  # done, in all, what
 
 
@@ -60,6 +63,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
     device = choose_device(config.device)
     compiler = start_compiler(config, device)
+    try:
+        return _build(config, device, compiler, tell)
+    finally:
+        if compiler is not None:
+            compiler.close()
+
+
+def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler | None, tell: Progress) -> Built:
     files = resolve(config.model, progress=tell, cache_dir=config.cache_dir)
     checkpoint, model_config = open_checkpoint(config, files)
     spec = spec_from_config(model_config)

@@ -52,11 +52,11 @@ def warm_up_kernels(compiler: KernelCompiler, engine: Engine, settings: Settings
     try:
         shared = engine.scheduler.finds_shared_prefixes
         kernels, compiled = warm_up(runner, settings.max_rows, settings.max_step_tokens, shared, compiler, tell)
-    except RuntimeError as error:  # slower at first, but the engine works
-        log.warning("the warm-up failed, so kernels are compiled when they are first needed: %s", error)
-        return [f"kernels      compiled when first needed, because the warm-up failed: {error}"]
+    except Exception as error:  # Triton's, the driver's or the disk's; slower at first, but the engine works
+        reason = f"{type(error).__name__}: {error}"
+        log.warning("the warm-up failed, so kernels are compiled when they are first needed: %s", reason)
+        return [f"kernels      compiled when first needed, because the warm-up failed: {reason}"]
     finally:
-        compiler.close()
         FIRST_LAUNCHES.count = 0
     seconds = time.monotonic() - began
     return [f"kernels      {kernels}, of which {compiled} were compiled now and the others kept; {seconds:.1f} s"]

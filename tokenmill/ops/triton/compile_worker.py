@@ -15,6 +15,8 @@ import os
 import pickle
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,9 +130,14 @@ def main() -> int:
     triton.runtime.driver.set_active(_NoDevice(GPUTarget(*orders.target)))
     for module in {one.module for _, one in orders.jobs}:
         __import__(module)
-    with multiprocessing.get_context("fork").Pool(orders.processes) as pool:
-        for done in pool.imap_unordered(_compile, orders.jobs):
-            print(json.dumps(done), file=answers)
+    # Not multiprocessing's Pool, which waits for ever for a process that was killed (no memory, a compiler's bug).
+    with ProcessPoolExecutor(orders.processes, multiprocessing.get_context("fork")) as pool:
+        try:
+            for done in as_completed([pool.submit(_compile, job) for job in orders.jobs]):
+                print(json.dumps(done.result()), file=answers)
+        except BrokenProcessPool as error:  # the engine compiles what is missing
+            print(f"a process that compiles kernels died: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -50,7 +50,8 @@ def use_cache(chosen: cache.Chosen = None) -> str | None:
 def marks_dir() -> Path:
     """Where it is noted which specializations Triton's cache holds."""
     folder = Path(triton.knobs.cache.dir) / "tokenmill"
-    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # whoever named a cache to Triton may have named one that can only be read
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -68,7 +69,8 @@ class KernelCompiler:
 
     @property
     def cache_is_new(self) -> bool:
-        return not any(marks_dir().iterdir())
+        folder = marks_dir()
+        return not (folder.is_dir() and any(folder.iterdir()))
 
     def start(self) -> None:
         """Start the process that will compile: it imports what it needs and waits for orders."""
@@ -109,7 +111,8 @@ class KernelCompiler:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(OSError):  # orders that nobody took
+                    pipe.close()
 
     def _compile(self, jobs: list[tuple[str, Specialization]], tell: Progress) -> None:
         if self._process is None:
