@@ -67,3 +67,21 @@ def test_no_piece_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     for ascii_only in (True, False):
         assert large_json.decode(json.dumps(content, ensure_ascii=ascii_only).encode()) == content
     assert 500 < longest < 1100
+
+
+def test_what_is_nested_deep_is_not_looked_through_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of megabytes inside of a thousand objects would take minutes."""
+
+    class Counting:
+        looked = 0
+
+        def decode(self, part: bytes) -> Any:
+            self.looked += 1
+            return msgspec.json.decode(part, type=dict[str, msgspec.Raw])
+
+    counting = Counting()
+    monkeypatch.setattr(large_json, "_object", counting)
+    monkeypatch.setattr(large_json, "PIECE", 1000)
+    body = b'{"a":' * 300 + b'"%b"' % (b"x" * 5000) + b"}" * 300
+    assert large_json.decode(body) == msgspec.json.decode(body)
+    assert counting.looked == large_json.DEEPEST

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmill.serve.responses_api import _Draft
 from tokenmill.serve.stored_responses import Stored, StoredResponses
 
 
@@ -85,3 +91,28 @@ def test_bounds_hold_whatever_happens(moves: list[tuple[str, int, int, str]]) ->
             kept.remove(tenant, f"r{number}")
         held = {name: sum(one.counted for one in ones.values()) for name, ones in kept._kept.items()}
         assert sum(held.values()) <= 30_000 and held == dict(kept._bytes)
+
+
+def test_a_response_made_in_the_background_does_not_hold_its_call() -> None:
+    """A call has the whole prompt and answer, which nobody counts."""
+
+    async def made() -> Stored:
+        draft: Any = _Draft.__new__(_Draft)
+        draft._kept, draft._stored = StoredResponses(10**6, 60.0), Stored("r1", None, b"[]")
+        draft._call = SimpleNamespace(
+            cancel=lambda: None, saw=lambda output: output, headers=dict, close=lambda status: None
+        )
+        draft.told = lambda items, output: {}
+        draft.keep = lambda blocks, told: msgspec.Raw(b"{}")
+
+        async def done(*output: Any) -> None:
+            """Both the stream's end and what is made of it."""
+
+        draft.finished = done
+        draft.go_on_alone(SimpleNamespace(last=done))
+        assert draft._stored.cancel is not None
+        await draft._stored.task
+        return draft._stored
+
+    stored = asyncio.run(made())
+    assert stored.in_background and stored.cancel is None and stored.task is None

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 PIECE = 1 << 18  # bytes: less than a millisecond
+DEEPEST = 8  # levels that are taken apart: each is looked through once more, and texts of messages are at the sixth
 _BACKSLASH = ord("\\")
 _LONGEST_ESCAPE = 6  # bytes: \uXXXX
 _HIGH_SURROGATES = (b"d8", b"d9", b"da", b"db")
@@ -23,17 +24,19 @@ def decode(body: bytes) -> Any:
     return _value(body)
 
 
-def _value(part: bytes) -> Any:
+def _value(part: bytes, level: int = 1) -> Any:
     """Of a part whose syntax is known to be right: whoever found its end has looked through it."""
     if len(part) <= PIECE:
         return msgspec.json.decode(part)
     match part[:1]:
+        case b"{" | b"[" if level > DEEPEST:
+            return msgspec.json.decode(part)
         case b"{":
-            return {name: _value(bytes(one)) for name, one in _object.decode(part).items()}
+            return {name: _value(bytes(one), level + 1) for name, one in _object.decode(part).items()}
         case b'"':
             return _string(part)
         case b"[" if any(sign in part for sign in (b'"', b"{")) or b"[" in part[1:]:
-            return [_value(bytes(one)) for one in _array.decode(part)]
+            return [_value(bytes(one), level + 1) for one in _array.decode(part)]
         case b"[":
             return _numbers(part)
     return msgspec.json.decode(part)

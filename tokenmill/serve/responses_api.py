@@ -159,14 +159,15 @@ class _Draft:
     def go_on_alone(self, stream: Stream) -> Response:
         """Answer at once, and make the response when nobody waits for it."""
         assert self._stored is not None
-        self._stored.cancel = self._call.cancel
+        self._stored.in_background, self._stored.cancel = True, self._call.cancel
         begun = self.keep([], self.told([], None))
         self._begun = True
         self._kept.make(self._stored, self._finish(stream))
         return Lasting(bytes(begun), 200, self._call.headers(), "application/json")
 
     async def _finish(self, stream: Stream) -> None:
-        status, call = GONE, self._call
+        status, call, stored = GONE, self._call, self._stored
+        assert stored is not None
         try:
             await self.finished(call.saw(await stream.last()))
             status = 200
@@ -178,6 +179,7 @@ class _Draft:
             }  # fmt: skip
             self.keep([], self.told([], None) | ended)
         finally:
+            stored.cancel = stored.task = None  # what is kept for hours must not hold the call with all that it asked
             call.close(status)
 
 

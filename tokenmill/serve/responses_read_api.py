@@ -32,7 +32,8 @@ async def input_items(site: Site, request: Request, tenant: Tenant) -> Response:
     """What a stored response answered: the conversation before it and its own input."""
     stored = site.responses.found(tenant.name, request.path_params["name"])
     before = site.responses.chain(tenant.name, stored.previous)
-    items = ordered(request, [*history(before), *items_of(stored.given)], "desc")
+    said = await asyncio.to_thread(lambda: [*history(before), *items_of(stored.given)])  # may be megabytes
+    items = ordered(request, said, "desc")
     shown, more = page(request, items, lambda item: str(item["id"]))
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return json_response({"object": "list", "data": shown, "has_more": more, **ends})
@@ -41,12 +42,12 @@ async def input_items(site: Site, request: Request, tenant: Tenant) -> Response:
 async def cancel_response(site: Site, request: Request, tenant: Tenant) -> Response:
     """End a response that is made in the background."""
     stored = site.responses.found(tenant.name, request.path_params["name"])
-    if stored.cancel is None:
+    if not stored.in_background:
         raise HttpError(
             400, f"{stored.id!r} was not asked for with background, and only such a response can be cancelled",
             "invalid_value",
         )  # fmt: skip
-    if stored.running and stored.task is not None:
+    if stored.cancel is not None and stored.task is not None:
         stored.cancel()
         await asyncio.wait([stored.task], timeout=_PATIENCE)
     return _told(stored)

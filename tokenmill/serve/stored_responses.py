@@ -25,7 +25,8 @@ class Stored:
     made: bytes = b"[]"  # the items of its output, without log-probabilities
     response: bytes = b""  # as clients see it
     status: str = "completed"
-    cancel: Callable[[], None] | None = None  # ends it; None: it is not made in the background
+    in_background: bool = False  # it is made while nobody waits for it, or was
+    cancel: Callable[[], None] | None = None  # ends that; None: there is nothing to end
     task: asyncio.Task[None] | None = None  # that makes it
     used: float = 0.0  # when somebody asked for it last
     counted: int = 0  # bytes, when it was put here
