@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmill.errors import InvalidRequest
+from tokenmill.serve.response_items import referenced, resolved
 from tokenmill.serve.responses_api import _Draft
 from tokenmill.serve.stored_responses import Stored, StoredResponses
 
@@ -116,3 +119,16 @@ def test_a_response_made_in_the_background_does_not_hold_its_call() -> None:
 
     stored = asyncio.run(made())
     assert stored.in_background and stored.cancel is None and stored.task is None
+
+
+def test_an_item_that_is_referred_to_often_is_read_once_and_counts_each_time() -> None:
+    kept = StoredResponses(10**6, 60.0)
+    item = {"type": "message", "id": "msg_1_i0", "role": "user", "content": [{"type": "input_text", "text": "x" * 1000}]}
+    kept.keep("a", Stored("resp_1", None, msgspec.json.encode([item])))
+    often = [{"type": "item_reference", "id": "msg_1_i0"}] * 50
+    assert referenced(often, kept, "b") == {}
+    found = referenced(often, kept, "a")
+    items = resolved(often, found, 10**6)
+    assert items == [item] * 50 and all(one is items[0] for one in items)
+    with pytest.raises(InvalidRequest, match="more than 10000 bytes of stored items"):
+        resolved(often, found, 10_000)

@@ -15,16 +15,35 @@ Item = dict[str, Any]
 _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
-def resolved(given: str | list[Item], stored: StoredResponses, tenant: str) -> list[Item]:
-    """An input as items; those of stored responses stand in the place of references to them. Raises InvalidRequest."""
+def referenced(given: str | list[Item], stored: StoredResponses, tenant: str) -> dict[str, Stored]:
+    """By their ids, the stored responses that items of an input refer to."""
+    found: dict[str, Stored] = {}
+    for item in given[:MOST_MESSAGES] if not isinstance(given, str) else ():  # more are refused below
+        response = _response_of(item) if item.get("type") == "item_reference" else None
+        if response is not None and response not in found and (kept := stored.get(tenant, response)) is not None:
+            found[response] = kept
+    return found
+
+
+def resolved(given: str | list[Item], found: Mapping[str, Stored], most: int) -> list[Item]:
+    """An input as items; those of stored responses stand in the place of references to them, `most` bytes in all.
+    Raises InvalidRequest."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if len(given) > MOST_MESSAGES:
         raise InvalidRequest(f"input has {len(given)} items; at most {MOST_MESSAGES} are allowed")
-    return [
-        _referenced(f"input[{number}]", item, stored, tenant) if item.get("type") == "item_reference" else item
-        for number, item in enumerate(given)
-    ]
+    known: dict[str, dict[str, Item]] = {}  # the items of each response, read once however often they are named
+    sizes: dict[str, int] = {}
+    items, size = [], 0
+    for number, item in enumerate(given):
+        if item.get("type") == "item_reference":
+            item = _referenced(f"input[{number}]", item, found, known)
+            if (id := item["id"]) not in sizes:
+                sizes[id] = len(msgspec.json.encode(item))
+            if (size := size + sizes[id]) > most:
+                raise InvalidRequest(f"input refers to more than {most} bytes of stored items; refer to fewer")
+        items.append(item)
+    return items
 
 
 def checked_items(given: Sequence[Item], response: str) -> list[Item]:
@@ -53,14 +72,23 @@ def _checked(where: str, item: Mapping[str, Any], name: str) -> Item:
     return kept
 
 
-def _referenced(where: str, item: Mapping[str, Any], stored: StoredResponses, tenant: str) -> Item:
+def _response_of(reference: Mapping[str, Any]) -> str | None:
     """Ids of items name the response that they belong to."""
-    id = item.get("id")
-    of = id.split("_") if isinstance(id, str) else []
-    found = stored.get(tenant, f"resp_{of[1]}") if len(of) == 3 else None
-    for each in [] if found is None else [*items_of(found.given), *items_of(found.made)]:
-        if each["id"] == id:
-            return each
+    id = reference.get("id")
+    of = id.split("_", 3) if isinstance(id, str) else []
+    return f"resp_{of[1]}" if len(of) == 3 else None
+
+
+def _referenced(
+    where: str, item: Mapping[str, Any], found: Mapping[str, Stored], known: dict[str, dict[str, Item]]
+) -> Item:
+    response, id = _response_of(item), item.get("id")
+    if response is not None and response in found:
+        if response not in known:
+            kept = found[response]
+            known[response] = {each["id"]: each for part in (kept.made, kept.given) for each in items_of(part)}
+        if id in known[response]:
+            return known[response][id]
     raise InvalidRequest(f"{where} refers to {id!r:.100}, which is no item of a stored response; send the item itself")
 
 

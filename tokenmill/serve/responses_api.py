@@ -16,7 +16,7 @@ from tokenmill.serve.blocks import Block, Blocks, Change
 from tokenmill.serve.call import Call, Lasting, told_error
 from tokenmill.serve.chat_messages import Messages
 from tokenmill.serve.errors import GONE, HttpError
-from tokenmill.serve.response_items import checked_items, history, messages_of, resolved
+from tokenmill.serve.response_items import checked_items, history, messages_of, referenced, resolved
 from tokenmill.serve.sampling_of import format_form, make_params, one_form
 from tokenmill.serve.schemas import ResponsesRequest
 from tokenmill.serve.sse import EventStream, event
@@ -114,13 +114,13 @@ class _Draft:
                 400, f"previous_response_id leads to {size} bytes of conversation; at most {most} are read",
                 "invalid_value", "previous_response_id",
             )  # fmt: skip
-        given = resolved(body.input, self._kept, tenant)
+        found = referenced(body.input, self._kept, tenant)
 
         def read() -> tuple[Messages, bytes]:
-            items = checked_items(given, self.id)
+            items = checked_items(resolved(body.input, found, most), self.id)
             return messages_of(body.instructions, [*history(chain), *items]), msgspec.json.encode(items)
 
-        messages, kept = await (asyncio.to_thread(read) if chain else self._call.aside(read))
+        messages, kept = await (asyncio.to_thread(read) if chain or found else self._call.aside(read))
         if self._kept.on and body.store is not False:
             self._stored = Stored(self.id, body.previous_response_id, kept)
         return await self._toolbox.prompt(messages)
