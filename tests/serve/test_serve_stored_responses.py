@@ -123,7 +123,8 @@ def test_a_response_made_in_the_background_does_not_hold_its_call() -> None:
 
 def test_an_item_that_is_referred_to_often_is_read_once_and_counts_each_time() -> None:
     kept = StoredResponses(10**6, 60.0)
-    item = {"type": "message", "id": "msg_1_i0", "role": "user", "content": [{"type": "input_text", "text": "x" * 1000}]}
+    content = [{"type": "input_text", "text": "x" * 1000}]
+    item = {"type": "message", "id": "msg_1_i0", "role": "user", "content": content}
     kept.keep("a", Stored("resp_1", None, msgspec.json.encode([item])))
     often = [{"type": "item_reference", "id": "msg_1_i0"}] * 50
     assert referenced(often, kept, "b") == {}
