@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import torch
 from blocks import BLOCKS, meaning, packed, random_blocks
 from gguf.quants import _type_traits
 
-from tokenmill.ops.native.blocks import rounded, unpack
+from tokenmill.errors import ModelError
+from tokenmill.ops.native.blocks import book_of, rounded, unpack
 from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import Library
 from tokenmill.quant.forms import Form
@@ -80,6 +83,12 @@ def test_dense_rows_are_converted_as_torch_does(dtype: torch.dtype, level: int, 
         raw = weight.to(stored).view(torch.uint8).numpy().reshape(-1)
         found = unpack(native, raw, OF_GGUF[id], ROWS, 75, dtype=dtype)
         assert torch.equal(bits(found), bits(weight.to(stored).to(dtype)))
+
+
+def test_a_format_whose_book_is_not_here_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(ModelError, match="GGUF format IQ2_S needs the gguf package"):
+        book_of.__wrapped__(OF_GGUF[22])
 
 
 def test_blocks_that_do_not_fit_their_shape_are_refused(native: Library) -> None:

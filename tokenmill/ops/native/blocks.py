@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.errors import ModelError
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.formats import Format
 from tokenmill.ops.native.library import Library
@@ -117,9 +118,11 @@ def book_of(format: Format) -> npt.NDArray[np.int8] | None:
     """The values that indices of a format stand for; the gguf package has them."""
     if format.book is None:
         return None
-    from gguf import GGMLQuantizationType
-    from gguf.quants import _type_traits
-
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import _type_traits
+    except ImportError:
+        raise ModelError(f"GGUF format {format.name} needs the gguf package; run `pip install gguf`") from None
     traits: Any = _type_traits[GGMLQuantizationType[format.name]]
     traits.init_grid()
     values = np.asarray(traits.grid).reshape(format.book)

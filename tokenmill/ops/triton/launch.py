@@ -44,7 +44,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tokenmill.ops.triton.specializations import COLLECTING, hash_callees_first
-from tokenmill.ops.triton.versions import QUICK_LAUNCH, release_misfit
+from tokenmill.ops.triton.versions import PDL as OVERLAP
+from tokenmill.ops.triton.versions import QUICK_LAUNCH, release_misfit, usable
 
 Describe = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
@@ -55,10 +56,8 @@ MOST_PROGRAMS = 1024
 
 @lru_cache
 def pdl_supported(device: torch.device | int) -> bool:  # or the index of a CUDA device
-    """Whether a kernel may be started before the previous one has ended: Hopper and later."""
-    if torch.version.hip is not None or (isinstance(device, torch.device) and device.type != "cuda"):
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether a kernel may be started before the previous one has ended."""
+    return usable(OVERLAP, torch.device("cuda", device) if isinstance(device, int) else device)
 
 
 @triton.jit
