@@ -57,6 +57,7 @@ def warm_up_kernels(compiler: KernelCompiler, engine: Engine, settings: Settings
         log.warning("the warm-up failed, so kernels are compiled when they are first needed: %s", reason)
         return [f"kernels      compiled when first needed, because the warm-up failed: {reason}"]
     finally:
+        runner.end_rehearsal()
         FIRST_LAUNCHES.count = 0
     seconds = time.monotonic() - began
     return [f"kernels      {kernels}, of which {compiled} were compiled now and the others kept; {seconds:.1f} s"]

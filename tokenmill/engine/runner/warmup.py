@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tokenmill.kernels")
 
-# Numbers of prompt tokens between which no kernel changes to another one, nor a library much; whatever the model.
-PROMPTS = (2, 3, 5, 9, 17, 33, 65, 97, 129, 193, 257, 385, 513, 777, 1024, 1537, 2048, 3073, 4096, 6145, 8192)
+# Numbers of prompt tokens between which no kernel changes to another one, nor a library much, whatever the model. Those
+# that are no round numbers have a rest that is multiplied by itself.
+PROMPTS = (
+    *(2, 3, 5, 9, 16, 17, 25, 32, 33, 48, 64, 65, 91, 97, 129, 193, 257, 385, 513, 777),
+    *(1024, 1537, 2048, 3073, 4096, 6145, 8192),
+)
 SHORT_PROMPTS = (2, 4, 7, 16, 33, 64, 129)  # of steps with several: attention goes by the longest of them
-BESIDE = (2, 16, 33, 129, 1537)  # prompt tokens beside decodes
-DECODES = (1, 3, 9, 40, 130)
+LATER_PARTS = (2, 33, 1024)  # tokens of parts of prompts that are not the first
+BESIDE = (2, 33, 1537)  # prompt tokens beside decodes
+DECODES = (1, 4, 9, 40, 130)
 SHARED_TOKENS = 256  # of a beginning that rows share
 RECORDED = (Traits(), Traits(warm=True, filtered=True))  # what most batches are: greedy, or sampled with filters
 
@@ -40,7 +45,9 @@ Progress = Callable[[int, int, str], None]  # done, in all, what
 def warm_up(
     runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool, compiler: KernelCompiler, tell: Progress
 ) -> tuple[int, int]:
-    """How many kernels there are, and how many of them were compiled. To be called before the first request."""
+    """How many kernels there are, and how many of them were compiled. To be called before the first request; what it
+    leaves in rows is for `TorchRunner.end_rehearsal`.
+    """
     tell(0, 0, "listing kernels")
     began = time.monotonic()
     collected = kernels_of(runner, max_rows, max_tokens, shared)
@@ -58,7 +65,6 @@ def warm_up(
     for rows in sizes_to_record(runner.decode_sizes):
         for traits in RECORDED:
             runner.record_decode(rows, traits)
-    runner.end_rehearsal()
     seconds = listed - began, loaded - listed, time.monotonic() - loaded
     log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
     return len(collected), compiled
@@ -99,20 +105,21 @@ def steps_of_every_kind(runner: TorchRunner, max_rows: int, max_tokens: int, sha
     sizes = sorted({size for size in (*PROMPTS, *runner.piece_sizes, max_tokens) if 2 <= size <= max_tokens})
     for size in sizes:
         yield _prompts(size, longest)
-        later = min(longest - size, 4 * runner.state.block_size)
-        if later > 0:
-            yield _step([(later, size)])
+    for size in LATER_PARTS:
+        start = min(longest - size, 4 * runner.state.block_size)
+        if size <= max_tokens and start > 0:
+            yield _step([(start, size)])
     for count in SHORT_PROMPTS:
-        for prompts in (2, 9):
-            if prompts <= max_rows and prompts * count <= max_tokens and count <= longest:
-                yield _step([(0, count)] * prompts)
-    for decodes in {*(number for number in DECODES if number < max_rows), max_rows - 1}:
+        prompts = min(9, max_rows, max_tokens // count)
+        if prompts > 1 and count <= longest:
+            yield _step([(0, count)] * prompts)
+    for decodes in sorted({*(number for number in DECODES if number < max_rows), max_rows - 1} - {0}):
         for size in BESIDE:
-            if decodes > 0 and decodes + size <= max_tokens and size <= longest:
+            if decodes + size <= max_tokens and size <= longest:
                 yield _step([(longest // 2, 1)] * decodes + [(0, size)], singles=decodes)
-                if shared and decodes > 3 and longest > 2 * SHARED_TOKENS:
-                    prefix = SharedPrefix(SHARED_TOKENS, tuple(range(decodes)))
-                    yield _step([(longest // 2, 1)] * decodes + [(0, size)], singles=decodes, shared=prefix)
+        if shared and decodes > 3 and decodes + 2 <= max_tokens and longest > 2 * SHARED_TOKENS:
+            prefix = SharedPrefix(SHARED_TOKENS, tuple(range(decodes)))
+            yield _step([(longest // 2, 1)] * decodes + [(0, 2)], singles=decodes, shared=prefix)
 
 
 def steps_to_try(runner: TorchRunner, max_tokens: int) -> Iterator[Step]:

@@ -145,13 +145,14 @@ class KernelCompiler:
         total = len(collected)
         for number, (one, holders) in enumerate(collected.found.items()):
             began = time.monotonic()
-            made = one.compile()
-            found = time.monotonic()
-            for kernel, key in holders:
-                kernel.take(key, made, dict(one.meta))
-            seconds = found - began, time.monotonic() - found
-            if sum(seconds) > SLOW_LOAD:
-                log.debug("%s took %.2f s to be found and %.2f s to be loaded", one.kernel, *seconds)
+            try:
+                made = one.compile()
+                for kernel, key in holders:
+                    kernel.take(key, made, dict(one.meta))
+            except Exception as error:  # Triton's or the driver's; whoever needs this kernel meets it again
+                log.warning("%s could not be loaded ahead: %s: %s", one.kernel, type(error).__name__, error)
+            if (seconds := time.monotonic() - began) > SLOW_LOAD:
+                log.debug("%s took %.2f s to be loaded", one.kernel, seconds)
             tell(number + 1, total, "loading kernels")
 
 
