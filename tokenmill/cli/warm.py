@@ -47,4 +47,4 @@ def warm(
     for line in lines:
         typer.echo(line)
     if not any(line.startswith("kernels") for line in lines):
-        note("(nothing was compiled for a GPU: that is done by this command, or the first start, on a machine that has one)")
+        note("(nothing was compiled for a GPU: this command, or the first start, does that on a machine that has one)")
