@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 
@@ -30,8 +31,10 @@ class StepFailed(TokenmillError):
 
 
 def pip_install(extra: str) -> str:
-    """The command that adds optional packages; a checkout is installed from its own folder."""
-    checkout = Path(__file__).parents[1]
+    """The command that adds optional packages, to the Python that runs this; a checkout is installed from its folder."""
+    checkout, here = Path(__file__).parents[1], Path.cwd()
+    python = Path(sys.executable)
+    pip = f"{python.relative_to(here) if python.is_relative_to(here) else python} -m pip install"
     if not (checkout / "pyproject.toml").is_file():
-        return f"pip install 'tokenmill[{extra}]'"
-    return f"pip install -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"
+        return f"{pip} 'tokenmill[{extra}]'"
+    return f"{pip} -e '{'.' if checkout == here else checkout}[{extra}]'"
