@@ -31,7 +31,7 @@ class StepFailed(TokenmillError):
 
 
 def pip_install(extra: str) -> str:
-    """The command that adds optional packages, to the Python that runs this; a checkout is installed from its folder."""
+    """The command that adds optional packages to the Python that runs this; a checkout comes from its own folder."""
     checkout, here = Path(__file__).parents[1], Path.cwd()
     python = Path(sys.executable)
     pip = f"{python.relative_to(here) if python.is_relative_to(here) else python} -m pip install"
