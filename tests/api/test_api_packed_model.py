@@ -20,7 +20,7 @@ def answers(model: str, **options: str) -> list[RequestOutput]:
         if packed != (not options):
             pytest.skip("there is no native library here: no compiler was found")
         chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=8, detokenize=False)
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=8, detokenize=False)
         return llm.chat(chats, params, use_tqdm=False)
 
 

@@ -41,7 +41,8 @@ def test_first_token_of_a_cached_model_comes_within_seconds():
     # CPU time and not the clock, because other tests share the cores; and where even `import torch` is slow just now,
     # the limit grows with it.
     slowness = max(1.0, cpu_seconds([sys.executable, "-c", "import torch"]) / IMPORT_TORCH_S)
-    assert min(cpu_seconds(run_command("Hello", "--max-tokens", "1")) for _ in range(2)) < FIRST_TOKEN_S * slowness
+    command = run_command("Hello", "--max-tokens", "1")
+    assert any(cpu_seconds(command) < FIRST_TOKEN_S * slowness for _ in range(2))
 
 
 @pytest.mark.usefixtures("default_model")

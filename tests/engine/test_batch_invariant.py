@@ -143,7 +143,7 @@ def bits(tables: Any) -> Any:
     ]
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(mix=request_mixes())
 def test_bits_do_not_depend_on_what_runs_beside_a_request(
     engines: Engines, mix: list[tuple[list[int], SamplingParams]]

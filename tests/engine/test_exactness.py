@@ -92,7 +92,7 @@ def answers(llm: LLM, mix: list[tuple[list[int], SamplingParams]]) -> list[list[
     return [[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs]
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(mix=request_mixes())
 def test_tokens_do_not_depend_on_how_they_are_computed(
     engines: dict[str, LLM], mix: list[tuple[list[int], SamplingParams]]

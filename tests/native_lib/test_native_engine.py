@@ -49,9 +49,11 @@ def test_prompts_can_be_left_out_of_recording(native: library.Library, default_m
         assert runner._chunks is None and runner._recorded is not None
 
 
-@pytest.mark.parametrize("budget", [40, 512])  # chunks beside decoding rows; whole prompts together
-def test_recorded_chunks_give_the_bits_of_plain_ones(native: library.Library, default_model: str, budget: int) -> None:
-    prompts = [[(31 * place + 7919 * row) % 49152 for place in range(5 + 83 * row)] for row in range(5)]
+@pytest.mark.parametrize(("budget", "longer"), [(40, 29), (512, 47)])  # chunks beside decoding rows; whole prompts
+def test_recorded_chunks_give_the_bits_of_plain_ones(
+    native: library.Library, default_model: str, budget: int, longer: int
+) -> None:
+    prompts = [[(31 * place + 7919 * row) % 49152 for place in range(5 + longer * row)] for row in range(5)]
     params = [SamplingParams(temperature=0, max_tokens=4 + 3 * row, ignore_eos=True, logprobs=0) for row in range(5)]
     found = []
     for recorded in (False, True):

@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("model", ["llama", "llama fp8", "llama int4", "qwen3 moe", "gemma2"])
-def test_random_steps_launch_nothing_that_the_warm_up_does_not_know(model: str) -> None:
+def test_random_steps_launch_nothing_that_the_warm_up_does_not_know() -> None:
+    """Of every model in one process: most of the time goes into its start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "coverage.py"), "40", model]
+    command = [sys.executable, str(HERE / "coverage.py"), "25"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {model: []}
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 5 and not any(found.values()), found
