@@ -68,12 +68,13 @@ def test_an_engine_whose_warm_up_fails_works(monkeypatch: pytest.MonkeyPatch) ->
         raise TritonError("out of resource: shared memory")
 
     monkeypatch.setattr(kernels, "warm_up", fail)
-    engine: Any = SimpleNamespace(
-        runner=TorchRunner.__new__(TorchRunner), scheduler=SimpleNamespace(finds_shared_prefixes=False)
-    )
+    runner, ended = TorchRunner.__new__(TorchRunner), []
+    monkeypatch.setattr(runner, "end_rehearsal", lambda: ended.append(True), raising=False)
+    engine: Any = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(finds_shared_prefixes=False))
     settings: Any = SimpleNamespace(max_rows=1, max_step_tokens=1)
     [line] = kernels.warm_up_kernels(compiler.KernelCompiler(1 << 30), engine, settings, tell)
     assert "because the warm-up failed: TritonError: out of resource: shared memory" in line
+    assert ended == [True]  # what was tried has left nothing in the rows
 
 
 def test_whoever_compiles_is_ended_where_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
