@@ -94,7 +94,7 @@ def runner_of(
     from tokenmill.ops.kv_forms import form_for
     from tokenmill.ops.registry import Need, select
     from tokenmill.ops.triton.specializations import collect
-    from tokenmill.quant.choose import Place
+    from tokenmill.quant.schemes.choose import Place
 
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     spec = spec_from_config(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from tokenmill.engine.choices import hardware_of, linear_shapes, model_bytes, sc
 from tokenmill.engine.core import Engine
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
 from tokenmill.engine.runner.guard import PrecisionGuard
+from tokenmill.engine.runner.reserve import reserve, staged_bytes
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
@@ -34,10 +37,10 @@ from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.plan.solve import Settings, solve
-from tokenmill.quant.choose import Place, describe
-from tokenmill.quant.invariant import InvariantDense
-from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Schemes
+from tokenmill.quant.schemes.choose import Place, describe
+from tokenmill.quant.schemes.invariant import InvariantDense
+from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.scheme import Schemes
 from tokenmill.sampling.grammar import Grammars
 
 if TYPE_CHECKING:
@@ -62,12 +65,19 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
     device = choose_device(config.device)
+    if device.type == "cuda":  # its driver takes a while to wake, during which Triton can be imported
+        threading.Thread(target=_wake, args=(device,), daemon=True).start()
     compiler = start_compiler(config, device)
     try:
         return _build(config, device, compiler, tell)
     finally:
         if compiler is not None:
             compiler.close()
+
+
+def _wake(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # whoever uses it next is told
+        torch.cuda.mem_get_info(device)
 
 
 def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler | None, tell: Progress) -> Built:
@@ -180,6 +190,8 @@ def join(
         prompt_graphs=graphs and config.prompt_graphs,
         guard=guard,
     )
+    if device.type == "cuda":
+        reserve(device, settings.memory.activations, staged_bytes(settings.max_rows, settings.max_step_tokens))
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(scheduler, runner, overlap=overlap, grammars=grammars)

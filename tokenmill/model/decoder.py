@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -23,8 +24,8 @@ from tokenmill.model.spec import DecoderSpec, MLASpec
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask
-from tokenmill.quant.handover import add_norm_for, gate_up_for
-from tokenmill.quant.scheme import Linear, Rows
+from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
+from tokenmill.quant.schemes.scheme import Linear, Rows
 
 Watch = Callable[[int, torch.Tensor], None]  # sees each layer's result, [tokens, hidden]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's queries [tokens, heads, dim] -> what its heads found
@@ -116,14 +117,19 @@ class Decoder:
             watch(self.order[-1], residual + update)
         return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
 
+    @cached_property
+    def kinds(self) -> dict[object, int]:
+        """What layers there are, by what they are made of and how they look at others; the first of each kind."""
+        found: dict[object, int] = {}
+        for index in range(self.spec.num_layers):
+            kind = layer_kind(self.weights.layer(index)), self._masks[index], self._tables[index].dtype
+            found.setdefault(kind, index)
+        return found
+
     @contextmanager
     def one_of_each_kind(self) -> Iterator[None]:
         """Inside, a pass runs one layer of each kind and the last one: every op that there is, in little time."""
-        kinds: dict[object, int] = {}
-        for index in range(self.spec.num_layers):
-            kind = layer_kind(self.weights.layer(index)), self._masks[index], self._tables[index].dtype
-            kinds.setdefault(kind, index)
-        whole, self.order = self.order, sorted({*kinds.values(), self.spec.num_layers - 1})
+        whole, self.order = self.order, sorted({*self.kinds.values(), self.spec.num_layers - 1})
         try:
             yield
         finally:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
-from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.scheme import Dense, Linear, QuantScheme
 
 Weight = torch.Tensor | Linear
 
@@ -126,7 +126,7 @@ def layer_weights(spec: DecoderSpec, weights: Mapping[str, Weight], index: int) 
     return LayerWeights(attention, _moe(weights, at) if spec.is_moe(index) else _mlp(weights, at), **norms)
 
 
-def layer_kind(layer: LayerWeights) -> object:
+def layer_kind(layer: LayerWeights | Linear) -> object:
     """Equal for layers that the same ops compute: what they are made of, in which forms, dtypes and shapes."""
 
     def described(value: object) -> object:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.model.layers import layer_kind
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
 
@@ -50,7 +51,9 @@ def warm_up(
     """
     tell(0, 0, "listing kernels")
     began = time.monotonic()
-    collected = kernels_of(runner, max_rows, max_tokens, shared)
+    collected = compiler.listed(
+        _settings_of(runner, max_rows, max_tokens, shared), lambda: kernels_of(runner, max_rows, max_tokens, shared)
+    )
     listed = time.monotonic()
     compiled = compiler.compile(collected, tell)
     loaded = time.monotonic()
@@ -68,6 +71,20 @@ def warm_up(
     seconds = listed - began, loaded - listed, time.monotonic() - loaded
     log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
     return len(collected), compiled
+
+
+def _settings_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool) -> str:
+    """Whatever decides which kernels there are, besides the package itself, the releases and the GPU."""
+    state, decoder = runner.state, runner.decoder
+    kv = state.kv[0].k
+    facts = [
+        *(max_rows, max_tokens, shared, runner.decode_sizes, runner.piece_sizes, decoder.spec, decoder.kinds),
+        *(decoder.weights.dtype, layer_kind(decoder.weights.lm_head)),
+        *({op: one.name for op, one in decoder.ops.chosen.items()}, state.max_len, state.block_size),
+        # How many blocks there are depends on what memory is free; kernels see whether it is a round number.
+        *(kv.dtype, kv.shape[1:], kv.shape[0] % 16 == 0, kv.numel() >> 31 > 0),
+    ]
+    return repr(facts)
 
 
 def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool) -> Collected:

@@ -103,8 +103,8 @@ def _marks() -> Path:
     return marks_dir()
 
 
-def _hash_triton() -> None:
-    """All of Triton is part of every kernel's hash: computed here, it is known in all processes that are forked."""
+def hash_triton() -> None:
+    """Compute the hash of all of Triton, which is part of every kernel's; processes that are forked then know it."""
     from triton.runtime import cache
 
     with contextlib.suppress(AttributeError):
@@ -121,7 +121,7 @@ def main() -> int:
     import tokenmill.ops.triton  # noqa: F401  # so that every process has it, ready to compile
 
     _build_utilities()
-    _hash_triton()
+    hash_triton()
     print(json.dumps({"ready": round(time.monotonic() - began, 3)}), file=answers)
     try:
         orders: Orders = pickle.load(sys.stdin.buffer)  # from the process that started this one

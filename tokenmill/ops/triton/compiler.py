@@ -12,6 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ import torch
 import triton
 
 from tokenmill import cache
-from tokenmill.ops.triton.compile_worker import Orders, is_remembered
+from tokenmill.ops.triton.compile_worker import Orders, hash_triton, is_remembered
+from tokenmill.ops.triton.kept_list import list_path, read_list, write_list
 from tokenmill.ops.triton.specializations import Collected, Specialization
 
 log = logging.getLogger("tokenmill.kernels")
@@ -62,6 +64,8 @@ class KernelCompiler:
         """free_bytes: of the host's memory."""
         self._processes = max(1, min(_cores(), MOST_PROCESSES, free_bytes // PROCESS_BYTES))
         self._process: subprocess.Popen[bytes] | None = None
+        self._hashing = threading.Thread(target=hash_triton, daemon=True)  # a third of a second, most of it without GIL
+        self._hashing.start()
 
     @property
     def folder(self) -> Path:
@@ -88,8 +92,20 @@ class KernelCompiler:
             env=environment,
         )
 
+    def listed(self, settings: str, find: Callable[[], Collected]) -> Collected:
+        """The kernels of an engine with these settings: as an earlier start found them, or as `find` does now."""
+        properties = torch.cuda.get_device_properties()
+        path = list_path(marks_dir(), f"{_context()}|{properties.name}|{properties.multi_processor_count}|{settings}")
+        kept = read_list(path)
+        if kept is not None:
+            return kept
+        found = find()
+        write_list(path, found)
+        return found
+
     def compile(self, collected: Collected, tell: Progress) -> int:
         """Compile what the cache does not have, in parallel, and load everything. How many were compiled."""
+        self._hashing.join()
         context = _context()
         named = [(one.digest(context), one) for one in collected.found]
         marks = marks_dir()
