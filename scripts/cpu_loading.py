@@ -13,7 +13,7 @@ from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import library
 from tokenmill.ops.native.matrix import PackedMatrix
 from tokenmill.quant.forms import parse_layout
-from tokenmill.quant.packed import Packed
+from tokenmill.quant.schemes.packed import Packed
 
 ROWS, COLUMNS = 1408, 2048
 

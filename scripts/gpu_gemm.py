@@ -40,9 +40,9 @@ from tokenmill.ops.triton.gemm_small import (
     small_gemm,
 )
 from tokenmill.ops.triton.quantize import act_mul_quantized, add_rms_norm_quantized, quantize_rows
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.handover import act_mul_for, add_norm_for
-from tokenmill.quant.scheme import Linear, QuantizedRows
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.handover import act_mul_for, add_norm_for
+from tokenmill.quant.schemes.scheme import Linear, QuantizedRows
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 ROTATE_BYTES = 320 << 20  # several times the L2

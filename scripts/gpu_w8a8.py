@@ -30,11 +30,11 @@ from tokenmill.ops.triton.gemm_fp8 import fp8_gemm_quantized
 from tokenmill.ops.triton.gemm_hopper import BLOCK_M, SHAPES, HopperShape, choose_hopper_shape, hopper_gemm
 from tokenmill.ops.triton.gemm_int8 import int8_gemm
 from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.handover import act_mul_for
-from tokenmill.quant.row_scaled import quantize_rows
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme
-from tokenmill.quant.w8a8 import W8A8
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.handover import act_mul_for
+from tokenmill.quant.schemes.row_scaled import quantize_rows
+from tokenmill.quant.schemes.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.schemes.w8a8 import W8A8
 
 SIZES = LLAMA[:4]  # columns, inner
 ROWS = [1, 16, 64, 128, 256, 512, 1024, 4096, 16384]

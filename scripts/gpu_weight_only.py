@@ -30,9 +30,9 @@ from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape,
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
 from tokenmill.quant.forms import Form
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.scheme import Dense, Linear, QuantScheme
-from tokenmill.quant.weight_only import WeightOnly
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.schemes.weight_only import WeightOnly
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)

@@ -19,7 +19,7 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.plan.hardware import GIB, Hardware, cpu_hardware
 from tokenmill.plan.memory import ATTENTION_WORKSPACE, ModelBytes
 from tokenmill.plan.solve import Settings, solve
-from tokenmill.quant.scheme import Linear
+from tokenmill.quant.schemes.scheme import Linear
 
 # Plans
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenmill import LLM, RequestOutput, SamplingParams
-from tokenmill.quant.packed import Packed
+from tokenmill.quant.schemes.packed import Packed
 
 SUBJECTS = ("the moon", "bread", "prime numbers", "an old mill", "ice")
 QUESTIONS = ("Tell me about {}.", "Write a line about {}.", "Why is {} good?", "Name a fact about {}.", "What is {}?")

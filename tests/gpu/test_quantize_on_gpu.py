@@ -13,8 +13,8 @@ from small_models import checkpoint, text
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.quant.forms import parse_layout
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Method, plan_forms, quantize_model
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Method, plan_forms, quantize_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
@@ -43,5 +43,7 @@ def test_a_gpu_rounds_as_a_cpu_does(layout: str, method: Method) -> None:
             found = other.groups[name]
             ours, theirs = groups.widen(torch.float32), found.widen(torch.float32)
             assert found.codes.device.type == found.scale.device.type == other.params[name].device.type == "cpu"
-            # Sums in another order move a code here and there, and what GPTQ makes up for it moves with it.
-            assert (ours - theirs).norm() < 0.02 * ours.norm(), (mine.prefix, name)
+            # Sums in another order move a code here and there, and what GPTQ makes up for it moves with it. AWQ
+            # searches for scales: of near ties it may take another one, which moves the codes of a whole matrix.
+            bound = 0.05 if method.name == "awq" else 0.02
+            assert (ours - theirs).norm() < bound * ours.norm(), (mine.prefix, name)

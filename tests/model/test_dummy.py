@@ -14,8 +14,8 @@ from tokenmill.model.weights import dummy
 from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
-from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Schemes
+from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.scheme import Schemes
 
 PROMPT = list(range(3, 33))
 

@@ -16,8 +16,8 @@ from tokenmill.ops.native.blocks import book_of, rounded, unpack
 from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import Library
 from tokenmill.quant.forms import Form
-from tokenmill.quant.packed import blocks_of
 from tokenmill.quant.rounding import round_to_nearest
+from tokenmill.quant.schemes.packed import blocks_of
 
 ROWS, COLUMNS = 21, 512
 

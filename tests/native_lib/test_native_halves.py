@@ -13,7 +13,7 @@ import transformers
 from tokenmill import LLM, SamplingParams
 from tokenmill.model.layers import ResidentWeights
 from tokenmill.ops.native import library
-from tokenmill.quant.scheme import Linear
+from tokenmill.quant.schemes.scheme import Linear
 
 PROMPT = [(53 * place + 17) % 150 + 5 for place in range(21)]
 NEW = 24

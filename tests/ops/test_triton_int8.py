@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmill.ops import reference
-from tokenmill.quant.row_scaled import LIMITS, quantize_rows
+from tokenmill.quant.schemes.row_scaled import LIMITS, quantize_rows
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tokenmill.ops.types import Unnormed
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.weight_only import WeightOnly
+from tokenmill.quant.schemes.weight_only import WeightOnly
 
 pytest.importorskip("triton")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -87,7 +87,7 @@ def test_a_band_of_gate_and_up_is_not_activated():
 @pytest.mark.parametrize("hopper", [True, False])
 def test_other_gpus_and_releases_of_triton_go_another_way(monkeypatch, hopper):
     from tokenmill.ops.triton import versions
-    from tokenmill.quant import weight_only
+    from tokenmill.quant.schemes import weight_only
 
     scheme = WeightOnly(Form("int4", 128))
     storage = scheme.allocate(64, 1024, torch.bfloat16, torch.device("cpu"))

@@ -19,11 +19,11 @@ from tokenmill.config import EngineConfig  # noqa: E402
 from tokenmill.engine import build  # noqa: E402
 from tokenmill.model.families import spec_from_config  # noqa: E402
 from tokenmill.ops.triton import attention_fresh, gemm_int8, moe, versions  # noqa: E402
-from tokenmill.quant import weight_only  # noqa: E402
-from tokenmill.quant.fp8 import Fp8  # noqa: E402
-from tokenmill.quant.scheme import Dense, Schemes  # noqa: E402
-from tokenmill.quant.w8a8 import W8A8  # noqa: E402
-from tokenmill.quant.weight_only import Form, WeightOnly  # noqa: E402
+from tokenmill.quant.schemes import weight_only  # noqa: E402
+from tokenmill.quant.schemes.fp8 import Fp8  # noqa: E402
+from tokenmill.quant.schemes.scheme import Dense, Schemes  # noqa: E402
+from tokenmill.quant.schemes.w8a8 import W8A8  # noqa: E402
+from tokenmill.quant.schemes.weight_only import Form, WeightOnly  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16

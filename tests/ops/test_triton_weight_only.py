@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.weight_only import WeightOnly
+from tokenmill.quant.schemes.weight_only import WeightOnly
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")

@@ -28,7 +28,7 @@ from tokenmill.plan.gpus import GPUS
 from tokenmill.plan.hardware import cpu_hardware
 from tokenmill.plan.shape import shape_of
 from tokenmill.plan.stored import stored_form
-from tokenmill.quant.choose import Place
+from tokenmill.quant.schemes.choose import Place
 
 SCHEME = "int4-g32"
 TINY = ("--requests", "20x8")

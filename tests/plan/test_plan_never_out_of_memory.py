@@ -25,7 +25,7 @@ from tokenmill.plan.memory import ATTENTION_WORKSPACE
 from tokenmill.plan.precision import ITEMSIZE, rank_bytes
 from tokenmill.plan.shape import ONE_GPU
 from tokenmill.plan.solve import solve
-from tokenmill.quant.packed import Packed
+from tokenmill.quant.schemes.packed import Packed
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "rms_norm_eps": 1e-5,

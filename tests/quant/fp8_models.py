@@ -7,8 +7,8 @@ import torch
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
 from tokenmill.ops.registry import Need, select
 from tokenmill.ops.types import AttentionBatch
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.row_scaled import quantize_rows
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.row_scaled import quantize_rows
 
 
 class QuantizedInputs(Fp8):

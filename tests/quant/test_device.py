@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenmill.quant import device as devices
+from tokenmill.quant.schemes import device as devices
 
 
 @pytest.mark.parametrize(

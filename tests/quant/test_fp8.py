@@ -13,9 +13,9 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.layers import ResidentWeights
 from tokenmill.model.weights.dummy import dummy_weights
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.row_scaled import FLOAT8, LIMITS, quantize_rows
-from tokenmill.quant.scheme import Dense, Linear, Schemes
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.row_scaled import FLOAT8, LIMITS, quantize_rows
+from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -57,7 +57,7 @@ def test_rows_of_zeros_and_extreme_rows_stay_finite():
 def test_pieces_written_in_any_order_give_the_same_storage(monkeypatch):
     weight = randn(50, 64)
     whole = stored(weight).storage
-    monkeypatch.setattr("tokenmill.quant.row_scaled._CHUNK", 7 * 64)
+    monkeypatch.setattr("tokenmill.quant.schemes.row_scaled._CHUNK", 7 * 64)
     scheme = Fp8()
     pieces = scheme.allocate(50, 64, torch.float32, CPU)
     for first, last in ((30, 50), (0, 11), (11, 30)):

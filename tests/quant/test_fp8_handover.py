@@ -9,10 +9,10 @@ from fp8_models import logits_of
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.ops.registry import Need, select
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.handover import act_mul_for, add_norm_for
-from tokenmill.quant.row_scaled import quantize_rows
-from tokenmill.quant.scheme import Dense, Linear, QuantizedRows, Schemes
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.handover import act_mul_for, add_norm_for
+from tokenmill.quant.schemes.row_scaled import quantize_rows
+from tokenmill.quant.schemes.scheme import Dense, Linear, QuantizedRows, Schemes
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

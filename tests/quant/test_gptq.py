@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tokenmill.quant.forms import Form, parse_form
-from tokenmill.quant.gptq import gptq, inverse_factor
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS, decode, encode, find_scales, group_blocks, round_to_nearest
+from tokenmill.quant.tool.gptq import gptq, inverse_factor
 
 
 def case(rows: int = 32, columns: int = 192, tokens: int = 800) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tokenmill.cli.app import app
 from tokenmill.model.families import spec_from_config
-from tokenmill.quant.evaluate import StoreBuilder, logits_of
-from tokenmill.quant.layer_source import LayerSource, untied
-from tokenmill.quant.report import Candidate, measure
+from tokenmill.quant.tool.evaluate import StoreBuilder, logits_of
+from tokenmill.quant.tool.layer_source import LayerSource, untied
+from tokenmill.quant.tool.report import Candidate, measure
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tokenmill.model.families import spec_from_config
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.report import candidates, measure
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.report import candidates, measure
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 

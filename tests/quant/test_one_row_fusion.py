@@ -10,9 +10,9 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.ops.registry import Need, select
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.handover import add_norm_for, gate_up_for
-from tokenmill.quant.scheme import Dense, Linear, Schemes
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
+from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes
 
 LLAMA = CONFIG | {"num_hidden_layers": 3}
 

@@ -10,8 +10,8 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.ops.native.library import Library, load
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.packed import Packed, can_hold
 from tokenmill.quant.rounding import round_to_nearest
+from tokenmill.quant.schemes.packed import Packed, can_hold
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 CPU = torch.device("cpu")

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from tokenmill.cli.app import app
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.families import spec_from_config
-from tokenmill.quant import write as writing
-from tokenmill.quant.evaluate import Judge, StoreBuilder
 from tokenmill.quant.forms import parse_form, parse_layout
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Method, Quantized, plan_forms, quantize_model
-from tokenmill.quant.questions import last_number, solved
-from tokenmill.quant.report import weight_bytes
-from tokenmill.quant.write import quantization_config, write_model
+from tokenmill.quant.tool import write as writing
+from tokenmill.quant.tool.evaluate import Judge, StoreBuilder
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Method, Quantized, plan_forms, quantize_model
+from tokenmill.quant.tool.questions import last_number, solved
+from tokenmill.quant.tool.report import weight_bytes
+from tokenmill.quant.tool.write import quantization_config, write_model
 
 CPU = torch.device("cpu")
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
@@ -228,7 +228,7 @@ def test_the_judge_measures_what_it_says():
     same = judge.judge(store)
     assert same.change == 0 and same.divergence == 0 and same.agreement == 1
     # Logits that are halved have a divergence that can be written down.
-    from tokenmill.quant.evaluate import logits_of
+    from tokenmill.quant.tool.evaluate import logits_of
 
     logits = logits_of(source.spec, store, ids)[:, :-1]
     halved = StoreBuilder(source).build()
@@ -297,7 +297,7 @@ def test_one_form_for_all_needs_no_list_of_names():
 )
 def test_what_cannot_be_done_is_refused_in_one_line(folder, tmp_path, monkeypatch, args, sentence):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tokenmill.quant.report.measure", lambda *_: pytest.fail("nothing is measured before"))
+    monkeypatch.setattr("tokenmill.quant.tool.report.measure", lambda *_: pytest.fail("nothing is measured before"))
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     (tmp_path / "other.jsonl").write_text('{"question": "2 + 2?", "answer": "#### 4"}\n{"a": 1}\n')
     (tmp_path / "vague.jsonl").write_text('{"question": "2 + 2?", "answer": "many"}\n')

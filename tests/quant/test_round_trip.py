@@ -7,12 +7,12 @@ import torch
 from small_models import checkpoint, text
 
 from tokenmill.model.families import spec_from_config
-from tokenmill.quant import calibrate
-from tokenmill.quant.evaluate import StoreBuilder, logits_of
 from tokenmill.quant.forms import parse_layout
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Method, plan_forms, quantize_model
-from tokenmill.quant.write import pack_int32, write_model
+from tokenmill.quant.tool import calibrate
+from tokenmill.quant.tool.evaluate import StoreBuilder, logits_of
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Method, plan_forms, quantize_model
+from tokenmill.quant.tool.write import pack_int32, write_model
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -7,12 +7,12 @@ import torch
 from small_models import MemoryCheckpoint, checkpoint, text
 
 from tokenmill.model.families import spec_from_config
-from tokenmill.quant.calibrate import Calibration, round_inputs
-from tokenmill.quant.evaluate import StoreBuilder, logits_of
 from tokenmill.quant.forms import parse_layout
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Method, plan_forms, quantize_model
-from tokenmill.quant.smooth import smoothing_scale
+from tokenmill.quant.tool.calibrate import Calibration, round_inputs
+from tokenmill.quant.tool.evaluate import StoreBuilder, logits_of
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Method, plan_forms, quantize_model
+from tokenmill.quant.tool.smooth import smoothing_scale
 
 CPU = torch.device("cpu")
 PLANTED = (5, 23, 40)

@@ -8,12 +8,12 @@ import torch
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.ops.registry import Need, select
-from tokenmill.quant.fp8 import Fp8
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.handover import act_mul_for, add_norm_for
-from tokenmill.quant.row_scaled import FLOAT8, RowScaled, quantize_rows
-from tokenmill.quant.scheme import Linear, QuantizedRows, Schemes
-from tokenmill.quant.w8a8 import W8A8
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.handover import act_mul_for, add_norm_for
+from tokenmill.quant.schemes.row_scaled import FLOAT8, RowScaled, quantize_rows
+from tokenmill.quant.schemes.scheme import Linear, QuantizedRows, Schemes
+from tokenmill.quant.schemes.w8a8 import W8A8
 
 CPU = torch.device("cpu")
 LLAMA = {

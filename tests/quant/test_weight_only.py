@@ -12,8 +12,8 @@ from tokenmill.errors import ConfigError
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
-from tokenmill.quant.scheme import Linear, QuantizedRows, TakesGroups
-from tokenmill.quant.weight_only import WeightOnly, why_not
+from tokenmill.quant.schemes.scheme import Linear, QuantizedRows, TakesGroups
+from tokenmill.quant.schemes.weight_only import WeightOnly, why_not
 
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
@@ -77,7 +77,7 @@ def test_the_plan_counts_the_bytes_that_are_allocated(shape, form):
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_written_weights_are_rounded_to_nearest_in_any_order_of_pieces(form, monkeypatch):
     weight = randn(48, 256) * torch.logspace(-3, 2, 48)[:, None]
-    monkeypatch.setattr("tokenmill.quant.weight_only._CHUNK", 7 * 256)
+    monkeypatch.setattr("tokenmill.quant.schemes.weight_only._CHUNK", 7 * 256)
     scheme = WeightOnly(form)
     storage = scheme.allocate(48, 256, torch.float32, CPU)
     for first, last in ((30, 48), (0, 11), (11, 30)):

@@ -16,8 +16,8 @@ from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.model.weights.gguf import GGUFCheckpoint
 from tokenmill.model.weights.load import load_weights
 from tokenmill.ops.native import library
-from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Schemes
+from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.scheme import Schemes
 
 HIDDEN, LAYERS, HEADS, VOCAB = 256, 2, 4, 640
 Q6_K = gguf.GGMLQuantizationType.Q6_K

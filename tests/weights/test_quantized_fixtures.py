@@ -14,9 +14,9 @@ from tokenmill.model.weights.checkpoint import GroupCheckpoint
 from tokenmill.model.weights.load import load_weights, stored_forms
 from tokenmill.model.weights.quantized import open_quantized
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
-from tokenmill.quant.choose import Place, choose_schemes
-from tokenmill.quant.evaluate import logits_of
 from tokenmill.quant.forms import Form, Layout
+from tokenmill.quant.schemes.choose import Place, choose_schemes
+from tokenmill.quant.tool.evaluate import logits_of
 
 DATA = Path(__file__).parent / "data"
 INT4, INT4_ZEROS = Form("int4", 32), Form("int4", 32, True)

@@ -15,7 +15,7 @@ from tokenmill.quant.forms import Form
 if TYPE_CHECKING:
     from tokenmill.bench.timing import Ceilings
     from tokenmill.config import EngineConfig
-    from tokenmill.quant.scheme import QuantScheme, Schemes
+    from tokenmill.quant.schemes.scheme import QuantScheme, Schemes
 
 AS_IN_FILES = Form("int4", 32, zeros=True)  # GGUF's Q4_1, as the default model has it
 
@@ -98,7 +98,7 @@ def _roof(config: EngineConfig) -> Roof:
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
     from tokenmill.ops.native.library import Library
-    from tokenmill.quant.choose import Place
+    from tokenmill.quant.schemes.choose import Place
 
     device, files = choose_device(config.device), resolve(config.model, cache_dir=config.cache_dir)
     checkpoint, model_config = open_checkpoint(config, files)
@@ -122,8 +122,8 @@ def _roof(config: EngineConfig) -> Roof:
 
 def _products(schemes: Schemes) -> list[QuantScheme]:
     """The ways to multiply that are not plain; what a quantized file packs is taken to have 4 bits."""
-    from tokenmill.quant.packed import Packed
-    from tokenmill.quant.scheme import Dense
+    from tokenmill.quant.schemes.packed import Packed
+    from tokenmill.quant.schemes.scheme import Dense
 
     several = {id(one): one for one in (schemes.default, *schemes.named.values()) if not isinstance(one, Dense)}
     as_packed = Packed() if schemes.exact else Packed(AS_IN_FILES)

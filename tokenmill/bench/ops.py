@@ -14,10 +14,10 @@ from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import CAUSAL, AttentionBatch, SampleBatch
 from tokenmill.quant.forms import Form
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Dense, QuantScheme
-from tokenmill.quant.w8a8 import W8A8
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.scheme import Dense, QuantScheme
+from tokenmill.quant.schemes.w8a8 import W8A8
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # inputs are used in turn until this much lies between two uses, more than any cache holds

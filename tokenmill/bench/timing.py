@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.quant.scheme import QuantScheme
+from tokenmill.quant.schemes.scheme import QuantScheme
 
 Work = Callable[[], object]
 

@@ -112,9 +112,9 @@ def _write(
     import torch
 
     from tokenmill.engine.build import choose_device
-    from tokenmill.quant.quantize import METHODS, Method, plan_forms, quantize_model
     from tokenmill.quant.rounding import INPUTS
-    from tokenmill.quant.write import new_folder, write_model, write_tokenizer
+    from tokenmill.quant.tool.quantize import METHODS, Method, plan_forms, quantize_model
+    from tokenmill.quant.tool.write import new_folder, write_model, write_tokenizer
 
     if name is not None and name not in METHODS:
         raise ConfigError(f"--method is {name!r}; there are {', '.join(METHODS)}")

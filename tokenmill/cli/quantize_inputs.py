@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenmill.model.tokenizer import Tokenizer
     from tokenmill.model.weights.checkpoint import Checkpoint
     from tokenmill.model.weights.source import ModelFiles
-    from tokenmill.quant.layer_source import LayerSource
+    from tokenmill.quant.tool.layer_source import LayerSource
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def open_model(model: str) -> Opened:
     from tokenmill.engine.build import load_tokenizer, open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
-    from tokenmill.quant.layer_source import LayerSource
+    from tokenmill.quant.tool.layer_source import LayerSource
 
     with progress() as tell:
         files = resolve(model, progress=tell)
@@ -57,7 +57,7 @@ def token_ids(tokenizer: Tokenizer, path: Path) -> torch.Tensor:  # [tokens]
 
 def gsm8k_questions(path: Path, count: int) -> list[dict[str, str]]:
     """The first questions of a file, each with an answer that ends in a number."""
-    from tokenmill.quant.questions import last_number
+    from tokenmill.quant.tool.questions import last_number
 
     found: list[dict[str, str]] = []
     for number, line in enumerate(read_text(path).splitlines(), 1):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from tokenmill.cli.quantize_inputs import Opened
     from tokenmill.quant.forms import Layout
-    from tokenmill.quant.quantize import Method
-    from tokenmill.quant.report import Candidate, Line
+    from tokenmill.quant.tool.quantize import Method
+    from tokenmill.quant.tool.report import Candidate, Line
 
 WINDOW = 512  # tokens that are predicted together
 
@@ -48,8 +48,8 @@ def print_report(wanted: Wanted) -> None:
     import torch
 
     from tokenmill.quant.forms import parse_layout
-    from tokenmill.quant.quantize import plan_forms
-    from tokenmill.quant.report import as_json, cells, measure, table
+    from tokenmill.quant.tool.quantize import plan_forms
+    from tokenmill.quant.tool.report import as_json, cells, measure, table
 
     if wanted.text is None:
         raise ConfigError("a report needs a text to predict: name one with --text")
@@ -76,7 +76,7 @@ def print_report(wanted: Wanted) -> None:
 
 def _with_a_head(opened: Opened, wanted: Wanted) -> Opened:
     """A head that is the embedding cannot be rounded in a model that is written; here it can, on its own."""
-    from tokenmill.quant.layer_source import untied
+    from tokenmill.quant.tool.layer_source import untied
 
     if not opened.source.spec.tie_embeddings or all(name != "lm_head" for name, _ in wanted.layout.overrides):
         return opened
@@ -91,8 +91,8 @@ def _with_a_head(opened: Opened, wanted: Wanted) -> Opened:
 def _chosen(wanted: Wanted) -> list[Candidate]:
     """The baseline, and the forms that --scheme, --method and --only leave."""
     from tokenmill.quant.forms import Layout
-    from tokenmill.quant.quantize import METHODS
-    from tokenmill.quant.report import BASELINE, candidates, ways_of
+    from tokenmill.quant.tool.quantize import METHODS
+    from tokenmill.quant.tool.report import BASELINE, candidates, ways_of
 
     if wanted.method is not None and wanted.method not in METHODS:
         raise ConfigError(f"--method is {wanted.method!r}; there are {', '.join(METHODS)}")
@@ -110,7 +110,7 @@ def _chosen(wanted: Wanted) -> list[Candidate]:
 
 def _method(one: Candidate, how: dict[str, Any]) -> Method:
     """As asked for, where it means something: plain rounding is not clipped, and few forms have inputs of 8 bits."""
-    from tokenmill.quant.report import has_small_inputs
+    from tokenmill.quant.tool.report import has_small_inputs
 
     fits = {"clip": one.method.clip and how["clip"], "static_inputs": how["static_inputs"] and has_small_inputs(one)}
     return replace(one.method, **how | fits)
@@ -129,7 +129,7 @@ def _texts(wanted: Wanted, opened: Opened) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _with_speed(model: str, opened: Opened, lines: list[Line]) -> list[Line]:
     """Methods differ in codes, not in form: each form is measured once."""
-    from tokenmill.quant.report import speed
+    from tokenmill.quant.tool.report import speed
 
     known: dict[tuple[str | None, str | None], float | None] = {}
     for line in lines:
@@ -145,7 +145,7 @@ def _with_questions(
     model: str, opened: Opened, lines: list[Line], calibration: torch.Tensor, asked: list[dict[str, str]]
 ) -> list[Line]:
     """The answers of every form, if the model as it is can answer any."""
-    from tokenmill.quant.questions import solved, solved_by
+    from tokenmill.quant.tool.questions import solved, solved_by
 
     base = solved(model, opened.source.spec, asked, quantization="fp32")
     if base == 0:

@@ -14,13 +14,13 @@ from tokenmill.model.weights.quantized import QuantizedCheckpoint
 from tokenmill.ops.kv_forms import form_for
 from tokenmill.plan.hardware import Hardware, cpu_hardware
 from tokenmill.plan.memory import ModelBytes, guard_bytes
-from tokenmill.quant.choose import Place, auto_layout, check_effect, choose_schemes
-from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
-from tokenmill.quant.invariant import InvariantDense
-from tokenmill.quant.packed import Packed
-from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
-from tokenmill.quant.weight_only import WeightOnly
+from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes
+from tokenmill.quant.schemes.device import has_small_gemm
+from tokenmill.quant.schemes.invariant import InvariantDense
+from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.scheme import Dense, QuantScheme, Schemes
+from tokenmill.quant.schemes.weight_only import WeightOnly
 
 _ROOM = 0.7  # of the free memory: what weights may take where the cache is to have room, too
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.model.layers import LayerWeights, WeightStore
-from tokenmill.quant.scheme import Dense, Linear, QuantizedRows, Storage
+from tokenmill.quant.schemes.scheme import Dense, Linear, QuantizedRows, Storage
 
 SMALL = 1 << 16  # elements: smaller tensors have no room of their own
 

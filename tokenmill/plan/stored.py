@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 # Bytes per weight that a GPU without kernels for them moves to widen it for a product, in plain torch. Counted over
-# the operations (quant/weight_only.py, quant/row_scaled.py), not measured.
+# the operations (quant/schemes/weight_only.py, quant/schemes/row_scaled.py), not measured.
 WIDENING = {"int4": 48.0, "int8": 38.0}
 WIDENING_BYTES = 21.0  # of codes of one byte with a scale per row
 HEAD = "lm_head"
@@ -29,7 +29,7 @@ def stored_form(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtyp
     import torch  # the rest of planning does without
 
     from tokenmill.engine.choices import linear_shapes
-    from tokenmill.quant.choose import Place, choose_schemes
+    from tokenmill.quant.schemes.choose import Place, choose_schemes
 
     shapes = linear_shapes(spec)
     kept = {name: form for name, form in stored.items() if name in shapes}

@@ -12,7 +12,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.config_reader import StoredConfig
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.packed import Blocks
+from tokenmill.quant.schemes.packed import Blocks
 
 
 class Checkpoint(Protocol):

@@ -10,8 +10,8 @@ import torch
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec, ParamSpec
 from tokenmill.quant.forms import FLOATS
-from tokenmill.quant.packed import Packed, float_bytes
-from tokenmill.quant.scheme import Dense, Linear, Schemes
+from tokenmill.quant.schemes.packed import Packed, float_bytes
+from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes
 
 _CHUNK = 1 << 25  # elements made at once, so that nothing but the weights themselves needs room
 

@@ -16,7 +16,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.weights.gguf_blocks import Order, unpacked
 from tokenmill.model.weights.gguf_config import build_config
 from tokenmill.model.weights.gguf_file import GGUFFile, TensorInfo
-from tokenmill.quant.packed import Blocks
+from tokenmill.quant.schemes.packed import Blocks
 
 Floats = npt.NDArray[np.float32]
 Transform = Callable[[Floats], Floats]

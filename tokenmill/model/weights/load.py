@@ -13,8 +13,8 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, TypedCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
 from tokenmill.quant.forms import Form
-from tokenmill.quant.packed import Blocks, Packed, can_pack, float_bytes, packed_bytes
-from tokenmill.quant.scheme import Dense, Linear, Schemes, TakesGroups
+from tokenmill.quant.schemes.packed import Blocks, Packed, can_pack, float_bytes, packed_bytes
+from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes, TakesGroups
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

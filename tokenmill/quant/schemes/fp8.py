@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.row_scaled import FLOAT8, RowScaled
-from tokenmill.quant.scheme import QuantizedRows, Storage
+from tokenmill.quant.schemes.device import has_small_gemm
+from tokenmill.quant.schemes.row_scaled import FLOAT8, RowScaled
+from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -15,10 +15,10 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.joints import Params
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.row_scaled import FLOAT8, quantize_rows
-from tokenmill.quant.scheme import Dense, Linear, QuantizedRows, Storage
+from tokenmill.quant.schemes.row_scaled import FLOAT8, quantize_rows
+from tokenmill.quant.schemes.scheme import Dense, Linear, QuantizedRows, Storage
+from tokenmill.quant.tool.joints import Params
+from tokenmill.quant.tool.layer_source import LayerSource
 
 STEP_TOKENS = 2048  # tokens that go through a layer together
 

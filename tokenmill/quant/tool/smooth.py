@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.calibrate import Moments
-from tokenmill.quant.joints import Joint, Params
+from tokenmill.quant.tool.calibrate import Moments
+from tokenmill.quant.tool.joints import Joint, Params
 
 ALPHA = 0.5  # how much of the difficulty the weights take over
 

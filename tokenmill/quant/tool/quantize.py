@@ -9,15 +9,15 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.quant.awq import scale_for_inputs
-from tokenmill.quant.calibrate import Calibration, Moments
 from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
-from tokenmill.quant.gptq import gptq
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.joints import Params, joints
-from tokenmill.quant.layer_source import LayerSource
 from tokenmill.quant.rounding import GRIDS, INPUTS, group_blocks, group_of, round_to_nearest
-from tokenmill.quant.smooth import ALPHA, smooth
+from tokenmill.quant.tool.awq import scale_for_inputs
+from tokenmill.quant.tool.calibrate import Calibration, Moments
+from tokenmill.quant.tool.gptq import gptq
+from tokenmill.quant.tool.joints import Params, joints
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.smooth import ALPHA, smooth
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 

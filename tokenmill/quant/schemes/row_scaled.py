@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.device import arrivals_for, has_small_gemm
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.scheme import QuantizedRows, Storage
+from tokenmill.quant.schemes.device import arrivals_for, has_small_gemm
+from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
 
 FLOAT8 = torch.float8_e4m3fn
 LIMITS = {FLOAT8: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}

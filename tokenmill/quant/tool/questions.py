@@ -14,10 +14,10 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import Checkpoint
 from tokenmill.model.weights.source import ModelFiles
 from tokenmill.quant.forms import parse_layout
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import plan_forms, quantize_model
-from tokenmill.quant.report import SCALE_DTYPE, Candidate
-from tokenmill.quant.write import write_model, write_tokenizer
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import plan_forms, quantize_model
+from tokenmill.quant.tool.report import SCALE_DTYPE, Candidate
+from tokenmill.quant.tool.write import write_model, write_tokenizer
 
 ANSWER_TOKENS = 256  # room for the working
 ROOM = 1024  # tokens of a question and its answer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.row_scaled import RowScaled
-from tokenmill.quant.scheme import QuantizedRows, Storage
+from tokenmill.quant.schemes.device import has_small_gemm
+from tokenmill.quant.schemes.row_scaled import RowScaled
+from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
 
 _EXACT_TERMS = 1024  # so many products of two int8 add up to at most 2^24: float32 knows every integer up to there
 

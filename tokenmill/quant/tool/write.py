@@ -18,8 +18,8 @@ from tokenmill.model.weights.gguf import GGUFCheckpoint
 from tokenmill.model.weights.source import ModelFiles
 from tokenmill.quant.forms import FLOATS, Form
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Quantized
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Quantized
 
 SHARD_BYTES = 2 << 30
 UNFINISHED = ".unfinished"  # the folder in which a model lies until all of it is there

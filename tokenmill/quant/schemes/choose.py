@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenmill.errors import ConfigError
-from tokenmill.quant.device import has_small_gemm
 from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
-from tokenmill.quant.fp8 import Fp8
-from tokenmill.quant.packed import BLOCK, Packed, can_hold
-from tokenmill.quant.scheme import Dense, QuantScheme, Schemes
+from tokenmill.quant.schemes.device import has_small_gemm
+from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.packed import BLOCK, Packed, can_hold
+from tokenmill.quant.schemes.scheme import Dense, QuantScheme, Schemes
 
 CPU_GROUP = 32  # int4: on CPUs every block of 32 holds a scale in any case
 _EXACT = Form("fp32")
@@ -111,12 +111,12 @@ def _scheme(form: Form, place: Place, plain: QuantScheme) -> QuantScheme:
     if form.kind in FLOATS:
         return Dense(getattr(torch, FLOATS[form.kind]))
     if form.kind == "w8a8":
-        from tokenmill.quant.w8a8 import W8A8
+        from tokenmill.quant.schemes.w8a8 import W8A8
 
         return W8A8()
     if form.kind == "fp8" and form.group is None:
         return Fp8()
-    from tokenmill.quant.weight_only import WeightOnly
+    from tokenmill.quant.schemes.weight_only import WeightOnly
 
     return WeightOnly(form)  # float8 too, where columns have scales in groups: float8 products do not know them
 

@@ -6,7 +6,7 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.ops import invariant
-from tokenmill.quant.scheme import Dense, QuantizedRows, Storage
+from tokenmill.quant.schemes.scheme import Dense, QuantizedRows, Storage
 
 
 class InvariantDense:

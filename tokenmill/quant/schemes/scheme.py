@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.device import arrivals_for, has_small_gemm
 from tokenmill.quant.groups import Groups
+from tokenmill.quant.schemes.device import arrivals_for, has_small_gemm
 
 Storage = dict[str, torch.Tensor]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.calibrate import Moments
 from tokenmill.quant.forms import Form
-from tokenmill.quant.joints import Joint, Params
 from tokenmill.quant.rounding import round_to_nearest
+from tokenmill.quant.tool.calibrate import Moments
+from tokenmill.quant.tool.joints import Joint, Params
 
 STEPS = 20  # exponents of the inputs' magnitude that are tried, from 0 to 1
 ROWS = 512  # rows that are tried, spread over the matrix: the scales are common to all

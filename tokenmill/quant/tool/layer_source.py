@@ -12,7 +12,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import Checkpoint, GroupCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, recipes
-from tokenmill.quant.joints import Params
+from tokenmill.quant.tool.joints import Params
 
 HEAD = "lm_head.weight"
 

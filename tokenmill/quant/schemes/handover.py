@@ -6,9 +6,9 @@ import torch
 
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.device import has_small_gemm
-from tokenmill.quant.row_scaled import RowScaled
-from tokenmill.quant.scheme import Linear, QuantizedRows, Rows
+from tokenmill.quant.schemes.device import has_small_gemm
+from tokenmill.quant.schemes.row_scaled import RowScaled
+from tokenmill.quant.schemes.scheme import Linear, QuantizedRows, Rows
 
 
 def add_norm_for(

@@ -12,9 +12,9 @@ from tokenmill.model.layers import ResidentWeights, Weight, WeightStore
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KV_FORMS, KVForm, KVScales
 from tokenmill.ops.registry import Need
-from tokenmill.quant.calibrate import batch_of, cache_for, plain_ops, widened
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Quantized
+from tokenmill.quant.tool.calibrate import batch_of, cache_for, plain_ops, widened
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Quantized
 
 CPU = torch.device("cpu")
 

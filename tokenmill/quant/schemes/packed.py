@@ -13,7 +13,7 @@ from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.quant.forms import FLOATS, Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS
-from tokenmill.quant.scheme import QuantizedRows, Storage
+from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
 
 if TYPE_CHECKING:
     from tokenmill.ops.native.arena import Arena

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from tokenmill.errors import ConfigError
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.device import arrivals_for, has_small_gemm
 from tokenmill.quant.forms import GROUPS, Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
-from tokenmill.quant.scheme import QuantizedRows, Storage
+from tokenmill.quant.schemes.device import arrivals_for, has_small_gemm
+from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
 
 if TYPE_CHECKING:
     from tokenmill.ops.triton.weight_codes import Codes

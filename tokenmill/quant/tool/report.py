@@ -12,11 +12,11 @@ import torch
 from tokenmill.errors import TokenmillError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KV_FORMS
-from tokenmill.quant.evaluate import CPU, Judge, Quality, StoreBuilder
 from tokenmill.quant.forms import FLOATS, Form, Layout, parse_layout
-from tokenmill.quant.layer_source import LayerSource
-from tokenmill.quant.quantize import Method, plan_forms, quantize_model
 from tokenmill.quant.rounding import INPUTS
+from tokenmill.quant.tool.evaluate import CPU, Judge, Quality, StoreBuilder
+from tokenmill.quant.tool.layer_source import LayerSource
+from tokenmill.quant.tool.quantize import Method, plan_forms, quantize_model
 
 SPEED_TOKENS = 64  # tokens of the answer whose speed is measured
 SLOW = 4.0  # tokens per second

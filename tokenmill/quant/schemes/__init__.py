@@ -1,0 +1,1 @@
+"""How a linear layer is stored and multiplied: one file per scheme, and the choice among them."""

@@ -1,0 +1,1 @@
+"""`tokenmill quantize`: calibrates, rounds (GPTQ, AWQ, SmoothQuant), writes and judges a smaller model."""
