@@ -27,8 +27,8 @@ from h200_workloads import COMMON, SHAPES
 from tokenmill.engine.runner.capture import Capture
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.step import Step
-from tokenmill.plan.memory import RECORDED_TOKENS
-from tokenmill.plan.probe import Point, Probe
+from tokenmill.plan.planner.probe import Point, Probe
+from tokenmill.plan.solve.memory import RECORDED_TOKENS
 
 POINTS = (
     *(Point(chunk=tokens) for tokens in (16, 64, 100, 128, 256, 300, 400, 512, 1024)),

@@ -27,7 +27,7 @@ from h200_workloads import COMMON, SHAPES, Work, fixed
 
 from tokenmill import SamplingParams
 from tokenmill.engine.runner import graphs as recorded_steps
-from tokenmill.plan.probe import Point, Probe
+from tokenmill.plan.planner.probe import Point, Probe
 
 FORMS = {
     "bf16": (None, "auto"), "w8a8+int8": ("w8a8", "int8"), "fp8+fp8": ("fp8", "fp8"),

@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tokenmill.plan.batch import Room, run_batch
-from tokenmill.plan.calibrate import CPU_START, GPU_START, fit_steps, form_of_built
-from tokenmill.plan.cost import CostModel
-from tokenmill.plan.gpus import EFFICIENCIES, rates_of, recognize
-from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Point, Probe, Timed
+from tokenmill.plan.planner.batch import Room, run_batch
+from tokenmill.plan.planner.calibrate import CPU_START, GPU_START, fit_steps, form_of_built
+from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Point, Probe, Timed
+from tokenmill.plan.solve.gpus import EFFICIENCIES, rates_of, recognize
+from tokenmill.plan.solve.roofline import CostModel
 
 CPU_CHECKS = (
     Point(1, 256), Point(2, 128), Point(6, 512), Point(12, 64), Point(24, 128), Point(40, 384), Point(56, 200),

@@ -30,13 +30,13 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.scheduler.policy import Fcfs
 from tokenmill.engine.step import Facts, facts_of
 from tokenmill.params import SamplingParams
-from tokenmill.plan.cluster import Cluster, ClusterSpec
-from tokenmill.plan.queueing import Slo
-from tokenmill.plan.replica import ReplicaSpec
-from tokenmill.plan.simulate import jobs_of, prompt_tokens
-from tokenmill.plan.step_cost import Machine, StepCost, fit_linear, relative_error
-from tokenmill.plan.traces import read_trace
-from tokenmill.plan.workload import Workload, percentile
+from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.demand.traces import read_trace
+from tokenmill.plan.demand.workload import Workload, percentile
+from tokenmill.plan.simulator.cluster import Cluster, ClusterSpec
+from tokenmill.plan.simulator.machines import Machine, StepCost, fit_linear, relative_error
+from tokenmill.plan.simulator.replica import ReplicaSpec
+from tokenmill.plan.simulator.simulate import jobs_of, prompt_tokens
 
 FIGURES = {
     "output tokens/s": "output_tokens_per_second",

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "tokenmill"
 LOW = ("tokenmill.errors", "tokenmill.compat", "tokenmill.cache")
 FORMS = ("quant.forms", "sampling.structured", "sampling.records")
 # What an engine needs of the two rooms that have a floor above it.
-PLAN = tuple(f"tokenmill.plan.{name}" for name in ("solve", "memory", "hardware"))
+PLAN = ("tokenmill.plan.solve",)
 QUANT = tuple(f"tokenmill.quant.{name}" for name in ("forms", "groups", "rounding", "schemes"))
 SETTINGS = ("tokenmill.config", "tokenmill.params", *(f"tokenmill.{name}" for name in FORMS))
 ROOMS = {  # room -> what it may import beside itself
@@ -25,12 +25,30 @@ ROOMS = {  # room -> what it may import beside itself
     "sampling": ("tokenmill.ops", "tokenmill.params"),
     "model": ("tokenmill.ops", *QUANT),
     "engine": ("tokenmill.kv", "tokenmill.model", "tokenmill.ops", "tokenmill.sampling", *SETTINGS, *PLAN, *QUANT),
+    "plan/solve": ("tokenmill.config", "tokenmill.model.spec"),
+    "plan/demand": (),
+    "plan/planner": (
+        "tokenmill.plan.solve",
+        "tokenmill.plan.demand",
+        "tokenmill.engine",
+        "tokenmill.model.spec",
+        *SETTINGS,
+        *QUANT,
+    ),
+    "plan/simulator": (
+        "tokenmill.plan.solve",
+        "tokenmill.plan.demand",
+        "tokenmill.engine",
+        "tokenmill.kv",
+        "tokenmill.params",
+        "tokenmill.bench.plot",
+    ),
 }
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_what_is_below_it(room: str) -> None:
-    allowed = (f"tokenmill.{room}", *LOW, *ROOMS[room])
+    allowed = (f"tokenmill.{room.replace('/', '.')}", *LOW, *ROOMS[room])
     files = sorted((PACKAGE / room).rglob("*.py"))
     if room == "quant":
         files = [path for path in files if path.parent.name != "tool"]
@@ -45,9 +63,49 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
     assert not wrong
 
 
+# Sub-packages of serve -> those below them. All of them may use the modules of SERVE_LOW; app.py and server.py, beside
+# them, are built of everything.
+SERVE_LOW = ("tokenmill.serve.errors", "tokenmill.serve.settings", "tokenmill.serve.http_settings")
+SERVE = {
+    "engine": (),
+    "storage": (),
+    "tool_calls": (),
+    "engine_client": ("engine",),
+    "observe": ("engine", "engine_client"),
+    "http": ("engine", "engine_client", "storage", "observe"),
+    "api": ("engine", "engine_client", "storage", "observe", "tool_calls", "http"),
+}
+
+
+def test_every_sub_package_of_serve_has_its_place() -> None:
+    found = {path.parent.name for path in (PACKAGE / "serve").glob("*/__init__.py")}
+    assert found == set(SERVE)
+    assert {path.stem for path in (PACKAGE / "serve").glob("*.py")} == {
+        "__init__", "app", "server", *(name.rpartition(".")[2] for name in SERVE_LOW)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [*SERVE, *SERVE_LOW])
+def test_a_sub_package_of_serve_imports_only_what_is_below_it(room: str) -> None:
+    if room in SERVE:
+        files, below = sorted((PACKAGE / "serve" / room).rglob("*.py")), (room, *SERVE[room])
+        allowed = (*(f"tokenmill.serve.{name}" for name in below), *SERVE_LOW)
+    else:
+        files, allowed = [PACKAGE / "serve" / f"{room.rpartition('.')[2]}.py"], ()
+    assert files
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files
+        for name in imports(ast.parse(path.read_text()))
+        if name.startswith(("tokenmill.serve.", "tokenmill.cli", "tokenmill.bench"))
+        and not any(name == one or name.startswith(f"{one}.") for one in allowed)
+    ]
+    assert not wrong
+
+
 def test_planning_scheduling_and_simulating_need_no_torch() -> None:
     rooms = (PACKAGE / "plan", PACKAGE / "kv", PACKAGE / "engine" / "scheduler")
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for room in rooms for path in room.glob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for room in rooms for path in room.rglob("*.py")]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {name}" for name in sorted(names))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

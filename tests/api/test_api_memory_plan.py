@@ -16,9 +16,9 @@ from tokenmill import LLM, EngineConfig, SamplingParams
 from tokenmill.engine.choices import model_bytes
 from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
-from tokenmill.plan.hardware import GIB, Hardware, cpu_hardware
-from tokenmill.plan.memory import ATTENTION_WORKSPACE, ModelBytes
-from tokenmill.plan.solve import Settings, solve
+from tokenmill.plan.solve.hardware import GIB, Hardware, cpu_hardware
+from tokenmill.plan.solve.memory import ATTENTION_WORKSPACE, ModelBytes
+from tokenmill.plan.solve.settings import Settings, solve
 from tokenmill.quant.schemes.scheme import Linear
 
 # Plans
@@ -269,7 +269,7 @@ def test_a_step_in_float32_stays_within_the_plan_of_a_narrow_model(
     tiny_model: str, tmp_path: Path, family: dict[str, Any], tokens: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head of 30,000 rows is 23 MB in float32: far more than the activations of few tokens."""
-    monkeypatch.setattr("tokenmill.plan.memory.WIDENED_AT_ONCE", at_once)
+    monkeypatch.setattr("tokenmill.plan.solve.memory.WIDENED_AT_ONCE", at_once)
     monkeypatch.setattr("tokenmill.engine.runner.guard.WIDENED_AT_ONCE", at_once)
     options = {"max_num_seqs": 1, "max_num_batched_tokens": tokens, "kv_cache_memory": 64 << 20, "dtype": "bfloat16"}
     with open_dummy(tmp_path / "narrow", tiny_model, WIDE | family | {"vocab_size": 30_000}, **options) as llm:

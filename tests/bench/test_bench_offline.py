@@ -16,7 +16,7 @@ from tokenmill.bench.figures import Answer
 from tokenmill.bench.timing import Ceilings, ceilings, ceilings_of
 from tokenmill.cli.app import app
 from tokenmill.model.families import spec_from_config
-from tokenmill.plan.shape import shape_of
+from tokenmill.plan.solve.shape import shape_of
 
 TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float64"]
 

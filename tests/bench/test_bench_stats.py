@@ -12,7 +12,7 @@ from tokenmill.bench.figures import Answer, Run, of_point, of_run, tokens_over_t
 from tokenmill.bench.stats import over_repeats, percentile, resampled, spread, student
 from tokenmill.bench.table import against_rate, lines
 from tokenmill.errors import ConfigError
-from tokenmill.plan.queueing import Slo
+from tokenmill.plan.demand.slo import Slo
 
 
 def test_percentiles_are_interpolated() -> None:

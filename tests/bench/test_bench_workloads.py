@@ -10,8 +10,8 @@ import pytest
 
 from tokenmill.bench.workloads import WARM_TOKENS, Mix, arrivals, clipped
 from tokenmill.errors import ConfigError
-from tokenmill.plan.traces import read_trace
-from tokenmill.plan.workload import Workload, fixed
+from tokenmill.plan.demand.traces import read_trace
+from tokenmill.plan.demand.workload import Workload, fixed
 
 BLOCK = 512
 

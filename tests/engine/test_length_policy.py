@@ -14,12 +14,12 @@ from tokenmill.engine.step import StepResult
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
-from tokenmill.plan.cluster import ClusterSpec
-from tokenmill.plan.queueing import Slo
-from tokenmill.plan.replica import ReplicaSpec
-from tokenmill.plan.simulate import shifting, simulate
-from tokenmill.plan.step_cost import LinearCost, Machine
-from tokenmill.plan.workload import Workload, fixed
+from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.demand.workload import Workload, fixed
+from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.machines import LinearCost, Machine
+from tokenmill.plan.simulator.replica import ReplicaSpec
+from tokenmill.plan.simulator.simulate import shifting, simulate
 
 PARAMS = SamplingParams(max_tokens=None)
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.names import recipes
-from tokenmill.plan.shape import ModelShape, shape_of
+from tokenmill.plan.solve.shape import ModelShape, shape_of
 
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "head_dim": 128, "dtype": "bfloat16"}
 CONFIGS: dict[str, dict[str, Any]] = {

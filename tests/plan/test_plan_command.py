@@ -21,13 +21,13 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.load import stored_forms
 from tokenmill.model.weights.source import resolve
-from tokenmill.plan.calibrate import CPU_START, calibrate, kept_at
-from tokenmill.plan.candidates import GpuFleet
-from tokenmill.plan.configfile import ConfigFile, read_config_file, write_config
-from tokenmill.plan.gpus import GPUS
-from tokenmill.plan.hardware import cpu_hardware
-from tokenmill.plan.shape import shape_of
-from tokenmill.plan.stored import stored_form
+from tokenmill.plan.planner.calibrate import CPU_START, calibrate, kept_at
+from tokenmill.plan.planner.candidates import GpuFleet
+from tokenmill.plan.planner.configfile import ConfigFile, read_config_file, write_config
+from tokenmill.plan.planner.stored import stored_form
+from tokenmill.plan.solve.gpus import GPUS
+from tokenmill.plan.solve.hardware import cpu_hardware
+from tokenmill.plan.solve.shape import shape_of
 from tokenmill.quant.schemes.choose import Place
 
 SCHEME = "int4-g32"
@@ -150,7 +150,7 @@ def test_the_blocks_of_a_gguf_file_are_not_called_floats(default_model):
 
 def test_the_machine_is_measured_with_the_weights_as_stored_and_a_log_is_told(small, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
-    monkeypatch.setattr("tokenmill.plan.calibrate.BUDGET", 0.01)
+    monkeypatch.setattr("tokenmill.plan.planner.calibrate.BUDGET", 0.01)
     monkeypatch.setattr("tokenmill.cli.plan.EVERY", 0.0)
     done = run(str(small), *TINY)
     assert done.exit_code == 0, done.output
@@ -246,7 +246,7 @@ def test_serve_takes_a_file_and_what_is_typed_wins(tmp_path, monkeypatch, tiny_m
 
 def test_a_calibration_is_made_once_and_kept(tmp_path, monkeypatch, tiny_model):
     monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
-    monkeypatch.setattr("tokenmill.plan.calibrate.BUDGET", 0.01)
+    monkeypatch.setattr("tokenmill.plan.planner.calibrate.BUDGET", 0.01)
     config = EngineConfig(model=tiny_model, load_format="dummy", device="cpu", skip_tokenizer_init=True)
     first = calibrate(config)
     assert len(first.points) >= 5 and first.rates != CPU_START

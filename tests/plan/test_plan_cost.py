@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine.step import SharedPrefix, Step
-from tokenmill.plan.batch import Room, run_batch
-from tokenmill.plan.cost import CostModel, Form, Link, StepLoad, SummedCost, step_load
-from tokenmill.plan.fit import fit
-from tokenmill.plan.gpus import GPUS, parse_gpus, rates_of, recognize
-from tokenmill.plan.shape import Split
+from tokenmill.plan.planner.batch import Room, run_batch
+from tokenmill.plan.planner.fit import fit
+from tokenmill.plan.solve.gpus import GPUS, parse_gpus, rates_of, recognize
+from tokenmill.plan.solve.roofline import CostModel, Form, Link, StepLoad, SummedCost, step_load
+from tokenmill.plan.solve.shape import Split
 
 EIGHT = plan_models.shape("llama3-8b")
 COST = CostModel(EIGHT, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))

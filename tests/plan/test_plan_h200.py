@@ -7,10 +7,10 @@ import random
 import plan_models
 import pytest
 
-from tokenmill.plan.batch import Room, run_batch
-from tokenmill.plan.cost import CostModel, Form
-from tokenmill.plan.gpus import GPUS, rates_of
-from tokenmill.plan.probe import Point
+from tokenmill.plan.planner.batch import Room, run_batch
+from tokenmill.plan.planner.probe import Point
+from tokenmill.plan.solve.gpus import GPUS, rates_of
+from tokenmill.plan.solve.roofline import CostModel, Form
 
 WITHIN = 0.15
 

@@ -18,13 +18,13 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.choices import model_bytes
 from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.plan.candidates import BLOCK, GpuFleet, fits, layout_form
-from tokenmill.plan.gpus import GPUS
-from tokenmill.plan.hardware import Hardware
-from tokenmill.plan.memory import ATTENTION_WORKSPACE
-from tokenmill.plan.precision import ITEMSIZE, rank_bytes
-from tokenmill.plan.shape import ONE_GPU
-from tokenmill.plan.solve import solve
+from tokenmill.plan.planner.candidates import BLOCK, GpuFleet, fits, layout_form
+from tokenmill.plan.planner.precision import ITEMSIZE, rank_bytes
+from tokenmill.plan.solve.gpus import GPUS
+from tokenmill.plan.solve.hardware import Hardware
+from tokenmill.plan.solve.memory import ATTENTION_WORKSPACE
+from tokenmill.plan.solve.settings import solve
+from tokenmill.plan.solve.shape import ONE_GPU
 from tokenmill.quant.schemes.packed import Packed
 
 TINY = {

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
-from tokenmill.plan.candidates import GpuFleet
-from tokenmill.plan.explain import as_data, explain, lacks, reasons
-from tokenmill.plan.gpus import GPUS
-from tokenmill.plan.hardware import Hardware
-from tokenmill.plan.memory import ModelBytes
-from tokenmill.plan.planner import RESERVE, Ask, Choice, Plan, plan
-from tokenmill.plan.queueing import Slo, demand_of, estimate, parse_slo
-from tokenmill.plan.solve import solve
-from tokenmill.plan.workload import fixed
+from tokenmill.plan.demand.slo import Slo, parse_slo
+from tokenmill.plan.demand.workload import fixed
+from tokenmill.plan.planner.candidates import GpuFleet
+from tokenmill.plan.planner.explain import as_data, explain, lacks, reasons
+from tokenmill.plan.planner.queueing import demand_of, estimate
+from tokenmill.plan.planner.search import RESERVE, Ask, Choice, Plan, plan
+from tokenmill.plan.solve.gpus import GPUS
+from tokenmill.plan.solve.hardware import Hardware
+from tokenmill.plan.solve.memory import ModelBytes
+from tokenmill.plan.solve.settings import solve
 
 WORK = fixed("chat", 500, 1000, 200, rate=4.0)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.traces import read_sharegpt, read_trace
-from tokenmill.plan.workload import Workload, fixed, percentile
+from tokenmill.plan.demand.traces import read_sharegpt, read_trace
+from tokenmill.plan.demand.workload import Workload, fixed, percentile
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine.scheduler.policy import Fcfs, ShortestFirst
-from tokenmill.plan.autoscale import Autoscale
-from tokenmill.plan.cluster import ClusterSpec
-from tokenmill.plan.faults import Failures
-from tokenmill.plan.queueing import Slo
-from tokenmill.plan.replica import ReplicaSpec
-from tokenmill.plan.router import ROUTERS
-from tokenmill.plan.simulate import crowd, prompt_tokens, simulate
-from tokenmill.plan.step_cost import LinearCost, Machine
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.demand.workload import Workload
+from tokenmill.plan.simulator.autoscale import Autoscale
+from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.faults import Failures
+from tokenmill.plan.simulator.machines import LinearCost, Machine
+from tokenmill.plan.simulator.replica import ReplicaSpec
+from tokenmill.plan.simulator.router import ROUTERS
+from tokenmill.plan.simulator.simulate import crowd, prompt_tokens, simulate
 
 COST = LinearCost(5e-3, 1e-4, 1e-7, 5e-5, 1e-9)
 TOY = Machine("toy", COST, 1, 40_000, 1000, 16, 512, True)

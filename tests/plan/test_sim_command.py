@@ -55,7 +55,7 @@ def test_failures_are_in_the_table_where_there_were_any(trace):
 
 def test_a_log_is_told_how_far_it_is(trace, monkeypatch):
     monkeypatch.setattr("tokenmill.cli.simulate.EVERY", 0.0)
-    monkeypatch.setattr("tokenmill.plan.cluster.TOLD_EVERY", 8)
+    monkeypatch.setattr("tokenmill.plan.simulator.cluster.TOLD_EVERY", 8)
     told = re.findall(r"requests simulated: (\d+) of 120", run(trace).stderr)
     assert len(told) > 5 and list(map(int, told)) == sorted(map(int, told)) and told[-1] == "120"
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.bench.figures import Answer
-from tokenmill.plan.outcome import Outcome
-from tokenmill.plan.queueing import Slo, parse_slo
-from tokenmill.plan.replica import Job
+from tokenmill.plan.demand.slo import Slo, parse_slo
+from tokenmill.plan.simulator.replica import Job
+from tokenmill.plan.simulator.result import Outcome
 
 
 def outcome_of(*requests, refused=0):

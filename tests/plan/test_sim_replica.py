@@ -13,11 +13,11 @@ from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.policy import Fcfs
 from tokenmill.engine.step import facts_of
 from tokenmill.kv.manager import KVManager
-from tokenmill.plan.cluster import ClusterSpec
-from tokenmill.plan.replica import PARAMS, STOP, Job, Replica, ReplicaSpec
-from tokenmill.plan.simulate import simulate
-from tokenmill.plan.step_cost import LinearCost, Machine, fit_linear, relative_error
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.demand.workload import Workload
+from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.machines import LinearCost, Machine, fit_linear, relative_error
+from tokenmill.plan.simulator.replica import PARAMS, STOP, Job, Replica, ReplicaSpec
+from tokenmill.plan.simulator.simulate import simulate
 
 COST = LinearCost(4e-3, 1e-4, 1e-6, 5e-5, 1e-8)
 

@@ -22,7 +22,7 @@ from tokenmill.bench.figures import of_point
 from tokenmill.bench.serve import Load, drive
 from tokenmill.bench.serve_client import Place, run
 from tokenmill.bench.workloads import Ask, Mix
-from tokenmill.plan.workload import fixed
+from tokenmill.plan.demand.workload import fixed
 
 WITHIN = 0.05
 PAIRS, EVERY, APART = 10, 0.8, 0.1  # seconds

@@ -11,10 +11,10 @@ from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.step import Step, StepResult, facts_of
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
-from tokenmill.plan.hardware import GIB, Hardware
-from tokenmill.plan.memory import ModelBytes
-from tokenmill.plan.solve import solve
-from tokenmill.plan.step_cost import LinearCost
+from tokenmill.plan.simulator.machines import LinearCost
+from tokenmill.plan.solve.hardware import GIB, Hardware
+from tokenmill.plan.solve.memory import ModelBytes
+from tokenmill.plan.solve.settings import solve
 
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 # A model of 7 billion parameters on an H200, as 40 requests a second of 1,024 + 128 tokens were measured.

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.figures import Answer
-from tokenmill.plan.shape import ModelShape, shape_of
+from tokenmill.plan.solve.shape import ModelShape, shape_of
 from tokenmill.quant.forms import Form
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenmill.bench.figures import Run, samples, tokens_over_time
 from tokenmill.bench.plot import Line, chart
 from tokenmill.bench.stats import percentile
-from tokenmill.plan.queueing import Slo
+from tokenmill.plan.demand.slo import Slo
 
 SHORTEST = 1e-4  # seconds: what came together is drawn here, as nothing has no place on a logarithmic axis
 SLICES = 60  # of a run, in the picture of its throughput

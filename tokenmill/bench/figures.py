@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenmill.bench.stats import Interval, over_repeats, resampled, spread
-from tokenmill.plan.queueing import Slo
+from tokenmill.plan.demand.slo import Slo
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 # Errors that say that time ran out: the client's own limit, a server's, or a deadline that the engine kept.

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill.compat import did_you_mean
 from tokenmill.errors import ConfigError
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.demand.workload import Workload
 
 LONGER = 4  # a reservation is for so many times the longest request: a limit is set for the worst case
 BLOCK = 16  # tokens

@@ -12,7 +12,7 @@ from tokenmill.bench.serve import Check, Load, Watch, alone, compare, drive
 from tokenmill.bench.serve_client import Place, run
 from tokenmill.bench.serve_started import Started, counters
 from tokenmill.bench.workloads import Mix
-from tokenmill.plan.queueing import Slo
+from tokenmill.plan.demand.slo import Slo
 
 # Between repeats and between points: the prompts of each are other ones, so that no cache has them.
 REPEAT_STRIDE, POINT_STRIDE = 1_000_003, 1_000_000_007

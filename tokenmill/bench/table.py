@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenmill.bench.stats import SHARES, Interval
-from tokenmill.plan.queueing import Slo
+from tokenmill.plan.demand.slo import Slo
 
 COLUMNS = ("mean", *(f"p{share}" for share in SHARES))
 LATENCIES = (("ttft", "TTFT ms", 1e3), ("tpot", "TPOT ms", 1e3), ("itl", "ITL ms", 1e3), ("e2e", "E2E s", 1.0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.demand.workload import Workload
 
 WARM_TOKENS = 8  # an answer to warm up with is as long as this at most
 

@@ -12,7 +12,7 @@ from tokenmill.cli.terminal import check_writable, note
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenmill.plan.workload import Workload
+    from tokenmill.plan.demand.workload import Workload
 
 _WHAT = "What is asked"
 _HOW = "How it is measured"
@@ -70,8 +70,8 @@ def workload(
 ) -> Workload:
     """From a trace, of which `requests` are the first; or so many equal ones."""
     from tokenmill.bench.workloads import clipped
-    from tokenmill.plan.traces import read_trace
-    from tokenmill.plan.workload import fixed
+    from tokenmill.plan.demand.traces import read_trace
+    from tokenmill.plan.demand.workload import fixed
 
     if trace is not None:
         return clipped(read_trace(trace, limit=requests), longest_prompt, longest_answer)

@@ -12,21 +12,23 @@ import typer
 
 from tokenmill.cli import bench_options as given
 from tokenmill.cli.bench_live import live
-from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, MaxModelLen, Model
+from tokenmill.cli.engine_options import EngineSettings, with_engine_options
+from tokenmill.cli.options import DEFAULT_MODEL, Model
 from tokenmill.cli.terminal import note, progress
+from tokenmill.config import LOAD, WHERE, EngineConfig
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.bench.achieved import Roof
     from tokenmill.bench.serve_run import Point
     from tokenmill.bench.workloads import Mix
-    from tokenmill.plan.queueing import Slo
+    from tokenmill.plan.demand.slo import Slo
 
 _WHEN = "When requests are sent"
-_OURS = "The server that is started here, without --url"
 _STREAMS = 64
 
 
+@with_engine_options("bench serve", show=(WHERE, LOAD))
 def serve(
     model: Model = DEFAULT_MODEL,
     url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server; unset: MODEL is served here.")] = None,
@@ -82,19 +84,8 @@ def serve(
     price: given.Price = None,
     json: given.Json = None,
     plot: given.Plot = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="As of `tokenmill serve`.", rich_help_panel=_OURS)
-    ] = None,
-    quantization: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
-    policy: Annotated[str | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
-    slo_itl_ms: Annotated[float | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = None,
-    load_format: Annotated[str, typer.Option(help="As of `tokenmill serve`.", rich_help_panel=_OURS)] = "auto",
-    cache_dir: CacheDir = None,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Put load on a server and print throughput, latencies and errors.
 
@@ -107,7 +98,7 @@ def serve(
     from tokenmill.bench.serve_client import Place
     from tokenmill.bench.serve_run import POINT_STRIDE, Plan, measure
     from tokenmill.bench.serve_started import started_server
-    from tokenmill.plan.queueing import parse_slo
+    from tokenmill.plan.demand.slo import parse_slo
 
     if url is not None and against_offline:
         raise ConfigError("--against-offline serves MODEL itself, so that both do the same work; leave --url out")
@@ -122,32 +113,20 @@ def serve(
     wanted = requests or (None if trace is not None else streams)
     work = given.workload(trace, wanted, input, output, longest_input, longest_output)
     mixes = _mixes(work, rate, burstiness, speed, trace)
-    chosen = {
-        "device": device,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "policy": policy,
-        "slo_itl_ms": slo_itl_ms,
-        "slo_ttft_ms": slo_ttft_ms,
-    }
-    options: dict[str, Any] = {option: value for option, value in chosen.items() if value is not None}
-    options["load_format"] = load_format
+    EngineConfig.from_options(model=model, **engine)  # what is wrong is told before a server is started
     seed = random.getrandbits(31) if seed is None else seed
     load = Load([], min(streams, len(work)), name, ignore_eos, timeout)
     if against_offline:
-        _compare(model, options, mixes[0], load, rounds, seed, json)
+        _compare(model, engine, mixes[0], load, rounds, seed, json)
         return
     place = None if url is None else Place(url, key)  # what is wrong with it is told first
     plan = Plan(repeats, min(8, streams) if warmup is None else warmup, check, promise, seed)
-    roof = None if url is not None or not ceilings else _roof(model, options)
+    roof = None if url is not None or not ceilings else _roof(model, engine)
     with ExitStack() as stack:
         if place is None:
             with progress() as report:
                 report(0, 0, "starting the server")
-                own = stack.enter_context(started_server(model, options))
+                own = stack.enter_context(started_server(model, engine))
             place = Place(own.url, key)
         else:
             own = None
@@ -185,7 +164,6 @@ def _mixes(work: Any, rate: str | None, burstiness: float, speed: float | None, 
 
 def _roof(model: str, options: dict[str, Any]) -> Roof:
     from tokenmill.bench.achieved import measure_roof
-    from tokenmill.config import EngineConfig
 
     with progress() as report:
         report(0, 0, "measuring what the machine can")

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, CacheDir, Device, Dtype
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, CacheDir, Device, Dtype, LoadFormat
 from tokenmill.cli.terminal import note, progress
 
 if TYPE_CHECKING:
     from tokenmill.bench.ladder import Plan
     from tokenmill.bench.ladder_run import Row
-    from tokenmill.plan.workload import Workload
+    from tokenmill.plan.demand.workload import Workload
 
-_WHERE = "Where it runs"
 _WHAT = "What is asked"
 # By device: small enough that the bottom rung ends within a minute.
 USUAL = {"cpu": (32, 96, 32), "cuda": (64, 512, 128)}  # requests, tokens of prompts, of answers
@@ -46,9 +45,7 @@ def ladder(
     plot: given.Plot = None,
     device: Device = None,
     dtype: Dtype = None,
-    load_format: Annotated[
-        str, typer.Option(help="dummy: random weights, only the config is read.", rich_help_panel=_WHERE)
-    ] = "auto",
+    load_format: LoadFormat = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Climb from no KV cache and one request at a time to all techniques, on the same requests.
@@ -60,8 +57,9 @@ def ladder(
     from tokenmill.bench.workloads import Mix
 
     given.check_targets(json, plot, html)
-    options = {"load_format": load_format, "skip_tokenizer_init": load_format == "dummy"}
-    options |= {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
+    typed = {"device": device, "dtype": dtype, "load_format": load_format, "cache_dir": cache_dir}
+    options: dict[str, Any] = {name: value for name, value in typed.items() if value is not None}
+    options["skip_tokenizer_init"] = load_format == "dummy"
     with progress() as report:
         plan, work, vocab, used = _planned(model, options, (requests, input, output), seed, report)
         chosen = plan.chosen(None if rungs == "list" else rungs)

@@ -16,10 +16,10 @@ from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.model.weights.source import ModelFiles
-    from tokenmill.plan.candidates import Fleet
-    from tokenmill.plan.precision import WeightForm
-    from tokenmill.plan.shape import ModelShape
-    from tokenmill.plan.workload import Workload
+    from tokenmill.plan.demand.workload import Workload
+    from tokenmill.plan.planner.candidates import Fleet
+    from tokenmill.plan.planner.precision import WeightForm
+    from tokenmill.plan.solve.shape import ModelShape
 
 _WORK = "What is asked"
 _OUT = "What comes out"
@@ -62,12 +62,12 @@ def plan(
 
     Reads the model's config and how its weights are stored. Without --gpu it runs the model here to see how fast it is.
     """
-    from tokenmill.plan.configfile import ConfigFile, engine_settings, write_config
-    from tokenmill.plan.explain import as_data, explain
-    from tokenmill.plan.planner import Ask
-    from tokenmill.plan.planner import plan as make_plan
-    from tokenmill.plan.precision import QUALITIES
-    from tokenmill.plan.queueing import parse_slo
+    from tokenmill.plan.demand.slo import parse_slo
+    from tokenmill.plan.planner.configfile import ConfigFile, engine_settings, write_config
+    from tokenmill.plan.planner.explain import as_data, explain
+    from tokenmill.plan.planner.precision import QUALITIES
+    from tokenmill.plan.planner.search import Ask
+    from tokenmill.plan.planner.search import plan as make_plan
 
     if quality not in QUALITIES:
         raise ConfigError(f"--quality is {quality!r}; it must be {', '.join(QUALITIES)}")
@@ -90,8 +90,8 @@ def plan(
 
 
 def _workload(path: Path | None, requests: str, rate: float | None) -> Workload:
-    from tokenmill.plan.traces import read_trace
-    from tokenmill.plan.workload import fixed
+    from tokenmill.plan.demand.traces import read_trace
+    from tokenmill.plan.demand.workload import fixed
 
     if rate is not None and not rate > 0:
         raise ConfigError(f"--rate is {rate}; it must be above 0")
@@ -122,9 +122,9 @@ def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[M
     from tokenmill.engine.build import choose_device
     from tokenmill.engine.choices import hardware_of
     from tokenmill.model.weights.source import resolve
-    from tokenmill.plan.calibrate import calibrate
-    from tokenmill.plan.candidates import GpuFleet, LocalFleet
-    from tokenmill.plan.gpus import parse_gpus
+    from tokenmill.plan.planner.calibrate import calibrate
+    from tokenmill.plan.planner.candidates import GpuFleet, LocalFleet
+    from tokenmill.plan.solve.gpus import parse_gpus
 
     machines = None if gpu is None else parse_gpus(gpu)
     with progress() as report:
@@ -149,8 +149,8 @@ def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightForm | Non
     from tokenmill.engine.build import open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.load import stored_forms
-    from tokenmill.plan.shape import shape_of
-    from tokenmill.plan.stored import stored_form
+    from tokenmill.plan.planner.stored import stored_form
+    from tokenmill.plan.solve.shape import shape_of
 
     folder = files.kind == "directory"
     there = not folder or any(Path(files.path).glob("*.safetensors"))  # a config.json is enough for a plan

@@ -22,7 +22,7 @@ _TABLES = "tokenmill.tables"  # what the file holds, in the context's notes
 def take_config(context: typer.Context, path: Path | None) -> Path | None:
     """A config file's settings become the defaults of the options, so that what is typed wins."""
     if path is not None:
-        from tokenmill.plan.configfile import read_config_file
+        from tokenmill.plan.planner.configfile import read_config_file
 
         names = [one.name for one in context.command.params if one.name and one.name not in ("config", "model")]
         found = read_config_file(path, names)

@@ -13,7 +13,7 @@ from tokenmill.cli.terminal import EVERY, check_writable, note, progress
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenmill.plan.autoscale import Autoscale
+    from tokenmill.plan.simulator.autoscale import Autoscale
 
 
 def simulate(
@@ -57,14 +57,14 @@ def simulate(
 ) -> None:
     """Replay a trace on replicas that are a cost model under the real scheduler, memory and prefix cache."""
     from tokenmill.engine.scheduler.policy import POLICIES
-    from tokenmill.plan.cluster import ClusterSpec
-    from tokenmill.plan.compare import Case, cases, picture, run_cases, table
-    from tokenmill.plan.faults import Failures
-    from tokenmill.plan.queueing import parse_slo
-    from tokenmill.plan.replica import ReplicaSpec
-    from tokenmill.plan.simulate import crowd, shifting
-    from tokenmill.plan.step_cost import machine_named
-    from tokenmill.plan.traces import read_trace
+    from tokenmill.plan.demand.slo import parse_slo
+    from tokenmill.plan.demand.traces import read_trace
+    from tokenmill.plan.simulator.cluster import ClusterSpec
+    from tokenmill.plan.simulator.compare import Case, cases, picture, run_cases, table
+    from tokenmill.plan.simulator.faults import Failures
+    from tokenmill.plan.simulator.machines import machine_named
+    from tokenmill.plan.simulator.replica import ReplicaSpec
+    from tokenmill.plan.simulator.simulate import crowd, shifting
 
     check_writable(plot, out)
     if policy not in POLICIES:
@@ -122,7 +122,7 @@ def simulate(
 
 
 def _autoscale(text: str | None, startup: float) -> Autoscale | None:
-    from tokenmill.plan.autoscale import Autoscale
+    from tokenmill.plan.simulator.autoscale import Autoscale
 
     if text is None:
         return None

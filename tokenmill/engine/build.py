@@ -36,7 +36,7 @@ from tokenmill.ops.kv_forms import KV_FORMS, form_for
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
-from tokenmill.plan.solve import Settings, solve
+from tokenmill.plan.solve.settings import Settings, solve
 from tokenmill.quant.schemes.choose import Place, describe
 from tokenmill.quant.schemes.invariant import InvariantDense
 from tokenmill.quant.schemes.packed import Packed

@@ -12,8 +12,8 @@ from tokenmill.model.weights.dummy import packed_dummies
 from tokenmill.model.weights.load import packed_as_stored, stored_forms
 from tokenmill.model.weights.quantized import QuantizedCheckpoint
 from tokenmill.ops.kv_forms import form_for
-from tokenmill.plan.hardware import Hardware, cpu_hardware
-from tokenmill.plan.memory import ModelBytes, guard_bytes
+from tokenmill.plan.solve.hardware import Hardware, cpu_hardware
+from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
 from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
 from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes
 from tokenmill.quant.schemes.device import has_small_gemm

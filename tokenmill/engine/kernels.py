@@ -13,8 +13,8 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.runner.warmup import Progress, warm_up
-from tokenmill.plan.hardware import cpu_hardware
-from tokenmill.plan.solve import Settings
+from tokenmill.plan.solve.hardware import cpu_hardware
+from tokenmill.plan.solve.settings import Settings
 
 if TYPE_CHECKING:
     from tokenmill.ops.triton.compiler import KernelCompiler

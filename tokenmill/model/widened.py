@@ -19,7 +19,7 @@ Part = TypeVar("Part")
 class WidenedWeights:
     """A view of a store that holds little itself, whatever the size of the model: part of a matrix while it is
     multiplied, and one layer's experts, in room that the next layer's take over. The memory plan counts on it
-    (plan/memory.py, guard_bytes).
+    (plan/solve/memory.py, guard_bytes).
     """
 
     def __init__(self, inner: WeightStore, at_once: int) -> None:

@@ -12,7 +12,7 @@ from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
 from tokenmill.model.widened import WidenedWeights
 from tokenmill.ops.registry import Need, select
-from tokenmill.plan.memory import WIDENED_AT_ONCE
+from tokenmill.plan.solve.memory import WIDENED_AT_ONCE
 
 log = logging.getLogger("tokenmill.engine")
 

@@ -15,7 +15,7 @@ from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Attend, Decoder, TokenBatch
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.types import AttentionBatch
-from tokenmill.plan.memory import RECORDED_PIECES, RECORDED_TOKENS
+from tokenmill.plan.solve.memory import RECORDED_PIECES, RECORDED_TOKENS
 
 # What the host takes to launch a layer plainly, and what the products of a large GPU reach: together they say from how
 # many tokens on the device is busy for longer than that, so that only the padding of a recording would be left of it.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.cost import Link, Rates
-from tokenmill.plan.hardware import GIB
+from tokenmill.plan.solve.hardware import GIB
+from tokenmill.plan.solve.roofline import Link, Rates
 
 TERA = 1e12
 

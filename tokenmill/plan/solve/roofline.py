@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
-from tokenmill.plan.shape import ONE_GPU, ModelShape, Split
+from tokenmill.plan.solve.shape import ONE_GPU, ModelShape, Split
 
 # How reading and computing overlap within a product: the p-norm of both times. Infinity would be a perfect roofline,
 # 1 none at all; tiles wait for their first bytes and end together, so it lies between.

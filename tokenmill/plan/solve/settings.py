@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
-from tokenmill.plan.gpus import rates_of, recognize
-from tokenmill.plan.hardware import GIB, Hardware
-from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
+from tokenmill.plan.solve.gpus import rates_of, recognize
+from tokenmill.plan.solve.hardware import GIB, Hardware
+from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes, plan_memory
 
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
 # A GPU with as much memory has room for more requests at once; where they come faster than it can serve them, whoever

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.plan.cost import RATE_NAMES, Rates
+from tokenmill.plan.solve.roofline import RATE_NAMES, Rates
 
 PRIOR = 0.03  # how much a rate's logarithm is held to where it began, against an error of 1 in a point's logarithm
 STEP = 1e-4  # of the numeric derivative

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.plan.cost import Form
-from tokenmill.plan.memory import ModelBytes, guard_bytes
-from tokenmill.plan.shape import ModelShape, Split
+from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
+from tokenmill.plan.solve.roofline import Form
+from tokenmill.plan.solve.shape import ModelShape, Split
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUALITIES = ("exact", "near", "any")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.hardware import GIB, Hardware
+from tokenmill.plan.solve.hardware import GIB, Hardware
 
 MIB = 1 << 20
 # Scratch of the sampler per logit, beyond the logits: reference sampling sorts and draws noise in plain torch.

@@ -12,7 +12,7 @@ from typing import Any
 from tokenmill.compat import did_you_mean, translate
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
-from tokenmill.plan.planner import Plan
+from tokenmill.plan.planner.search import Plan
 
 # What a plan may ask for that an engine has no setting for yet, by the name that it will have.
 SPLIT_SETTINGS = {

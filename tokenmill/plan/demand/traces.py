@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.workload import HASH_BLOCK, Workload, poisson
+from tokenmill.plan.demand.workload import HASH_BLOCK, Workload, poisson
 
 CHARACTERS_PER_TOKEN = 4  # of English text, where nobody counts better
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

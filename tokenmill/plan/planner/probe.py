@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.plan.cost import StepLoad, step_load
-from tokenmill.plan.shape import ModelShape, shape_of
+from tokenmill.plan.solve.roofline import StepLoad, step_load
+from tokenmill.plan.solve.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import Built

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenmill.plan.cost import CostModel, step_load
+from tokenmill.plan.solve.roofline import CostModel, step_load
 
 
 @dataclass(frozen=True)

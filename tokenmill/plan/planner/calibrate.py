@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.cache import figures_dir
-from tokenmill.plan.cost import CostModel, Form, Rates
-from tokenmill.plan.fit import Fitted, fit
-from tokenmill.plan.hardware import Hardware
-from tokenmill.plan.memory import ModelBytes
-from tokenmill.plan.precision import guard_of
-from tokenmill.plan.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
-from tokenmill.plan.shape import ONE_GPU, ModelShape
+from tokenmill.plan.planner.fit import Fitted, fit
+from tokenmill.plan.planner.precision import guard_of
+from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
+from tokenmill.plan.solve.hardware import Hardware
+from tokenmill.plan.solve.memory import ModelBytes
+from tokenmill.plan.solve.roofline import CostModel, Form, Rates
+from tokenmill.plan.solve.shape import ONE_GPU, ModelShape
 
 if TYPE_CHECKING:
     from tokenmill.config import EngineConfig

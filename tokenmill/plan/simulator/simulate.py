@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from tokenmill.plan.cluster import Cluster, ClusterSpec, Report
-from tokenmill.plan.outcome import Outcome
-from tokenmill.plan.replica import OUTPUT, Job
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.demand.workload import Workload
+from tokenmill.plan.simulator.cluster import Cluster, ClusterSpec, Report
+from tokenmill.plan.simulator.replica import OUTPUT, Job
+from tokenmill.plan.simulator.result import Outcome
 
 
 def jobs_of(workload: Workload) -> list[Job]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.plan.precision import WeightForm
+from tokenmill.plan.planner.precision import WeightForm
 from tokenmill.quant.forms import Form, Layout
 
 if TYPE_CHECKING:

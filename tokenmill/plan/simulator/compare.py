@@ -10,13 +10,13 @@ from functools import partial
 from tokenmill.bench.plot import Line, chart
 from tokenmill.engine.scheduler.policy import Fcfs, Policy, ShortestFirst
 from tokenmill.errors import ConfigError
-from tokenmill.plan.cluster import ClusterSpec, Report
-from tokenmill.plan.faults import Failures
-from tokenmill.plan.outcome import Outcome
-from tokenmill.plan.queueing import Slo
-from tokenmill.plan.router import ROUTERS
-from tokenmill.plan.simulate import simulate
-from tokenmill.plan.workload import Workload, percentile
+from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.demand.workload import Workload, percentile
+from tokenmill.plan.simulator.cluster import ClusterSpec, Report
+from tokenmill.plan.simulator.faults import Failures
+from tokenmill.plan.simulator.result import Outcome
+from tokenmill.plan.simulator.router import ROUTERS
+from tokenmill.plan.simulator.simulate import simulate
 
 BUDGETS = (256, 384, 512, 640, 768, 896, 1024, 2048, 8192)  # tokens per step
 SPLITS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of the replicas that only read prompts

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tokenmill.errors import ConfigError
 from tokenmill.kv.prefix import IdentityChains
-from tokenmill.plan.replica import Job, Replica
+from tokenmill.plan.simulator.replica import Job, Replica
 
 CHUNK = 512  # tokens per identity in the router's map: coarser than blocks, so that the map stays small
 REMEMBERED = 1_000_000  # identities

@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenmill.plan.autoscale import Autoscale
-from tokenmill.plan.faults import Failures
-from tokenmill.plan.outcome import Outcome
-from tokenmill.plan.replica import Job, Replica, ReplicaSpec
-from tokenmill.plan.router import LeastLoaded, Router, router_named
+from tokenmill.plan.simulator.autoscale import Autoscale
+from tokenmill.plan.simulator.faults import Failures
+from tokenmill.plan.simulator.replica import Job, Replica, ReplicaSpec
+from tokenmill.plan.simulator.result import Outcome
+from tokenmill.plan.simulator.router import LeastLoaded, Router, router_named
 
 TYPICAL_OUTPUT = 256  # tokens that a router books for an answer whose length nobody knows
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.cost import CostModel, Form, Link
-from tokenmill.plan.gpus import WEIGHT_ONLY_ROWS, Gpu, rates_of
-from tokenmill.plan.hardware import Hardware
-from tokenmill.plan.memory import MemoryPlan, ModelBytes, plan_memory
-from tokenmill.plan.precision import ITEMSIZE, KV_FORMS, WEIGHT_FORMS, KVForm, WeightForm, form_of, rank_bytes
-from tokenmill.plan.queueing import Capacity
-from tokenmill.plan.shape import ONE_GPU, ModelShape, Split
+from tokenmill.plan.planner.precision import ITEMSIZE, KV_FORMS, WEIGHT_FORMS, KVForm, WeightForm, form_of, rank_bytes
+from tokenmill.plan.planner.queueing import Capacity
+from tokenmill.plan.solve.gpus import WEIGHT_ONLY_ROWS, Gpu, rates_of
+from tokenmill.plan.solve.hardware import Hardware
+from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes, plan_memory
+from tokenmill.plan.solve.roofline import CostModel, Form, Link
+from tokenmill.plan.solve.shape import ONE_GPU, ModelShape, Split
 
 BLOCK = 16
 NARROW = ("bfloat16", "float16")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.candidates import Fit, Fleet, Layout, fits
-from tokenmill.plan.precision import allowed_loss
-from tokenmill.plan.queueing import NO_PROMISE, Capacity, Demand, Estimate, Slo, demand_of, estimate, most_rate
-from tokenmill.plan.shape import ModelShape
-from tokenmill.plan.workload import Workload
+from tokenmill.plan.demand.slo import NO_PROMISE, Slo
+from tokenmill.plan.demand.workload import Workload
+from tokenmill.plan.planner.candidates import Fit, Fleet, Layout, fits
+from tokenmill.plan.planner.precision import allowed_loss
+from tokenmill.plan.planner.queueing import Capacity, Demand, Estimate, demand_of, estimate, most_rate
+from tokenmill.plan.solve.shape import ModelShape
 
 TRICKLE = 1e-3  # requests per second: as good as one at a time
 LEAST_ROWS = 64

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from tokenmill.engine.request import Request
 from tokenmill.engine.scheduler import Delta, Limits, Scheduler
 from tokenmill.engine.scheduler.control import pace_for
-from tokenmill.engine.scheduler.leap import leap, steady_steps
 from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.step import Step, StepResult, facts_of
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
-from tokenmill.plan.queueing import Slo
-from tokenmill.plan.step_cost import Machine, StepCost
+from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.simulator.leap import leap, steady_steps
+from tokenmill.plan.simulator.machines import Machine, StepCost
 
 STOP = 0  # the token that ends an answer
 OUTPUT = 1 << 31  # answers are made of this plus the job's number: nobody else's blocks look like them

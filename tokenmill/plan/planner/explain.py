@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tokenmill.plan.planner import BETTER, RESERVE, Choice, Plan
+from tokenmill.plan.planner.search import BETTER, RESERVE, Choice, Plan
 
 SHOWN = 5  # runners-up
 MILLION = 1e6

@@ -11,11 +11,11 @@ import numpy as np
 
 from tokenmill.engine.scheduler.policy import ShortestFirst
 from tokenmill.engine.scheduler.predict import HIGH, MEDIAN
-from tokenmill.plan.queueing import Slo
-from tokenmill.plan.workload import percentile
+from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.demand.workload import percentile
 
 if TYPE_CHECKING:
-    from tokenmill.plan.replica import Job, Replica
+    from tokenmill.plan.simulator.replica import Job, Replica
 
 # Gaps between tokens are counted in classes 2 % wide, from 10 microseconds to 1000 seconds.
 _EDGES = np.exp(np.arange(math.log(1e-5), math.log(1e3), 0.02))
