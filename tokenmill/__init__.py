@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.collector import collector_paused
+
 if TYPE_CHECKING:
     from tokenmill.async_llm import AsyncLLM
     from tokenmill.config import EngineConfig
@@ -28,5 +30,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Names load when they are used, so that `tokenmill --help` does not pay for torch."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        with collector_paused():
+            return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
 from tokenmill.engine.choices import hardware_of, linear_shapes, model_bytes, schemes_for
 from tokenmill.engine.core import Engine
@@ -69,15 +70,18 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         threading.Thread(target=_wake, args=(device,), daemon=True).start()
     compiler = start_compiler(config, device)
     try:
-        return _build(config, device, compiler, tell)
+        with collector_paused():
+            return _build(config, device, compiler, tell)
     finally:
         if compiler is not None:
             compiler.close()
 
 
 def _wake(device: torch.device) -> None:
+    """Have the driver make its context, and the library of products load itself."""
     with contextlib.suppress(RuntimeError):  # whoever uses it next is told
-        torch.cuda.mem_get_info(device)
+        square = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+        torch.mm(square, square)
 
 
 def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler | None, tell: Progress) -> Built:

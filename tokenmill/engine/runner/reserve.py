@@ -12,7 +12,7 @@ import torch
 
 SMALL, SMALL_COUNT = 1 << 20, 32  # torch keeps tensors of up to so many bytes apart; how many there may be
 LEAST_STAGED = 9  # the smallest pinned piece has two to the power of so many bytes
-STAGED_AT_ONCE = 6  # copies of one size that are on their way
+STAGED_AT_ONCE = 12  # copies of one size that are on their way
 
 
 def staged_bytes(max_rows: int, max_tokens: int) -> int:

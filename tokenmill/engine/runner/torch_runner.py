@@ -18,6 +18,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
+from tokenmill.quant.schemes.scheme import Linear
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -179,12 +180,28 @@ class TorchRunner:
             logits = torch.zeros(rows, self.decoder.spec.vocab_size, dtype=dtype, device=self.device)
             self._sampler.rehearse(logits, traits)
 
+    @torch.inference_mode()
+    def rehearse_products(self, sizes: list[int]) -> None:
+        """Run every dense linear layer of another shape for so many rows each: a library loads what it takes then."""
+        weights, kinds = self.decoder.weights, self.decoder.kinds.values()
+        shapes: dict[torch.Size, Linear] = {}
+        for linear in (one for index in kinds for one in weights.layer(index).linears()):
+            weight = linear.storage.get("weight")
+            if weight is not None and weight.dtype == weights.dtype:  # other forms have kernels of our own
+                shapes.setdefault(weight.shape, linear)
+        with self._on_device():
+            for (_, columns), linear in shapes.items():
+                rows = torch.zeros(max(sizes), columns, dtype=weights.dtype, device=self.device)
+                for size in sizes:
+                    linear(rows[:size])
+
     def end_rehearsal(self) -> None:
         """Rows and blocks are as new, and nothing that a step may launch is."""
         self.state.tokens.zero_()
         for recorded in (self._graphs, self._pieces):
             if recorded is not None:
                 recorded.recordings.warm = True
+        self.close()  # ready means that the device is idle, too
 
     @property
     def decode_sizes(self) -> list[int]:

@@ -26,12 +26,13 @@ DESCRIBING = ("tokenmill.ops.triton.specializations.", "triton.")  # where class
 def list_path(folder: Path, context: str) -> Path:
     """Where the list for `context` is kept: versions, the device, the model's shape and the engine's settings.
 
-    The package's own source is part of its name: which kernels a step launches is written there.
+    The state of the package's own files is part of its name: which kernels a step launches is written there.
     """
     digest = hashlib.sha256(context.encode())
     root = Path(tokenmill.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+        found = path.stat()
+        digest.update(f"{path.relative_to(root)} {found.st_size} {found.st_mtime_ns}\n".encode())
     return folder / f"{digest.hexdigest()[:40]}.json"
 
 

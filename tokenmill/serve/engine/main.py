@@ -1,0 +1,372 @@
+"""The engine process: takes messages from the front, turns the loop, and tells what came of it.
+
+Started by the supervisor with one line of JSON on its standard input, which stays open: when it closes, the front
+is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from tokenmill.collector import collector_paused
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core import Engine
+from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.scheduler import Delta
+from tokenmill.engine.step import Pending, Runner, Step
+from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
+from tokenmill.serve.engine import process_priority, wire
+from tokenmill.serve.engine.in_flight import FlightRecorder
+from tokenmill.serve.engine.introspection import stats_of, view_of
+from tokenmill.serve.engine.startup import STARTING
+
+if TYPE_CHECKING:
+    from tokenmill.engine.build import Built
+
+UNLIMITED = 2**31 - 1
+MOST_MESSAGES = 256  # taken between two steps: a storm of them must not stop those who run
+_PR_SET_PDEATHSIG = 1
+
+Builder = Callable[[EngineConfig, Callable[[int, int, str], None]], "Served"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A built engine, and what the front has to know of it."""
+
+    engine: Engine
+    hello: wire.Hello
+    embed: Callable[[list[int], str], list[float]] | None = None  # tokens and pooling -> vector
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the supervisor writes to the engine's standard input."""
+
+    address: str  # of the front's socket
+    flight: str  # path of the flight record
+    beat_seconds: float
+    config: dict[str, Any]  # an EngineConfig
+    niceness: int | None = None  # of the threads that compute, if the front has taken precedence
+
+    def line(self) -> bytes:
+        return json.dumps(self.__dict__).encode() + b"\n"
+
+
+def main(build: Builder | None = None) -> int:
+    """Serve until told to stop. Another `build` may stand in for the real one."""
+    faulthandler.enable()  # a crash, and the supervisor's SIGABRT to a hung engine, leave a traceback
+    _die_with_parent()
+    source = sys.stdin.fileno()
+    orders = Orders(**json.loads(_read_line(source)))
+    threading.Thread(target=_leave_when_closed, args=(source,), daemon=True).start()
+    context = zmq.Context(io_threads=1)
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.connect(orders.address)
+    if orders.niceness is not None:  # only now: the thread that carries messages keeps the front's
+        process_priority.give_back(orders.niceness)
+    try:
+        # The front bounds the queue; what it accepted and resubmits after a restart must fit.
+        config = replace(EngineConfig(**orders.config), max_queued_requests=UNLIMITED, max_queued_tokens=UNLIMITED)
+        with collector_paused():
+            served = (build or build_engine)(config, _Teller(socket))
+        gc.freeze()  # what was loaded stays: a full collection would hold every answer up for a tenth of a second
+        socket.send(wire.encode(served.hello))
+        EngineLoop(served, socket, FlightRecorder(Path(orders.flight)), orders.beat_seconds).run()
+        return 0
+    except Exception as error:
+        if not isinstance(error, TokenmillError):  # whose sentence is enough, and the front says it
+            traceback.print_exc()
+        text = str(error).strip() or "no message"
+        socket.send(wire.encode(wire.Fatal(type(error).__name__, text)))
+        return 1
+    finally:
+        socket.close(linger=1000)
+        context.term()
+
+
+def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Served:
+    """The real engine; torch is imported here."""
+    tell(0, 0, STARTING)
+    from tokenmill.engine.build import build, choose_device
+    from tokenmill.engine.runner.torch_runner import TorchRunner
+    from tokenmill.serve.engine.embedder import Embedder
+
+    device = str(choose_device(config.device))
+    # The front reads the tokenizer itself.
+    built = build(replace(config, skip_tokenizer_init=True), tell)
+    runner, settings = built.engine.runner, built.settings
+    assert isinstance(runner, TorchRunner)
+    embedder = Embedder(runner.decoder, settings.max_len, settings.max_step_tokens, settings.block_size)
+    return Served(built.engine, hello_of(built, device), embedder.vector)
+
+
+def hello_of(built: Built, device: str) -> wire.Hello:
+    settings = built.settings
+    return wire.Hello(
+        version=wire.VERSION,
+        pid=os.getpid(),
+        vocab_size=built.spec.vocab_size,
+        max_len=settings.max_len,
+        eos_ids=list(built.spec.eos_ids),
+        max_rows=settings.max_rows,
+        max_step_tokens=settings.max_step_tokens,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        model=built.files.name,
+        device=device,
+        report=built.report,
+    )
+
+
+class EngineLoop:
+    """Messages, then a step, then what it brought; asleep in the socket when there is nothing to do."""
+
+    def __init__(self, served: Served, socket: zmq.Socket[bytes], flight: FlightRecorder, beat_seconds: float) -> None:
+        self.engine = engine = served.engine
+        self._embed = served.embed
+        self._socket = socket
+        self._runner = engine.runner = _WatchedRunner(engine.runner, flight)
+        self._beat_seconds = beat_seconds
+        self._unopened: dict[str, Request] = {}  # the front does not know yet that they were let in
+        self._to_embed: deque[wire.Embed] = deque()
+        self._turns = 0
+        self._last_beat = 0.0
+        self._rested = True  # the front knows that there is nothing to do
+
+    def run(self) -> None:
+        while self._obey():
+            if self.engine.has_work:
+                self._turn()
+            if self._to_embed:  # one between two steps, so that neither kind of work stops the other
+                self._answer_embed(self._to_embed.popleft())
+        self.engine.close()
+
+    def _turn(self) -> None:
+        self._runner.composition = (0, 0, 0)
+        began = time.monotonic()
+        deltas = self.engine.step()
+        self._turns += 1
+        self._rested = False
+        scheduler = self.engine.scheduler
+        pool = scheduler.kv.pool
+        now = time.monotonic()
+        decodes, prefill_rows, prefill_tokens = self._runner.composition
+        self._send(
+            wire.Stepped(
+                number=self._turns,
+                at=now,
+                seconds=now - began,
+                decodes=decodes,
+                prefill_rows=prefill_rows,
+                prefill_tokens=prefill_tokens,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                waiting_tokens=scheduler.waiting.num_tokens,
+                free_blocks=pool.num_free,
+                pieces=[self._piece(delta) for delta in deltas],
+            )
+        )
+        if now - self._last_beat >= self._beat_seconds:
+            self._beat()
+
+    def _piece(self, delta: Delta) -> wire.Piece:
+        request = delta.request
+        piece = wire.Piece(int(request.id), delta.tokens)
+        if delta.logprobs:
+            piece.logprobs = wire.scored(delta.logprobs)
+        if delta.finished:
+            piece.finish = None if request.finish is None else str(request.finish)
+            piece.error = request.error
+            piece.fault = request.grammar is not None and request.grammar.error is not None
+        if self._unopened and self._unopened.pop(request.id, None) is not None:
+            metrics = request.metrics
+            piece.opening = wire.Opening(metrics.first_scheduled, metrics.cached_tokens)
+            if request.params.prompt_logprobs is not None:
+                piece.opening.prompt_logprobs = wire.scored(request.prompt_logprobs)
+        return piece
+
+    def _obey(self) -> bool:
+        """Do what was asked for until now; sleep while there is nothing else to do. False: stop."""
+        for _ in range(MOST_MESSAGES):
+            idle = not self.engine.has_work and not self._to_embed
+            if idle and not self._rested:
+                self._rested = True
+                self._beat()
+            try:
+                data = self._socket.recv(0 if idle else zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            message = wire.decode_to_engine(data)
+            match message:
+                case wire.Submit():
+                    self._submit(message)
+                case wire.Cancel():
+                    self._unopened.pop(str(message.key), None)
+                    self.engine.cancel(str(message.key), Finish(message.why))
+                case wire.Ping():
+                    self._beat(message.view)
+                case wire.Forget():
+                    self.engine.reset_prefix_cache()
+                case wire.Embed():
+                    self._to_embed.append(message)
+                case wire.Unembed(key):
+                    self._to_embed = deque(one for one in self._to_embed if one.key != key)
+                case wire.Stop():
+                    return False
+        return True
+
+    def _submit(self, message: wire.Submit) -> None:
+        self._runner.note([sequence.key for sequence in message.sequences])  # a grammar may crash while it is compiled
+        try:
+            requests = self._requests(message)
+            together = len(requests) > 1 and not any(sequence.output for sequence in message.sequences)
+            if together:
+                requests[0].followers = requests[1:]
+            for request in requests[:1] if together else requests:
+                self.engine.add(request)
+        except Exception as error:  # one request's trouble is no other's
+            fault = isinstance(error, InvalidRequest)
+            if not fault:
+                traceback.print_exc()
+            text = str(error) if fault else f"{type(error).__name__}: {error}"
+            pieces = [
+                wire.Piece(sequence.key, [], finish=str(Finish.ERROR), error=text, fault=fault)
+                for sequence in message.sequences
+            ]
+            now = time.monotonic()
+            self._send(wire.Stepped(self._turns, now, 0.0, 0, 0, 0, 0, 0, 0, 0, pieces))
+            return
+        self._runner.note([])
+        for request in requests:
+            self._unopened[request.id] = request
+
+    def _answer_embed(self, message: wire.Embed) -> None:
+        self._rested = False
+        try:
+            if self._embed is None:
+                raise ConfigError("this engine gives no embeddings")
+            self._send(wire.Embedded(message.key, self._embed(message.tokens, message.pooling)))
+        except Exception as error:
+            self._send(wire.Embedded(message.key, [], f"{type(error).__name__}: {error}"))
+
+    def _requests(self, message: wire.Submit) -> list[Request]:
+        now = self.engine.clock()
+        requests = []
+        for sequence in message.sequences:
+            request = Request(
+                str(sequence.key),
+                message.prompt,
+                message.params,
+                max_tokens=message.max_tokens,
+                seed=sequence.seed,
+                stop_ids=frozenset(message.stop_ids),
+                priority=message.priority,
+                arrival=now - message.waited,
+                deadline=None if message.deadline_in is None else now + message.deadline_in,
+                salt=message.salt,
+            )
+            request.tokens += sequence.output
+            requests.append(request)
+        return requests
+
+    def _beat(self, view: bool = False) -> None:
+        self._last_beat = time.monotonic()
+        stats = stats_of(self.engine)
+        seen = view_of(self.engine) if view else None
+        self._send(wire.Beat(self._turns, self._last_beat, self.engine.has_work, stats, seen))
+
+    def _send(self, message: wire.FromEngine) -> None:
+        self._socket.send(wire.encode(message))
+
+
+class _WatchedRunner:
+    """A runner that writes down who is in flight before it launches a step, and what the step is made of."""
+
+    def __init__(self, runner: Runner, flight: FlightRecorder) -> None:
+        self._inner = runner
+        self._flight = flight
+        # A step is launched while the one before it runs; and what a commit breaks on was in the newest of them.
+        self._newest: deque[list[int]] = deque(maxlen=2)
+        self.composition = (0, 0, 0)  # of the step launched last: decodes, prefilling rows, their tokens
+
+    def note(self, more: list[int]) -> None:
+        """Write down who is in flight, and whom else a crash would have to do with."""
+        self._flight.write([*(key for keys in self._newest for key in keys), *more])
+
+    def launch(self, step: Step) -> Pending:
+        self._newest.append([int(request.id) for request in step.requests])
+        self.note([])
+        singles = step.num_singles
+        self.composition = (singles, len(step.rows) - singles, sum(step.counts[singles:]))
+        return self._inner.launch(step)
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Teller:
+    """Passes on how far loading has come, not more often than anybody looks. Any thread may call it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._last = 0.0
+        self._what = ""
+        self._lock = threading.Lock()  # a socket is for one thread at a time
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if what != self._what or now - self._last >= 0.1 or 0 < total <= done:
+                self._what, self._last = what, now
+                self._socket.send(wire.encode(wire.Loading(done, total, what)))
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel ends us with the front, even where no thread of ours would get to notice."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def _read_line(source: int) -> bytes:
+    """Straight from the descriptor: a thread that sleeps in a buffered file breaks the interpreter's exit."""
+    data = b""
+    while not data.endswith(b"\n") and (more := os.read(source, 65536)):
+        data += more
+    return data
+
+
+def _leave_when_closed(source: int) -> None:
+    while os.read(source, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
