@@ -1,110 +1,265 @@
-"""EngineConfig: the one tree of settings. What is left unset is solved, and the reason is printed."""
+"""EngineConfig: the one tree of settings. What is left unset is solved, and the reason is printed.
+
+Each setting is declared once. Its check, the options of all commands, the keys of a settings file and the table of
+docs/usage.md (`python scripts/settings_table.py`) come from here.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.cache import root
 from tokenmill.compat import did_you_mean, translate
 from tokenmill.errors import ConfigError
+from tokenmill.option import DERIVED, CommandDefault, Option, option, options_of
+from tokenmill.option import command_defaults as _command_defaults
 from tokenmill.quant.forms import STORED, parse_layout
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-BATCHINGS = ("continuous", "dynamic", "static")
-KV_RESERVATIONS = ("on_demand", "max_model_len")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4")
+# Headings of --help.
+WHERE = "Where it runs"
+LOAD = "How much, how long"
+MEMORY = "Memory"
+STEPS = "How steps are computed"
+BEFORE = "The ways before ours, to compare with"
+
+_ONE = CommandDefault(1, "one conversation is one request at a time")
+_NEW_SEED = CommandDefault(lambda: random.getrandbits(32), "another one each time, and so another answer")
+_NO_TEXT = CommandDefault(True, "nothing is asked in words")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Every setting of an engine. None (or "auto") means: solve it from the hardware and the model."""
 
-    model: str = "default"  # the default model, a directory, a .gguf file, or a hub name
-    load_format: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"  # auto, cpu, cuda, cuda:0
-    # How linear layers are stored and multiplied: int8, int4, w8a8, fp8, auto, or forms per layer (quant/forms.py).
-    quantization: str | Mapping[str, str] | None = None
-    max_model_len: int | None = None  # longest prompt + output
-    max_num_seqs: int | None = None  # rows: requests that run at once
-    max_num_batched_tokens: int | None = None  # tokens per step
-    gpu_memory_utilization: float = 0.9  # share of the device's memory that may be used
-    kv_cache_memory: int | None = None  # bytes
-    kv_cache_dtype: str = "auto"  # how keys and values are stored; on GPUs as the model computes, or in int8, fp8, int4
-    block_size: int | None = None  # tokens per KV block
-    enable_prefix_caching: bool = True
-    # The ways before ours, for comparison (docs/ladder.md): nothing is gained by setting these.
-    kv_cache: bool = True  # False: everything is computed again for every token
-    kv_reservation: str = "on_demand"  # max_model_len: a request has memory for the longest from its start
-    batching: str = "continuous"  # dynamic: nobody enters a running batch; static: nobody leaves it either, and it pads
-    enable_chunked_prefill: bool = True  # False: prompts are computed whole, in steps of their own
-    cuda_graphs: bool = True  # record steps and replay them: see engine/runner
-    prompt_graphs: bool = True  # with that, steps that read prompts, too; on a GPU decode steps take 1-2 % longer then
-    warm_up: bool = True  # compile and try all kernels of a GPU before the engine is ready
-    shared_prefix_attention: bool = True  # read a beginning that many decoding rows share once per step (NVIDIA GPUs)
-    adaptive_precision: bool = True  # what overflows in float16 or bfloat16 is computed again in float32, and told
-    batch_invariant: bool = False  # the same bits for a request whatever runs beside it; slower
-    overlap: bool | None = None  # launch a step before the one before it is committed; unset: on GPUs
-    policy: str = "priority"  # priority, fcfs, or sjf (shortest predicted answer first, within classes)
-    slo_itl_ms: float | None = None  # 95th percentile between tokens: prompt tokens per step follow it; unset: fixed
-    slo_ttft_ms: float | None = None  # of first tokens; with slo_itl_ms
-    max_queued_requests: int = 100_000
-    max_queued_tokens: int = 50_000_000
-    ops: str | dict[str, str] | None = None  # implementation to prefer: for all ops, or per op
-    skip_tokenizer_init: bool = False
-    seed: int = 0
-    cache_dir: str | None = None  # where downloads and builds are kept; unset: TOKENMILL_CACHE and so on (cache.py)
+    model: str = option(
+        "default",
+        '"default", a directory, a .gguf file, or a hub name (org/name, org/name:file.gguf)',
+        WHERE,
+        more='"default" is SmolLM2-135M-Instruct; a directory has a `config.json`',
+    )
+    load_format: str = option(
+        "auto",
+        "where the weights are: safetensors, gguf, auto (either), or dummy (made up at random)",
+        WHERE,
+        choices=("auto", "safetensors", "gguf", "dummy"),
+        more="Checkpoints of compressed-tensors, GPTQ, AWQ and fp8 are safetensors",
+    )
+    dtype: str = option(
+        "auto",
+        "type of floats that is computed in",
+        WHERE,
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        solved="float32 on a CPU, the checkpoint's own 16-bit type on a GPU",
+    )
+    device: str = option("auto", "what computes: cpu, cuda or cuda:1", WHERE, solved="a GPU if there is one")
+    quantization: str | Mapping[str, str] | None = option(
+        None,
+        "how linear layers are stored and multiplied: int8, int4, w8a8, fp8, auto, or by layer: int4,layers.0-3=int8",
+        WHERE,
+        unset="as the checkpoint has them",
+        more="[Below](#fewer-bits). `awq`, `gptq`, `compressed-tensors` and `gguf` mean the same as unset, and are "
+        "refused unless the checkpoint is that",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "how keys and values are stored",
+        WHERE,
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4"),
+        solved="what suits model and device",
+        more="`int8`, `fp8` and `int4` have scales of their own and are not for MLA models. Solved means: float16 with "
+        "packed weights on a CPU, but for the floats of a safetensors checkpoint as they are and for "
+        "`quantization=fp32`; else the model's `dtype` (the only floats that a GPU takes)",
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus answer, in tokens",
+        WHERE,
+        low=1,
+        solved="what the model was made for, or what the KV cache holds",
+        by_command={"bench trace": CommandDefault(DERIVED, "--context and what is added to it")},
+    )
+    cache_dir: str | None = option(
+        None,
+        "where downloads and builds are kept",
+        WHERE,
+        form="the path of a folder",
+        unset="TOKENMILL_CACHE, or tokenmill in XDG_CACHE_HOME or ~/.cache",
+        more="[Below](#where-things-are-kept)",
+    )
+
+    max_num_seqs: int | None = option(
+        None,
+        "requests that run at once",
+        LOAD,
+        low=1,
+        solved="64 on a CPU, 256 or 512 on a GPU",
+        by_command={
+            "run": _ONE,
+            "chat": _ONE,
+            "bench latency": CommandDefault(DERIVED, "the largest --batch"),
+            "bench trace": CommandDefault(DERIVED, "--rows and one newcomer"),
+        },
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens per step, prompts and answers together",
+        LOAD,
+        low=1,
+        solved="512 on a CPU, 2048, 8192 or 16384 on a GPU by how long they take; at least max_num_seqs",
+    )
+    policy: str = option(
+        "priority",
+        "who runs first: priority (by class), fcfs (first come) or sjf (by class, then shortest predicted answer)",
+        LOAD,
+        choices=("priority", "fcfs", "sjf"),
+        more="With `priority` who waits long rises; with `sjf` nobody is passed by one who came over a minute later",
+    )
+    slo_itl_ms: float | None = option(
+        None,
+        "milliseconds that 95 % of the gaps between tokens may take: a step reads as much of prompts as that allows",
+        LOAD,
+        above=0,
+        unit="milliseconds",
+        unset="as much as fits",
+    )
+    slo_ttft_ms: float | None = option(
+        None,
+        "with slo_itl_ms: milliseconds to a first token; where this is missed more often, nobody is held back",
+        LOAD,
+        above=0,
+        unit="milliseconds",
+    )
+    max_queued_requests: int = option(
+        100_000,
+        "requests that may wait; more are refused",
+        LOAD,
+        low=1,
+        more="With `QueueFull`, over HTTP with 429; `LLM.generate` feeds them in as there is room",
+        by_command={
+            "serve": CommandDefault(10_000, "clients of a server are better told to come back than kept waiting")
+        },
+    )
+    max_queued_tokens: int = option(
+        50_000_000,
+        "prompt tokens that may wait; more are refused",
+        LOAD,
+        low=1,
+        by_command={
+            "serve": CommandDefault(500_000, "clients of a server are better told to come back than kept waiting")
+        },
+    )
+
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device's memory that may be used", MEMORY, above=0, high=1
+    )
+    kv_cache_memory: int | None = option(
+        None, "bytes for the KV cache", MEMORY, low=1, solved="what is left on a GPU, at most 4 GiB on a CPU"
+    )
+    block_size: int | None = option(
+        None, "tokens per KV block", MEMORY, low=1, form=" that is a power of two", solved="16"
+    )
+    enable_prefix_caching: bool = option(
+        True, "keep the KV of prompts and answers, and use it when a prompt begins the same way", MEMORY
+    )
+
+    cuda_graphs: bool = option(
+        True,
+        "record steps and replay them: on a GPU as CUDA graphs, on a CPU with packed weights as native calls",
+        STEPS,
+    )
+    prompt_graphs: bool = option(
+        True,
+        "with cuda_graphs: record steps that read prompts, too",
+        STEPS,
+        more="On a GPU those of up to some hundred tokens, in pieces between their attentions, which halves the time "
+        "to the first token of short prompts and makes decode steps 1 to 2 % slower",
+    )
+    warm_up: bool = option(
+        True,
+        "on a GPU: compile and try every kernel that the settings can need before the engine is ready",
+        STEPS,
+        more="Otherwise that happens while the first requests wait",
+    )
+    shared_prefix_attention: bool = option(
+        True, "read a beginning that many running requests share once per step (NVIDIA GPUs)", STEPS
+    )
+    adaptive_precision: bool = option(
+        True,
+        "compute a request whose logits are not finite in float16 or bfloat16 again in float32, apart from the others",
+        STEPS,
+        more="The log says so. `False`: it ends with an error, and the memory that is planned for it (`plan_lines()` "
+        "says how much) goes to the cache",
+    )
+    batch_invariant: bool = option(
+        False,
+        "the same bits for a request whatever runs beside it; slower",
+        STEPS,
+        more="[Below](#the-same-answer-or-the-same-bits)",
+    )
+    overlap: bool | None = option(None, "launch a step before the one before it is committed", STEPS, solved="on GPUs")
+    ops: str | dict[str, str] | None = option(  # noqa: RUF009 (the default is no dict)
+        None,
+        "implementation to prefer: one name for all ops, or by op: attention=cpu,sample=reference",
+        STEPS,
+        solved="the first that can",
+        more="In Python also `{op: name}`",
+    )
+    skip_tokenizer_init: bool = option(
+        False,
+        "no tokenizer: prompts are token ids, answers have no text",
+        STEPS,
+        by_command={
+            "warm": _NO_TEXT,
+            "bench trace": _NO_TEXT,
+            "bench offline": CommandDefault(
+                DERIVED, "with --load-format dummy: who makes weights up has often no tokenizer"
+            ),
+            "bench latency": CommandDefault(
+                DERIVED, "with --load-format dummy: who makes weights up has often no tokenizer"
+            ),
+        },
+    )
+    seed: int = option(
+        0,
+        "source of the seeds of requests that have none of their own",
+        STEPS,
+        by_command={"run": _NEW_SEED, "chat": _NEW_SEED},
+    )
+
+    kv_cache: bool = option(
+        True,
+        "keep keys and values; without, everything is computed again for every token",
+        BEFORE,
+        more="This and the next three are for [ladder.md](ladder.md): nothing is gained by setting them",
+    )
+    kv_reservation: str = option(
+        "on_demand",
+        "when a request gets memory: on_demand, or for max_model_len tokens at its start",
+        BEFORE,
+        choices=("on_demand", "max_model_len"),
+    )
+    batching: str = option(
+        "continuous",
+        "who enters and leaves a running batch: continuous (all), dynamic (none enters), static (nor leaves; it pads)",
+        BEFORE,
+        choices=("continuous", "dynamic", "static"),
+    )
+    enable_chunked_prefill: bool = option(
+        True, "cut long prompts; without, they are computed whole, in steps of their own", BEFORE
+    )
 
     def __post_init__(self) -> None:
-        _one_of("load_format", self.load_format, LOAD_FORMATS)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("batching", self.batching, BATCHINGS)
-        _one_of("kv_reservation", self.kv_reservation, KV_RESERVATIONS)
-        _one_of("policy", self.policy, ("priority", "fcfs", "sjf"))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "block_size"):
-            value = getattr(self, name)
-            if value is not None and not _is_positive(value):
-                raise ConfigError(f"{name} is {value!r}; it must be a positive whole number, or unset to be solved")
-        for name in ("max_queued_requests", "max_queued_tokens"):
-            if not _is_positive(getattr(self, name)):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a positive whole number")
-        for name in (
-            "enable_prefix_caching",
-            "kv_cache",
-            "enable_chunked_prefill",
-            "cuda_graphs",
-            "prompt_graphs",
-            "warm_up",
-            "shared_prefix_attention",
-            "adaptive_precision",
-            "batch_invariant",
-            "skip_tokenizer_init",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if self.overlap not in (None, True, False):
-            raise ConfigError(f"overlap is {self.overlap!r}; it must be True, False, or unset to be solved")
-        for name in ("slo_itl_ms", "slo_ttft_ms"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                raise ConfigError(f"{name} is {value!r}; it must be a number of milliseconds above 0, or unset")
+        for name, one in OPTIONS.items():
+            one.check(getattr(self, name))
         if self.slo_ttft_ms is not None and self.slo_itl_ms is None:
             raise ConfigError("slo_ttft_ms is weighed against slo_itl_ms; set that, too")
         if self.cache_dir is not None:
-            if not isinstance(self.cache_dir, str):
-                raise ConfigError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder, or unset")
             root(self.cache_dir)  # refuses an empty one
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
         if self.batch_invariant and self.quantization not in (None, *STORED):
@@ -117,17 +272,24 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> EngineConfig:
         """Build from keyword arguments, naming the closest setting when one is unknown."""
         options = translate(options)
-        known = {field.name for field in fields(cls)}
         for name in options:
-            if name not in known:
-                raise ConfigError(f"there is no setting {name!r}; {did_you_mean(name, known)}")
+            if name not in OPTIONS:
+                raise ConfigError(f"there is no setting {name!r}; {did_you_mean(name, OPTIONS)}")
+        if isinstance(ops := options.get("ops"), str) and "=" in ops:
+            options["ops"] = _parse_ops(ops)
         return cls(**options)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+OPTIONS: dict[str, Option] = options_of(EngineConfig)
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+def command_defaults(command: str, **derived: Any) -> dict[str, Any]:
+    """Settings that a command takes where nothing is said and the default is another; `derived`: what it worked out."""
+    return _command_defaults(OPTIONS, command, derived)
+
+
+def _parse_ops(text: str) -> dict[str, str]:
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    if not all(op and name for op, _, name in parts):
+        raise ConfigError(f"ops is {text!r}; it is one name, or names by op, written as attention=cpu,sample=reference")
+    return {op.strip(): name.strip() for op, _, name in parts}

@@ -103,8 +103,9 @@ def test_a_wrong_value_in_a_file_says_where_it_stands(served, tmp_path, table, l
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[engine]\nmax_num_seqs = true\n", "max_num_seqs is true; it must be a whole number"),
-        ("[engine]\nmax_num_seqs = 2.5\n", "max_num_seqs is 2.5; it must be a whole number"),
+        ("[engine]\nmax_num_seqs = true\n", "max_num_seqs is True; it must be a positive whole number"),
+        ("[engine]\nmax_num_seqs = 2.5\n", "max_num_seqs is 2.5; it must be a positive whole number"),
+        ("[engine]\ndevice = true\n", "device is true; it must be a text"),
         ("[serve]\nport = true\n", "port is true; it must be a whole number"),
         ("[serve]\ndrain_seconds = false\n", "drain_seconds is false; it must be a number"),
         ("[serve]\nlog_level = true\n", "log_level is true; it must be a text"),

@@ -17,6 +17,7 @@ from typing import Any
 from tokenmill.bench.peers.serve import peak_bytes, processes
 from tokenmill.bench.serve_client import Place
 from tokenmill.errors import TokenmillError
+from tokenmill.option import as_words
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Started:
 @contextlib.contextmanager
 def started_server(model: str, options: dict[str, Any], seconds: float = 600.0) -> Iterator[Started]:
     """`tokenmill serve` in processes of its own, until the end of the block."""
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning", *words]
+    command = [sys.executable, "-m", "tokenmill", "serve", model, "--port", "0", "--log-level", "warning"]
+    command += as_words(options)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     before: Any = None
     if threading.current_thread() is threading.main_thread():  # who is told to leave does not leave the server behind

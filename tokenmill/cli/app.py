@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from tokenmill import __version__
 from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate, warm
+from tokenmill.cli.engine_options import ALL_OPTIONS
 from tokenmill.cli.settings_file import CommandWithFile
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
@@ -77,12 +78,12 @@ def tokenmill(
     """
 
 
-app.command(name="run")(run.run)
-app.command(name="chat")(chat.chat)
+app.command(name="run", cls=CommandWithFile, epilog=ALL_OPTIONS)(run.run)
+app.command(name="chat", cls=CommandWithFile, epilog=ALL_OPTIONS)(chat.chat)
 app.command(name="serve", cls=CommandWithFile)(serve.serve)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(pull.pull)
-app.command(name="warm")(warm.warm)
+app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(warm.warm)
 app.command(name="models")(models.models)
 app.command(name="quantize")(quantize.quantize)
 app.add_typer(bench.bench, name="bench")

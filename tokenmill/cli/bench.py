@@ -10,13 +10,15 @@ import typer
 from tokenmill.cli.bench_cpu import cpu
 from tokenmill.cli.bench_offline import latency, offline
 from tokenmill.cli.bench_serve import serve
-from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, KVCacheDtype, Model, Quantization
+from tokenmill.cli.engine_options import ALL_OPTIONS, EngineSettings, with_engine_options
+from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, Model
+from tokenmill.cli.settings_file import CommandWithFile
 from tokenmill.cli.terminal import check_writable, progress
+from tokenmill.config import EngineConfig, command_defaults
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a model, a server, ops and steps on this machine.")
-bench.command()(offline)
-bench.command()(latency)
-bench.command()(serve)
+for command in (offline, latency, serve):
+    bench.command(cls=CommandWithFile, epilog=ALL_OPTIONS)(command)
 bench.command()(cpu)
 
 
@@ -24,7 +26,6 @@ bench.command()(cpu)
 def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None, cache_dir: CacheDir = None) -> None:
     """Time every op at the model's shapes, against this machine's measured ceilings. Reads only the model's config."""
     from tokenmill.bench.ops import bench_ops
-    from tokenmill.config import EngineConfig
     from tokenmill.engine.build import choose_device, choose_dtype, open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
@@ -36,38 +37,26 @@ def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None
     bench_ops(spec, where, choose_dtype(dtype or "auto", spec, where)[0], typer.echo)
 
 
-@bench.command()
+@bench.command(cls=CommandWithFile, epilog=ALL_OPTIONS)
+@with_engine_options("bench trace")
 def trace(
     model: Model = DEFAULT_MODEL,
     out: Annotated[Path, typer.Option(help="Folder for decode.json, mixed.json and their pictures.")] = Path("traces"),
     rows: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens each of them has.")] = 128,
     dummy: Annotated[bool, typer.Option("--dummy", help="Random weights: only the model's config is read.")] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = None,
-    cache_dir: CacheDir = None,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Write Chrome traces and pictures of decode steps, and of steps that take in a new prompt beside them."""
     check_writable(folder=out)
+    settings = {**command_defaults("bench trace", max_num_seqs=rows + 1, max_model_len=context + 65), **engine}
+    if dummy:
+        settings["load_format"] = "dummy"
+    EngineConfig.from_options(model=model, **settings)  # what is wrong is told before torch is imported
     from tokenmill import LLM
     from tokenmill.bench.trace import record
 
-    with (
-        progress() as report,
-        LLM(
-            model,
-            device=device or "auto",
-            dtype=dtype or "auto",
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype or "auto",
-            load_format="dummy" if dummy else "auto",
-            skip_tokenizer_init=True,
-            max_num_seqs=rows + 1,
-            max_model_len=context + 65,
-            progress=report,
-        ) as llm,
-    ):
+    with progress() as report, LLM(model, progress=report, **settings) as llm:
         for path in record(llm, out, rows=rows, context=context):
             typer.echo(f"wrote {path}")

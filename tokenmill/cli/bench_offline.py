@@ -7,31 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.options import (
-    DEFAULT_MODEL,
-    MODEL_HELP,
-    CacheDir,
-    Device,
-    Dtype,
-    KVCacheDtype,
-    MaxModelLen,
-    Quantization,
-)
+from tokenmill.cli.engine_options import EngineSettings, with_engine_options
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP
 from tokenmill.cli.terminal import note, progress
+from tokenmill.config import LOAD, WHERE, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill import LLM
     from tokenmill.bench.achieved import Roof
 
-_WHERE = "Where it runs"
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-LoadFormat = Annotated[
-    str, typer.Option(help="dummy: random weights, only the config is read.", rich_help_panel=_WHERE)
-]
-MaxNumSeqs = Annotated[int | None, typer.Option(min=1, help="Requests in a step at most.", rich_help_panel=_WHERE)]
 
 
+@with_engine_options("bench offline", show=(WHERE, LOAD))
 def offline(
     model: Model = DEFAULT_MODEL,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests in all; unset: 64, or the whole trace.")] = None,
@@ -47,14 +36,8 @@ def offline(
     price: given.Price = None,
     json: given.Json = None,
     plot: given.Plot = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = None,
-    load_format: LoadFormat = "auto",
-    cache_dir: CacheDir = None,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Measure the throughput of LLM.generate: all requests are there from the start."""
     from tokenmill.bench.achieved import work_of
@@ -69,7 +52,7 @@ def offline(
     per_hour = parse_price(price)
     wanted = requests or (None if trace else 64)
     work = given.workload(trace, wanted, input, output, longest_input, longest_output)
-    options = _options(device, dtype, max_model_len, max_num_seqs, quantization, kv_cache_dtype, load_format)
+    options = {**command_defaults("bench offline", skip_tokenizer_init=_made_up(engine)), **engine}
     roof, llm = _opened(model, options, ceilings)
     with llm:
         mix = Mix(work, vocab=llm._front.vocab_size)
@@ -94,6 +77,7 @@ def offline(
         raise typer.Exit(1)
 
 
+@with_engine_options("bench latency", show=(WHERE, LOAD))
 def latency(
     model: Model = DEFAULT_MODEL,
     batch: Annotated[str, typer.Option(help="Requests in a batch; several: 1,8,32.")] = "1",
@@ -106,13 +90,8 @@ def latency(
     price: given.Price = None,
     json: given.Json = None,
     plot: given.Plot = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    max_model_len: MaxModelLen = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = None,
-    load_format: LoadFormat = "auto",
-    cache_dir: CacheDir = None,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Measure one batch at a time: first token, time per token, every step."""
     from tokenmill.bench.charts import draw
@@ -125,7 +104,11 @@ def latency(
     sizes = [int(size) for size in given.numbers(batch, "batch", 1)]
     if output < MIN_TOKENS:
         raise ConfigError(f"--output is {output}; steps are timed between tokens, of which {MIN_TOKENS} are needed")
-    options = _options(device, dtype, max_model_len, max(sizes), quantization, kv_cache_dtype, load_format)
+    derived = {"max_num_seqs": max(sizes), "skip_tokenizer_init": _made_up(engine)}
+    options = {**command_defaults("bench latency", **derived), **engine}
+    rows = EngineConfig.from_options(model=model, **options).max_num_seqs
+    if rows is not None and rows < max(sizes):
+        raise ConfigError(f"max_num_seqs is {rows}; it must be {max(sizes)}, the largest --batch, or more")
     roof, llm = _opened(model, options, ceilings)
     points, drawn = [], []
     with llm, progress() as report:
@@ -146,7 +129,6 @@ def latency(
 def _opened(model: str, options: dict[str, Any], ceilings: bool) -> tuple[Roof | None, LLM]:
     """The machine's best, measured before anything else uses it, and the model."""
     from tokenmill.bench.achieved import measure_roof
-    from tokenmill.config import EngineConfig
 
     with progress() as report:
         config = EngineConfig.from_options(model=model, **options)
@@ -154,27 +136,9 @@ def _opened(model: str, options: dict[str, Any], ceilings: bool) -> tuple[Roof |
         roof = measure_roof(config) if ceilings else None
         from tokenmill import LLM
 
-        # Who makes weights up has often no tokenizer either; prompts are token ids.
-        return roof, LLM(model, progress=report, skip_tokenizer_init=options["load_format"] == "dummy", **options)
+        return roof, LLM(model, progress=report, **options)
 
 
-def _options(
-    device: str | None,
-    dtype: str | None,
-    max_model_len: int | None,
-    max_num_seqs: int | None,
-    quantization: str | None,
-    kv_cache_dtype: str | None,
-    load_format: str,
-) -> dict[str, Any]:
-    """Settings of the engine; what is None is left to it."""
-    chosen = {
-        "device": device,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "load_format": load_format,
-    }
-    return {name: value for name, value in chosen.items() if value is not None}
+def _made_up(engine: EngineSettings) -> bool:
+    """Whether there are no weights, and so perhaps no tokenizer; prompts are token ids."""
+    return engine.get("load_format") == "dummy"

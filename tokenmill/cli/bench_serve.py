@@ -28,7 +28,7 @@ _WHEN = "When requests are sent"
 _STREAMS = 64
 
 
-@with_engine_options("bench serve", show=(WHERE, LOAD))
+@with_engine_options("serve", show=(WHERE, LOAD))
 def serve(
     model: Model = DEFAULT_MODEL,
     url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server; unset: MODEL is served here.")] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tokenmill.cli import options, slash
 from tokenmill.cli.answer import Answer, stream_answer
 from tokenmill.cli.conversation import Conversation
+from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.lines import LineReader
 from tokenmill.cli.terminal import note
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tokenmill import LLM
 
 
+@with_engine_options("chat")
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     system: options.System = None,
@@ -26,23 +28,12 @@ def chat(
     top_p: options.TopP = options.DEFAULT_TOP_P,
     top_k: options.TopK = 0,
     seed: options.Seed = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_model_len: options.MaxModelLen = None,
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    cache_dir: options.CacheDir = None,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Talk with a model; /help lists what can be typed besides messages."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
-    llm = options.open_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    llm = options.open_llm(model, **engine)
     try:
         if verbose:
             for line in llm.plan_lines():

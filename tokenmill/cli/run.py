@@ -11,10 +11,12 @@ import typer
 
 from tokenmill.cli import options
 from tokenmill.cli.answer import Prompt, stream_answer
+from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.terminal import note
 from tokenmill.errors import InvalidRequest
 
 
+@with_engine_options("run")
 def run(
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer. Piped input is added to it, or used instead.")
@@ -28,12 +30,8 @@ def run(
     top_p: options.TopP = options.DEFAULT_TOP_P,
     top_k: options.TopK = 0,
     seed: options.Seed = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_model_len: options.MaxModelLen = None,
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    cache_dir: options.CacheDir = None,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Answer one PROMPT and exit.
 
@@ -43,14 +41,7 @@ def run(
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
     question = _as_prompt(_read_prompt(prompt), system, raw)
-    llm = options.open_llm(
-        model,
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    llm = options.open_llm(model, **engine)
     try:
         if verbose:
             for line in llm.plan_lines():

@@ -6,32 +6,25 @@ import asyncio
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tokenmill.cli import options
-from tokenmill.cli.settings_file import SHARED, take_config
+from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.terminal import note, progress
+from tokenmill.config import LOAD, OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError, pip_install
 
 _NET = "Who may ask"
-_LOAD = options.LOAD
+_LOAD = LOAD
 _WATCH = "What it tells"
 EVERY = 5.0  # seconds between two lines of a log that say how far a start is
 
 
+@with_engine_options("serve", show=None)
 def serve(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of settings (`tokenmill plan --apply`); what is typed here wins.",
-            callback=take_config,
-            is_eager=True,
-        ),
-    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=_NET)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_NET)] = 8000,
     keys: Annotated[
@@ -53,24 +46,6 @@ def serve(
     degrade: Annotated[
         str | None, typer.Option(help="A smaller MODEL that answers while the first one cannot.")
     ] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    max_model_len: options.MaxModelLen = None,
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KVCacheDtype = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests that run at once; unset: solved.", rich_help_panel=_LOAD)
-    ] = None,
-    load_format: Annotated[
-        str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel="Where it runs")
-    ] = "auto",
-    cache_dir: options.CacheDir = None,
-    policy: options.Policy = None,
-    slo_itl_ms: options.SloItlMs = None,
-    slo_ttft_ms: options.SloTtftMs = None,
-    max_queued_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens that may wait; more are refused with 429.", rich_help_panel=_LOAD)
-    ] = 500_000,
     drain_seconds: Annotated[
         float, typer.Option(help="How long SIGTERM waits for what runs.", rich_help_panel=_LOAD)
     ] = 30.0,
@@ -102,6 +77,8 @@ def serve(
     trace_ratio: Annotated[
         float, typer.Option(help="Share of requests traced, where the client does not say.", rich_help_panel=_WATCH)
     ] = 1.0,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's and Anthropic's API.
 
@@ -117,26 +94,13 @@ def serve(
         if (error.name or "").startswith("tokenmill"):
             raise
         raise ConfigError(f"serving needs the package {error.name}; {pip_install('serve')}") from None
-    from tokenmill.config import EngineConfig
-
     if log_format not in (None, "json", "plain"):
         raise ConfigError(f"--log-format is {log_format!r}; it must be json or plain")
     if log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"--log-level is {log_level!r}; it must be debug, info, warning or error")
     set_up_logs(log_format or ("plain" if sys.stderr.isatty() else "json"), log_level)
-    chosen: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "policy": policy,
-        "slo_itl_ms": slo_itl_ms,
-        "slo_ttft_ms": slo_ttft_ms,
-    }
-    chosen = {key: value for key, value in chosen.items() if value is not None}
-    alike = {key: value for key, value in chosen.items() if key != "quantization"}  # which may name one model's layers
+    chosen = {**command_defaults("serve"), **engine}
+    config = EngineConfig.from_options(model=model, **chosen)
     http = HttpSettings(
         host=host,
         port=port,
@@ -154,13 +118,18 @@ def serve(
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,
     )
-    settings = ServeSettings(max_queued_tokens=max_queued_tokens, hang_seconds=hang_seconds)
+    settings = ServeSettings(
+        max_queued_tokens=config.max_queued_tokens,
+        max_queued_requests=config.max_queued_requests,
+        hang_seconds=hang_seconds,
+    )
 
     async def main() -> None:
-        second = None if degrade is None else Service(EngineConfig.from_options(model=degrade, **alike), settings)
-        from_file = {name: one for name, one in (context.obj or {}).items() if name not in SHARED}
-        engine = EngineConfig.from_options(model=model, load_format=load_format, **{**from_file, **chosen})
-        service = Service(engine, settings, second)
+        second = None
+        if degrade is not None:
+            alike = {name: value for name, value in chosen.items() if name not in ("load_format", "quantization")}
+            second = Service(EngineConfig.from_options(model=degrade, **alike), settings)
+        service = Service(config, settings, second)
         with ExitStack() as stack:
             report = stack.enter_context(progress(every=EVERY))
 
@@ -168,8 +137,19 @@ def serve(
                 stack.close()
                 for line in service.facts.report:
                     note(line)
+                note(queue_line(config))
                 note(f"tokenmill serves {service.facts.model} at {url}")
 
             await run_server(service, http, report, on_ready)
 
     asyncio.run(main())
+
+
+def queue_line(config: EngineConfig) -> str:
+    """How much may wait, and why that much where nothing was said."""
+    usual = command_defaults("serve")
+    names = [name for name in usual if getattr(config, name) == usual[name]]
+    whys = {OPTIONS[name].by_command["serve"].why for name in names}
+    reason = f" ({'; '.join(sorted(whys))})" if whys else ""
+    most = f"{config.max_queued_tokens:,} prompt tokens and {config.max_queued_requests:,} requests may wait"
+    return f"queue        {most}; more get 429{reason}"

@@ -11,23 +11,30 @@ from typing import Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from tokenmill.config import OPTIONS
 from tokenmill.errors import ConfigError, TokenmillError
 
-# Settings of the engine that a file gives as defaults of options; what else it has for the engine is taken as it is.
-SHARED = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "load_format", "cache_dir")
 _KINDS = {int: "a whole number", float: "a number"}
 _TABLES = "tokenmill.tables"  # what the file holds, in the context's notes
+_DEFAULTS = ("model", "cache_dir")  # settings of the engine that a command has to know before it makes one
 
 
 def take_config(context: typer.Context, path: Path | None) -> Path | None:
-    """A config file's settings become the defaults of the options, so that what is typed wins."""
+    """A config file's settings hold where nothing is typed: the engine's are the context's object, the server's the
+    defaults of its options, and nothing to other commands.
+    """
     if path is not None:
         from tokenmill.plan.planner.configfile import read_config_file
 
-        names = [one.name for one in context.command.params if one.name and one.name not in ("config", "model")]
+        root: Any = context.find_root().command
+        serve = root.commands["serve"]
+        names = [one.name for one in serve.params if one.name and one.name not in ("config", "model")]
         found = read_config_file(path, names)
         context.obj = found.engine
-        context.default_map = {**found.serve, **{name: one for name, one in found.engine.items() if name in SHARED}}
+        context.default_map = {
+            **{name: one for name, one in found.engine.items() if name in _DEFAULTS},
+            **{name: one for name, one in found.serve.items() if context.command is serve and name not in found.engine},
+        }
         _check_kinds(path, context)
         context.meta[_TABLES] = path, {"engine": found.engine, "serve": found.serve}
     return path
@@ -36,7 +43,8 @@ def take_config(context: typer.Context, path: Path | None) -> Path | None:
 def _check_kinds(path: Path, context: typer.Context) -> None:
     """Refuses what would be taken for something else on the way to an option: true for 1 or "True", 2.5 for 2."""
     hints = get_type_hints(inspect.unwrap(context.command.callback)) if context.command.callback else {}
-    for name, value in (context.default_map or {}).items():
+    texts = {name: one for name, one in context.obj.items() if OPTIONS[name].kind == "str"}
+    for name, value in {**texts, **(context.default_map or {})}.items():
         kinds = get_args(hints.get(name)) or (hints.get(name),)  # int | None, or one type
         wanted = next((words for kind, words in _KINDS.items() if kind in kinds), "a text")
         whole = int in kinds and isinstance(value, float)
@@ -73,9 +81,14 @@ def _told(keys: list[str], ctx: Any) -> str:
         f"{name}.{key}"
         for name, table in tables.items()
         for key in keys
-        if key in table and getattr(ctx.get_parameter_source(key), "name", "") != "COMMANDLINE"
+        if key in table and getattr(ctx.get_parameter_source(_parameter(key, ctx)), "name", "") != "COMMANDLINE"
     ]
     return f" ({' and '.join(places)} in {path})" if places else ""
+
+
+def _parameter(key: str, ctx: Any) -> str:
+    """Of the option for a key: see `with_engine_options`."""
+    return f"engine_{key}" if f"engine_{key}" in ctx.params else key
 
 
 def _is_about(message: str, key: str, value: object) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenmill.config import command_defaults
 from tokenmill.errors import ConfigError
+
+_QUEUE = command_defaults("serve")
 
 
 @dataclass(frozen=True)
 class ServeSettings:
     """Limits and patience of one service. Times are seconds."""
 
-    max_queued_tokens: int = 500_000  # prompt tokens that may wait for the engine
-    max_queued_requests: int = 10_000
+    max_queued_tokens: int = _QUEUE["max_queued_tokens"]  # prompt tokens that may wait for the engine
+    max_queued_requests: int = _QUEUE["max_queued_requests"]
     hang_seconds: float = 60.0  # an engine that has work and completes no step for this long is restarted
     start_seconds: float = 600.0  # an engine that says nothing for this long while it loads is restarted
     beat_seconds: float = 0.25  # between two reports of a busy engine's books
