@@ -23,8 +23,11 @@ class PackedStep:
     sample_positions: list[int]
 
 
-def pack(step: Step, max_len: int, max_blocks: int, padding: tuple[int, int] = (0, 0)) -> PackedStep:
-    """All the integers a step brings; padding: to how many tokens (t) with which row.
+def pack(
+    step: Step, max_len: int, max_blocks: int, padding: tuple[int, int] = (0, 0), num_entries: int = 0
+) -> PackedStep:
+    """All the integers a step brings; padding: to how many tokens (t) with which row; num_entries: to how many entries,
+    where they are fewer, by repeating the first.
 
     Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
@@ -45,6 +48,7 @@ def pack(step: Step, max_len: int, max_blocks: int, padding: tuple[int, int] = (
     entry_owner = np.repeat(np.arange(len(rows)), samples)
     within = np.arange(len(entry_owner)) - np.repeat(np.cumsum(samples) - samples, samples)
     back = samples[entry_owner] - within  # 1 for a row's last token
+    entries = q_start[entry_owner + 1] - back
     entry_rows, entry_positions = rows[entry_owner], ends[entry_owner] - back + 1
     token_at, token_value = _token_writes(step, max_len)
     block_at, block_value = block_writes(step, max_blocks)
@@ -55,7 +59,7 @@ def pack(step: Step, max_len: int, max_blocks: int, padding: tuple[int, int] = (
         "context": ends,
         "token_rows": _padded(token_rows, *padding),
         "positions": _padded(positions, padding[0], 0),
-        "entries": q_start[entry_owner + 1] - back,
+        "entries": _padded(entries, num_entries, entries[0] if len(entries) else 0),
         "entry_rows": entry_rows,
         "entry_positions": entry_positions,
         "token_at": token_at,

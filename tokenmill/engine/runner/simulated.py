@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenmill.engine.step import Admission, Pending, Step, StepResult
 from tokenmill.errors import StepFailed
 from tokenmill.sampling.records import TokenLogprobs
+from tokenmill.step_time import LinearStepTime, StepTimeModel, facts_of
 
 ROOT = 0x5EED  # what the first position of every sequence is hashed with
 _MASK = (1 << 64) - 1
+STEP_TIME = LinearStepTime(2e-3, 2.1e-5, 0.0, 2e-5, 0.0)  # of a device that nobody says more of
 
 
 class SimulatedClock:
@@ -56,11 +57,6 @@ class Faults:
         self._calm = max(0, self._calm - 1)
 
 
-def linear_cost(base: float = 0.002, per_token: float = 2e-5, per_row: float = 1e-6) -> Callable[[Step], float]:
-    """A step's seconds: weights once, then tokens, then rows."""
-    return lambda step: base + per_token * step.num_tokens + per_row * len(step.rows)
-
-
 @dataclass(slots=True)
 class _Row:
     """What the device keeps for a row."""
@@ -88,13 +84,13 @@ class SimulatedRunner:
         clock: SimulatedClock,
         *,
         vocab: int = 1000,
-        cost: Callable[[Step], float] | None = None,
+        step_time: StepTimeModel = STEP_TIME,
         faults: Faults | None = None,
     ) -> None:
         self.block_size = block_size
         self.clock = clock
         self.vocab = vocab
-        self.cost = cost or linear_cost()
+        self.step_time = step_time
         self.faults = faults or Faults()
         self.launched = 0
         self.violations: list[str] = []
@@ -113,7 +109,7 @@ class SimulatedRunner:
         if faults.strike(faults.fail_at_launch):
             self._scribble(step)
             raise StepFailed(f"injected failure at the launch of step {step.number}")
-        seconds = self.cost(step)
+        seconds = self.step_time.seconds(facts_of(step))
         if faults.slow and faults.random.random() < faults.slow:
             seconds *= faults.slow_factor
         self._free_at = max(self._free_at, self.clock.now) + seconds

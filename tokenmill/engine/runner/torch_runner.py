@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
-from tokenmill.quant.schemes.scheme import Linear
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -103,7 +103,7 @@ class TorchRunner:
         if self._pieces is not None and not step.wide:  # the guard looks into every layer, in another dtype
             served = self._pieces.serve(step)
         padding = (0, 0) if served is None else (served[0], self.state.scratch_row)
-        packed = pack(step, self.state.max_len, self.state.max_blocks, padding)
+        packed = pack(step, self.state.max_len, self.state.max_blocks, padding, self._num_entries(step))
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
@@ -116,10 +116,22 @@ class TorchRunner:
             prompts = self._prompt_logprobs(step, hidden)
             logits = self._logits(hidden[entries], step, packed.sample_rows)
         else:
-            wanted = None if len(entries) == step.num_tokens else entries  # as many as there are: all, in their order
+            all_wanted = len(packed.sample_rows) == step.num_tokens  # in their order
+            wanted = None if all_wanted else entries
             prompts, logits = {}, self._logits_of(begun, entries, wanted)
-        sampled = self._sample(packed, part, logits) if packed.sample_rows else None
+        sampled = self._sample(packed, part, logits[: len(packed.sample_rows)]) if packed.sample_rows else None
         return self._pending(step, sampled, packed.sample_rows, prompts)
+
+    def _num_entries(self, step: Step) -> int:
+        """For how many tokens logits are computed: as many as some step that only decodes has, so sizes are few.
+
+        A library's products load a kernel when they first need it, and wait for everything that runs before they do:
+        with any number of tokens, a server under load met such sizes for its first minute and stood still at each.
+        """
+        count, sizes = sum(step.samples), self.decode_sizes
+        if not count or not sizes or count > sizes[-1] or step.wide or step.prompt_logprobs or count == step.num_tokens:
+            return count
+        return sizes[bisect_left(sizes, count)]
 
     def _begin(self, step: Step, part: dict[str, torch.Tensor], served: Served | None) -> Begun:
         attention = self._attention_batch(step, part)
@@ -179,21 +191,6 @@ class TorchRunner:
         with self._on_device():
             logits = torch.zeros(rows, self.decoder.spec.vocab_size, dtype=dtype, device=self.device)
             self._sampler.rehearse(logits, traits)
-
-    @torch.inference_mode()
-    def rehearse_products(self, sizes: list[int]) -> None:
-        """Run every dense linear layer of another shape for so many rows each: a library loads what it takes then."""
-        weights, kinds = self.decoder.weights, self.decoder.kinds.values()
-        shapes: dict[torch.Size, Linear] = {}
-        for linear in (one for index in kinds for one in weights.layer(index).linears()):
-            weight = linear.storage.get("weight")
-            if weight is not None and weight.dtype == weights.dtype:  # other forms have kernels of our own
-                shapes.setdefault(weight.shape, linear)
-        with self._on_device():
-            for (_, columns), linear in shapes.items():
-                rows = torch.zeros(max(sizes), columns, dtype=weights.dtype, device=self.device)
-                for size in sizes:
-                    linear(rows[:size])
 
     def end_rehearsal(self) -> None:
         """Rows and blocks are as new, and nothing that a step may launch is."""

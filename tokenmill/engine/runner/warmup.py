@@ -38,7 +38,6 @@ LATER_PARTS = (2, 33, 1024)  # tokens of parts of prompts that are not the first
 BESIDE = (2, 33, 1537)  # prompt tokens beside decodes
 DECODES = (1, 4, 9, 40, 130)
 SHARED_TOKENS = 256  # of a beginning that rows share
-RECORDED = (Traits(), Traits(warm=True, filtered=True))  # what most batches are: greedy, or sampled with filters
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
 
@@ -63,12 +62,10 @@ def warm_up(
             runner.rehearse(step)
         for rows in runner.decode_sizes:
             runner.rehearse_decode(rows, False)
-    runner.rehearse_products(library_sizes(max_tokens))
     for traits in sampling_variants():
         runner.rehearse_sampling(1, torch.float32, traits)
     for rows in sizes_to_record(runner.decode_sizes):
-        for traits in RECORDED:
-            runner.record_decode(rows, traits)
+        runner.record_decode(rows, Traits())
     seconds = listed - began, loaded - listed, time.monotonic() - loaded
     log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
     return len(collected), compiled
@@ -110,13 +107,6 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
 def sizes_to_record(sizes: list[int]) -> list[int]:
     """Sizes of decode steps that stand in for all others: a recording serves batches down to half its size."""
     return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
-
-
-def library_sizes(max_tokens: int) -> list[int]:
-    """Numbers of rows between which a library's choice of a kernel hardly changes. It loads each kernel when it first
-    takes it, and waits for everything that runs before it does.
-    """
-    return [*range(16, min(512, max_tokens), 16), *range(512, max_tokens + 1, 128)]
 
 
 def sampling_variants() -> list[Traits]:
