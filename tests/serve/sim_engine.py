@@ -20,8 +20,9 @@ from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.step import Pending, Step
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.kv.manager import KVManager
-from tokenmill.serve import wire
-from tokenmill.serve.engine_main import Served, main
+from tokenmill.serve.engine import wire
+from tokenmill.serve.engine.main import Served, main
+from tokenmill.step_time import LinearStepTime
 
 POISON = 1000  # the one token that the model knows but never says
 VOCAB, MAX_LEN, BLOCK, BLOCKS, ROWS, STEP_TOKENS = 1000, 2048, 16, 2048, 64, 256
@@ -40,8 +41,8 @@ class WallClock:
 
 class FaultyRunner(SimulatedRunner):
     def __init__(self, plan: dict[str, Any]) -> None:
-        seconds = plan.get("step", 0.002)
-        super().__init__(BLOCKS, BLOCK, WallClock(), vocab=VOCAB, cost=lambda step: seconds)  # type: ignore[arg-type]
+        step_time = LinearStepTime(plan.get("step", 0.002), 0, 0, 0, 0)
+        super().__init__(BLOCKS, BLOCK, WallClock(), vocab=VOCAB, step_time=step_time)  # type: ignore[arg-type]
         self._plan = plan
 
     def launch(self, step: Step) -> Pending:

@@ -18,7 +18,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.runner.simulated import ROOT, mix, ranked_tokens
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.serve.service import Service
+from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.settings import ServeSettings
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("sim_engine.py")))

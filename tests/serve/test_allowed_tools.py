@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.serve.allowed_tools import restriction
-from tokenmill.serve.tools import BareParser, TaggedParser, checked_tools, parse, parser_for
+from tokenmill.serve.tool_calls.allowed_tools import restriction
+from tokenmill.serve.tool_calls.parsers import BareParser, TaggedParser, checked_tools, parse, parser_for
 
 TOOLS = checked_tools([{"type": "function", "function": {"name": name}} for name in ("time", "v1.time", "weather")])
 SOME = TOOLS[:2]

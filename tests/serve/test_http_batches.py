@@ -15,9 +15,9 @@ import openai
 import pytest
 from http_server import Server
 
-from tokenmill.serve.batches import Batches
-from tokenmill.serve.jobs import JobStore
-from tokenmill.serve.journal import Journal
+from tokenmill.serve.http.batch_runner import Batches
+from tokenmill.serve.storage.jobs import JobStore
+from tokenmill.serve.storage.journal import Journal
 
 
 def lines(count: int, tokens: int = 8) -> bytes:

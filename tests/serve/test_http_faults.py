@@ -40,7 +40,7 @@ def engine_of(server: Server) -> int | None:
     for path in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for child in path.read_text().split():
             with contextlib.suppress(OSError):
-                if b"engine_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"tokenmill.serve.engine.main" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
     return None
 

@@ -12,7 +12,7 @@ import pytest
 from http_server import Server, simulated
 from sim_service import assert_nothing_left, eventually, run
 
-from tokenmill.serve.guard import Guard
+from tokenmill.serve.http.origin_guard import Guard
 from tokenmill.serve.http_settings import HttpSettings
 
 PATH = "/v1/completions"

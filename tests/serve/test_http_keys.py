@@ -15,8 +15,8 @@ from sim_service import eventually, run
 
 from tokenmill.errors import ConfigError
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.keys import KeyRing, add_key, hash_of, read_tenants
-from tokenmill.serve.tenants import Limits, Tenant
+from tokenmill.serve.http.api_keys import KeyRing, add_key, hash_of, read_tenants
+from tokenmill.serve.http.tenants import Limits, Tenant
 
 PATH = "/v1/completions"
 

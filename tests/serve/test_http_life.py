@@ -15,7 +15,7 @@ from sim_engine import POISON
 from sim_service import assert_nothing_left, eventually, run, solo
 
 from tokenmill import SamplingParams
-from tokenmill.serve.service import Service
+from tokenmill.serve.engine_client.service import Service
 
 PATH = "/v1/completions"
 

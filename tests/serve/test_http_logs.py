@@ -13,8 +13,8 @@ import pytest
 from http_server import Server, simulated
 from sim_service import run
 
-from tokenmill.serve.keys import add_key, hash_of
-from tokenmill.serve.logs import JsonLines, PlainLines
+from tokenmill.serve.http.api_keys import add_key, hash_of
+from tokenmill.serve.observe.logs import JsonLines, PlainLines
 
 PATH = "/v1/completions"
 

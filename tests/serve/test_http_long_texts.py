@@ -20,7 +20,7 @@ from sim_service import make, run
 from tokenizers import AddedToken
 
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.serve.service import Service
+from tokenmill.serve.engine_client.service import Service
 
 LONG_TOKEN = "<|" + "x" * 400 + "|>"
 MOST = len(LONG_TOKEN) * MAX_LEN  # characters that might fit
@@ -132,7 +132,7 @@ def test_the_event_loop_goes_on_while_long_texts_arrive(tmp_path: Path) -> None:
 
 def test_much_that_is_no_long_text_is_worked_on_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of messages, and arguments of tools to be parsed."""
-    import tokenmill.serve.chat_messages as chat_messages
+    import tokenmill.serve.api.chat_messages as chat_messages
 
     where: set[str] = set()
     original = chat_messages._normal

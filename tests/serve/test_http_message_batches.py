@@ -11,7 +11,7 @@ import httpx
 import pytest
 from http_server import Server
 
-from tokenmill.serve.keys import add_key
+from tokenmill.serve.http.api_keys import add_key
 
 MODEL = "tiny-chat"
 

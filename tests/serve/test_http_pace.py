@@ -13,8 +13,8 @@ import pytest
 from http_server import http_around, simulated
 from sim_service import eventually, make, run
 
-from tokenmill.serve.events import Event, StepEvent
-from tokenmill.serve.protocol import GuardedProtocol
+from tokenmill.serve.engine_client.events import Event, StepEvent
+from tokenmill.serve.http.protocol import GuardedProtocol
 from tokenmill.serve.server import listen
 
 STEP = 0.02  # seconds per token: less than a client waits before it acknowledges (40 ms)

@@ -14,7 +14,7 @@ import openai
 import pytest
 from http_server import Server
 
-from tokenmill.serve.keys import add_key
+from tokenmill.serve.http.api_keys import add_key
 
 MODEL = "tiny-chat"
 TOOL = {"type": "function", "name": "grind", "parameters": None, "strict": None}

@@ -13,7 +13,7 @@ import pytest
 from http_server import http_around
 from sim_service import eventually, greedy, make, run, strike
 
-from tokenmill.serve.stage import Stage
+from tokenmill.serve.engine.startup import Stage
 
 STAGES = [
     ["loading weights", 0, 134_515_008],

@@ -14,11 +14,11 @@ import pytest
 from http_server import simulated
 from sim_service import eventually, run
 
-from tokenmill.serve import batches
-from tokenmill.serve.batches_api import _form_fields
-from tokenmill.serve.jobs import JobStore
-from tokenmill.serve.journal import Journal
-from tokenmill.serve.keys import add_key
+from tokenmill.serve.api.batches import _form_fields
+from tokenmill.serve.http import batch_runner
+from tokenmill.serve.http.api_keys import add_key
+from tokenmill.serve.storage.jobs import JobStore
+from tokenmill.serve.storage.journal import Journal
 
 PATH = "/v1/completions"
 
@@ -110,7 +110,7 @@ def test_a_tenant_keeps_so_much_and_no_more(tmp_path: Path) -> None:
 
 def test_a_batch_does_not_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for which there will never be room ends with the refusal when the batch's time is over."""
-    monkeypatch.setattr(batches, "_PATIENCE", 0.01)
+    monkeypatch.setattr(batch_runner, "_PATIENCE", 0.01)
 
     async def main() -> None:
         tries, now = 0, 1000.0
@@ -118,10 +118,10 @@ def test_a_batch_does_not_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
         async def ask(*_: Any) -> tuple[int, float | None, bytes]:
             nonlocal tries, now
-            tries, now = tries + 1, now + batches.WINDOW / 3
+            tries, now = tries + 1, now + batch_runner.WINDOW / 3
             return 429, None, b'{"error": {}}'
 
-        several = batches.Batches(store, ask, clock=lambda: now)
+        several = batch_runner.Batches(store, ask, clock=lambda: now)
         item = json.dumps({"custom_id": "a", "body": {}}).encode()
         job = store.create("batch_1", [item], b'{"kind": "batch", "endpoint": "/v1/completions"}')
         several.begin(job)

@@ -15,7 +15,7 @@ import pytest
 from http_server import Server
 from page_tab import Tab, until
 
-from tokenmill.serve.keys import add_key
+from tokenmill.serve.http.api_keys import add_key
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from http_server import Server
 
-from tokenmill.serve.pages import FOLDER
+from tokenmill.serve.api.page import FOLDER
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from sim_service import eventually, greedy, run, strike
 
 from tokenmill.kv.pool import BlockPool
-from tokenmill.serve import live as live_module
-from tokenmill.serve import wire
-from tokenmill.serve.inside import blocks_of
-from tokenmill.serve.keys import add_key
-from tokenmill.serve.live import _pool, percentiles
-from tokenmill.serve.service import Service
+from tokenmill.serve.api import live as live_module
+from tokenmill.serve.api.live import _pool, percentiles
+from tokenmill.serve.engine import wire
+from tokenmill.serve.engine.introspection import blocks_of
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.http.api_keys import add_key
 
 ROW = {"id", "state", "prompt", "output", "cached", "blocks", "age"}
 SLOW = {"step": 0.02}  # seconds

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import QueueFull
-from tokenmill.serve.admission import RETRY_LEAST, RETRY_MOST, Admission, Breaker, Load, Overloaded, StepCost
+from tokenmill.serve.engine_client.admission import (
+    RETRY_LEAST,
+    RETRY_MOST,
+    Admission,
+    Breaker,
+    Load,
+    Overloaded,
+    StepCost,
+)
 from tokenmill.serve.settings import ServeSettings
 
 SETTINGS = ServeSettings(

@@ -13,7 +13,7 @@ from sim_service import answer, assert_nothing_left, eventually, greedy, opened,
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Built, build
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.serve.embedder import Embedder
+from tokenmill.serve.engine.embedder import Embedder
 
 PROMPT = [(7 * i) % 120 + 3 for i in range(50)]
 

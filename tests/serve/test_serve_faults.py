@@ -15,9 +15,9 @@ from sim_service import answer, assert_nothing_left, eventually, greedy, opened,
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.serve.admission import Overloaded, Unavailable
-from tokenmill.serve.events import EngineEvent, RequestEvent
-from tokenmill.serve.service import Service
+from tokenmill.serve.engine_client.admission import Overloaded, Unavailable
+from tokenmill.serve.engine_client.events import EngineEvent, RequestEvent
+from tokenmill.serve.engine_client.service import Service
 
 PROMPTS = [[(17 * i + 7 * j) % 900 + 3 for j in range(3 + 3 * i)] for i in range(64)]
 

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, InvalidRequest
-from tokenmill.serve import journal as journal_module
-from tokenmill.serve.jobs import JobStore
-from tokenmill.serve.journal import MAGIC, Journal, JournalFull
+from tokenmill.serve.storage import journal as journal_module
+from tokenmill.serve.storage.jobs import JobStore
+from tokenmill.serve.storage.journal import MAGIC, Journal, JournalFull
 
 
 def read(path: Path) -> list[bytes]:
@@ -219,7 +219,7 @@ def test_a_full_disk_refuses_the_record_and_keeps_the_others(tmp_path: Path, mon
 
 LIMITED = """
 import resource, sys
-from tokenmill.serve.journal import Journal, JournalFull
+from tokenmill.serve.storage.journal import Journal, JournalFull
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 journal = Journal(sys.argv[1])
 for number in range(1000):
@@ -469,7 +469,7 @@ def test_a_job_that_cannot_be_written_is_not_accepted(tmp_path: Path, monkeypatc
 
 
 def test_removed_jobs_give_their_space_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmill.serve.jobs.WASTE", 2000)
+    monkeypatch.setattr("tokenmill.serve.storage.jobs.WASTE", 2000)
     with Journal(tmp_path / "journal") as journal:
         store = JobStore(journal)
         store.create("kept", [b"k"])
@@ -485,8 +485,8 @@ def test_removed_jobs_give_their_space_back(tmp_path: Path, monkeypatch: pytest.
 WRITER = """
 import sys
 from pathlib import Path
-from tokenmill.serve.jobs import JobStore
-from tokenmill.serve.journal import Journal
+from tokenmill.serve.storage.jobs import JobStore
+from tokenmill.serve.storage.journal import Journal
 store = JobStore(Journal(sys.argv[1], fsync="never"))
 job = next(iter(store.unfinished()), None) or store.create("job", [b"%d" % i for i in range(100000)])
 for index, item in list(job.open_items()):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.serve import large_json
+from tokenmill.serve.http import large_json
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=80) | st.text(
     '\\"\n\u00e9水\U0001f600a', max_size=80

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from tokenmill.errors import ConfigError
-from tokenmill.serve import batches_api
-from tokenmill.serve import journal as journal_module
-from tokenmill.serve.batches import Batches
-from tokenmill.serve.jobs import Job, JobStore
-from tokenmill.serve.journal import Journal, JournalFull
+from tokenmill.serve.api import batches
+from tokenmill.serve.http.batch_runner import Batches
+from tokenmill.serve.storage import journal as journal_module
+from tokenmill.serve.storage.jobs import Job, JobStore
+from tokenmill.serve.storage.journal import Journal, JournalFull
 
 ABOUT = msgspec.json.encode({"kind": "batch", "endpoint": "/v1/completions"})
 
@@ -180,7 +180,7 @@ def test_a_rewrite_without_descriptors_or_folder_is_a_journal_that_is_full(
 
 
 def test_a_removal_holds_although_its_space_cannot_be_won_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmill.serve.jobs.WASTE", 100)
+    monkeypatch.setattr("tokenmill.serve.storage.jobs.WASTE", 100)
     with Journal(tmp_path / "journal") as journal:
         store = JobStore(journal)
         store.create("a", [b"x" * 500])
@@ -204,10 +204,10 @@ def test_a_job_that_is_not_on_the_disk_is_not_acknowledged(tmp_path: Path, monke
                 await store.flushed()
         for _ in range(2):  # the second time it is gone already, as one that was deleted meanwhile
             with pytest.raises(JournalFull):
-                await batches_api._kept(store, job)
+                await batches._kept(store, job)
         assert set(store.jobs) == {"a", "c"} and store.counts[""] == 2
         with pytest.raises(JournalFull):
-            await batches_api._kept(store, other)
+            await batches._kept(store, other)
 
     store = JobStore(Journal(tmp_path / "journal"))
     asyncio.run(scenario(store))

@@ -9,23 +9,23 @@ import threading
 
 import pytest
 
-from tokenmill.serve import precedence
+from tokenmill.serve.engine import process_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_RR"), reason="needs Linux")
 
 # In a process of its own: what a thread takes, threads that it starts inherit.
 SCRIPT = """
 import os, threading
-from tokenmill.serve import precedence
-own = precedence.niceness()
+from tokenmill.serve.engine import process_priority
+own = process_priority.niceness()
 def seen(name):
-    print(name, os.sched_getscheduler(0), precedence.niceness())
-precedence.take()
+    print(name, os.sched_getscheduler(0), process_priority.niceness())
+process_priority.take()
 seen("taken")
 inherits = threading.Thread(target=seen, args=("inherited",))
 inherits.start()
 inherits.join()
-precedence.give_back(own)
+process_priority.give_back(own)
 seen("back")
 late = threading.Thread(target=seen, args=("late",))
 late.start()
@@ -55,5 +55,5 @@ def test_precedence_is_taken_inherited_and_given_back():
     seen = {name: (int(policy), int(nice)) for name, policy, nice in (line.split() for line in ran.stdout.splitlines())}
     if may_be_real_time():
         assert seen["taken"][0] == seen["inherited"][0] == os.SCHED_RR
-    ours = (os.SCHED_OTHER, precedence.niceness())
+    ours = (os.SCHED_OTHER, process_priority.niceness())
     assert seen["back"] == seen["late"] == ours

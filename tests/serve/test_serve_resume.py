@@ -16,9 +16,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.serve import wire
-from tokenmill.serve.remote import CRASH, KILL, Loss, RemoteEngine
-from tokenmill.serve.service import Service
+from tokenmill.serve.engine import wire
+from tokenmill.serve.engine_client.remote_engine import CRASH, KILL, Loss, RemoteEngine
+from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.settings import ServeSettings
 
 # float64 makes rounding differences between batch shapes far smaller than any gap between logits: equal means equal.

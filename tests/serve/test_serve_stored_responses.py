@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.serve.response_items import referenced, resolved
-from tokenmill.serve.responses_api import _Draft
-from tokenmill.serve.stored_responses import Stored, StoredResponses
+from tokenmill.serve.api.response_items import referenced, resolved
+from tokenmill.serve.api.responses import _Draft
+from tokenmill.serve.storage.stored_responses import Stored, StoredResponses
 
 
 def stored(id: str, size: int = 0, previous: str | None = None) -> Stored:

@@ -17,11 +17,11 @@ from sim_service import COMMAND, answer, eventually, greedy, make, opened, run, 
 
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.serve.admission import Unavailable
-from tokenmill.serve.engine_main import Orders
-from tokenmill.serve.flight import FlightRecorder
+from tokenmill.serve.engine.in_flight import FlightRecorder
+from tokenmill.serve.engine.main import Orders
+from tokenmill.serve.engine_client.admission import Unavailable
+from tokenmill.serve.engine_client.supervisor import StartFailed
 from tokenmill.serve.settings import ServeSettings
-from tokenmill.serve.supervisor import StartFailed
 
 
 def test_a_refused_setting_comes_out_as_the_sentence_it_is(capfd: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +171,7 @@ def test_an_engine_leaves_when_its_standard_input_closes(tmp_path: Path) -> None
 
 
 def test_the_front_needs_no_torch() -> None:
-    code = "import sys, tokenmill.serve.service; sys.exit('torch' in sys.modules)"
+    code = "import sys, tokenmill.serve.engine_client.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -27,10 +27,10 @@ from sim_service import eventually, opened, run, strike
 
 from tokenmill.errors import ConfigError
 from tokenmill.serve.app import create_app
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.http.api_keys import add_key
 from tokenmill.serve.http_settings import HttpSettings
-from tokenmill.serve.keys import add_key
-from tokenmill.serve.service import Service
-from tokenmill.serve.tracing import Tracing
+from tokenmill.serve.observe.tracing import Tracing
 
 PATH = "/v1/completions"
 CALLER = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -293,11 +293,12 @@ def test_a_collector_that_is_gone_costs_no_request(chat_model: str) -> None:
 def test_nothing_is_imported_when_off() -> None:
     code = (
         "import sys; from tokenmill.serve import app, server; from tokenmill.serve.http_settings import HttpSettings\n"
-        "from tokenmill.serve.service import Service; from tokenmill.config import EngineConfig\n"
+        "from tokenmill.serve.engine_client.service import Service; from tokenmill.config import EngineConfig\n"
         "made = app.create_app(Service(EngineConfig()), HttpSettings())\n"
         "assert made.state.site.tracing is None\n"
         # The interface alone may be there: FastAPI brings it.
-        "heavy = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf', 'tokenmill.serve.tracing')\n"
+        "heavy = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf', "
+        "'tokenmill.serve.observe.tracing')\n"
         "assert not [name for name in sys.modules if name.startswith(heavy)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

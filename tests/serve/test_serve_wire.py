@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
-from tokenmill.serve import wire
-from tokenmill.serve.flight import FlightRecorder
+from tokenmill.serve.engine import wire
+from tokenmill.serve.engine.in_flight import FlightRecorder
 
 tokens = st.integers(0, 2**31 - 1)
 params = st.builds(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.serve.tools import (
+from tokenmill.serve.tool_calls.parsers import (
     ArgumentsParser,
     BareParser,
     Parser,

@@ -27,7 +27,7 @@ def add(
     ] = False,
 ) -> None:
     """Make a key and print it. It is shown this once; a running server knows it within a second."""
-    from tokenmill.serve.keys import add_key
+    from tokenmill.serve.http.api_keys import add_key
 
     limits = {
         "requests_per_minute": requests_per_minute,
@@ -42,7 +42,7 @@ def add(
 @keys.command(name="list")
 def list_tenants(file: File) -> None:
     """Whom there are keys for, and their limits."""
-    from tokenmill.serve.keys import read_tenants
+    from tokenmill.serve.http.api_keys import read_tenants
 
     for tenant, entry in read_tenants(file).items():
         limits = "".join(f", {name} {value}" for name, value in entry.items() if name != "keys")

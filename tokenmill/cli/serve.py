@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -84,11 +83,13 @@ def serve(
 
     Ctrl-C or SIGTERM stops accepting, finishes what runs, and exits; a second one exits at once.
     """
+    import asyncio  # 25 ms, which --help of other commands need not wait for
+
     try:
+        from tokenmill.serve.engine_client.service import Service
         from tokenmill.serve.http_settings import HttpSettings
-        from tokenmill.serve.logs import set_up_logs
+        from tokenmill.serve.observe.logs import set_up_logs
         from tokenmill.serve.server import serve as run_server
-        from tokenmill.serve.service import Service
         from tokenmill.serve.settings import ServeSettings
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tokenmill"):

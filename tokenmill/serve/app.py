@@ -16,29 +16,29 @@ from starlette.routing import Route, request_response
 
 from tokenmill import __version__
 from tokenmill.errors import ConfigError, pip_install
-from tokenmill.serve import batches_api, health, message_batches_api, responses_read_api, schemas, tokens_api
-from tokenmill.serve.batches import Batches
-from tokenmill.serve.call import Handler, Reader, endpoint, error_response, reader
-from tokenmill.serve.chat_api import chat
-from tokenmill.serve.completions_api import complete
-from tokenmill.serve.embeddings_api import embed
+from tokenmill.serve.api import batches, health, message_batches, responses_by_id, schemas, tokens
+from tokenmill.serve.api.chat import chat
+from tokenmill.serve.api.completions import complete
+from tokenmill.serve.api.embeddings import embed
+from tokenmill.serve.api.messages import count, message
+from tokenmill.serve.api.page import add_pages
+from tokenmill.serve.api.responses import respond
+from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape
-from tokenmill.serve.guard import Guard
+from tokenmill.serve.http.access_log import Record
+from tokenmill.serve.http.api_keys import KeyRing
+from tokenmill.serve.http.batch_runner import Batches
+from tokenmill.serve.http.call import Handler, Reader, endpoint, error_response, reader
+from tokenmill.serve.http.origin_guard import Guard
+from tokenmill.serve.http.server_state import Site, site_of
 from tokenmill.serve.http_settings import HttpSettings
-from tokenmill.serve.jobs import JobStore
-from tokenmill.serve.journal import Journal
-from tokenmill.serve.keys import KeyRing
-from tokenmill.serve.messages_api import count, message
-from tokenmill.serve.metrics import Metrics
-from tokenmill.serve.pages import add_pages
-from tokenmill.serve.record import Record
-from tokenmill.serve.responses_api import respond
-from tokenmill.serve.service import Service
-from tokenmill.serve.site import Site, site_of
-from tokenmill.serve.stored_responses import StoredResponses
+from tokenmill.serve.observe.metrics import Metrics
+from tokenmill.serve.storage.jobs import JobStore
+from tokenmill.serve.storage.journal import Journal
+from tokenmill.serve.storage.stored_responses import StoredResponses
 
 if TYPE_CHECKING:
-    from tokenmill.serve.tracing import Tracing
+    from tokenmill.serve.observe.tracing import Tracing
 
 _POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
     ("/v1/chat/completions", schemas.ChatRequest, chat, openai_shape),
@@ -46,33 +46,33 @@ _POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
     ("/v1/responses", schemas.ResponsesRequest, respond, openai_shape),
     ("/v1/messages", schemas.MessagesRequest, message, anthropic_shape),
     ("/v1/messages/count_tokens", schemas.CountRequest, count, anthropic_shape),
-    ("/v1/messages/batches", schemas.MessageBatchRequest, message_batches_api.create_batch, anthropic_shape),
+    ("/v1/messages/batches", schemas.MessageBatchRequest, message_batches.create_batch, anthropic_shape),
     ("/v1/embeddings", schemas.EmbeddingRequest, embed, openai_shape),
-    ("/v1/batches", schemas.BatchRequest, batches_api.create_batch, openai_shape),
-    ("/tokenize", schemas.TokenizeRequest, tokens_api.tokenize, openai_shape),
-    ("/detokenize", schemas.DetokenizeRequest, tokens_api.detokenize, openai_shape),
+    ("/v1/batches", schemas.BatchRequest, batches.create_batch, openai_shape),
+    ("/tokenize", schemas.TokenizeRequest, tokens.tokenize, openai_shape),
+    ("/detokenize", schemas.DetokenizeRequest, tokens.detokenize, openai_shape),
 )
 
 _READS: tuple[tuple[str, str, Reader], ...] = (
-    ("/v1/models", "GET", tokens_api.list_models),
-    ("/v1/models/{name:path}", "GET", tokens_api.one_model),
-    ("/v1/files", "POST", batches_api.upload),
-    ("/v1/files", "GET", batches_api.list_files),
-    ("/v1/files/{name}", "GET", batches_api.one_file),
-    ("/v1/files/{name}", "DELETE", batches_api.delete_file),
-    ("/v1/files/{name}/content", "GET", batches_api.file_content),
-    ("/v1/batches", "GET", batches_api.list_batches),
-    ("/v1/batches/{name}", "GET", batches_api.one_batch),
-    ("/v1/batches/{name}/cancel", "POST", batches_api.cancel_batch),
-    ("/v1/messages/batches", "GET", message_batches_api.list_batches),
-    ("/v1/messages/batches/{name}", "GET", message_batches_api.one_batch),
-    ("/v1/messages/batches/{name}", "DELETE", message_batches_api.delete_batch),
-    ("/v1/messages/batches/{name}/cancel", "POST", message_batches_api.cancel_batch),
-    ("/v1/messages/batches/{name}/results", "GET", message_batches_api.results),
-    ("/v1/responses/{name}", "GET", responses_read_api.one_response),
-    ("/v1/responses/{name}", "DELETE", responses_read_api.delete_response),
-    ("/v1/responses/{name}/cancel", "POST", responses_read_api.cancel_response),
-    ("/v1/responses/{name}/input_items", "GET", responses_read_api.input_items),
+    ("/v1/models", "GET", tokens.list_models),
+    ("/v1/models/{name:path}", "GET", tokens.one_model),
+    ("/v1/files", "POST", batches.upload),
+    ("/v1/files", "GET", batches.list_files),
+    ("/v1/files/{name}", "GET", batches.one_file),
+    ("/v1/files/{name}", "DELETE", batches.delete_file),
+    ("/v1/files/{name}/content", "GET", batches.file_content),
+    ("/v1/batches", "GET", batches.list_batches),
+    ("/v1/batches/{name}", "GET", batches.one_batch),
+    ("/v1/batches/{name}/cancel", "POST", batches.cancel_batch),
+    ("/v1/messages/batches", "GET", message_batches.list_batches),
+    ("/v1/messages/batches/{name}", "GET", message_batches.one_batch),
+    ("/v1/messages/batches/{name}", "DELETE", message_batches.delete_batch),
+    ("/v1/messages/batches/{name}/cancel", "POST", message_batches.cancel_batch),
+    ("/v1/messages/batches/{name}/results", "GET", message_batches.results),
+    ("/v1/responses/{name}", "GET", responses_by_id.one_response),
+    ("/v1/responses/{name}", "DELETE", responses_by_id.delete_response),
+    ("/v1/responses/{name}/cancel", "POST", responses_by_id.cancel_response),
+    ("/v1/responses/{name}/input_items", "GET", responses_by_id.input_items),
 )
 
 
@@ -81,10 +81,10 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     posts = {path: endpoint(kind, handler, shape) for path, kind, handler, shape in _POSTS}
     store = JobStore(None if settings.journal is None else Journal(settings.journal))
-    batches = Batches(store, batches_api.asker(app, posts), most_bytes=settings.max_stored_bytes)
+    runner = Batches(store, batches.asker(app, posts), most_bytes=settings.max_stored_bytes)
     responses = StoredResponses(settings.max_responses_bytes, settings.response_seconds)
     tracing = tracing or _tracing(service, settings)
-    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), batches, responses, tracing)
+    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), runner, responses, tracing)
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:
@@ -112,7 +112,7 @@ def _tracing(service: Service, settings: HttpSettings) -> Tracing | None:
     if settings.otlp_endpoint is None:
         return None
     try:
-        from tokenmill.serve.tracing import Tracing
+        from tokenmill.serve.observe.tracing import Tracing
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise

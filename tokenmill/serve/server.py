@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from tokenmill.errors import ConfigError
-from tokenmill.serve import precedence
 from tokenmill.serve.app import create_app
+from tokenmill.serve.engine import process_priority
+from tokenmill.serve.engine_client.remote_model import Progress
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.http.protocol import protocol_for
+from tokenmill.serve.http.server_state import Site
 from tokenmill.serve.http_settings import HttpSettings
-from tokenmill.serve.protocol import protocol_for
-from tokenmill.serve.served import Progress
-from tokenmill.serve.service import Service
-from tokenmill.serve.site import Site
 
 log = logging.getLogger("tokenmill.serve")
 
@@ -44,8 +44,8 @@ async def serve(
     server = _Server(settings, service)
     services = [service] if service.degrade is None else [service.degrade, service]
     for one in services:
-        one.set_engine_niceness(precedence.niceness())
-    precedence.take()
+        one.set_engine_niceness(process_priority.niceness())
+    process_priority.take()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(_start(services, progress))
     told = asyncio.create_task(_told(services))

@@ -25,7 +25,7 @@ class ServeSettings:
     breaker_window: float = 60.0  # ... within this time open the circuit breaker:
     breaker_seconds: float = 15.0  # new requests are refused for this long, then one is let in to see
     give_up_after: int = 8  # failures in a row without a single token: those who wait are told the cause
-    command: tuple[str, ...] = ()  # starts the engine process; empty: this Python, tokenmill.serve.engine_main
+    command: tuple[str, ...] = ()  # starts the engine process; empty: this Python, tokenmill.serve.engine.main
 
     def __post_init__(self) -> None:
         for name in ("max_queued_tokens", "max_queued_requests", "breaker_failures", "give_up_after"):

@@ -1,0 +1,48 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from typing import Any
+
+from starlette.responses import Response
+
+from tokenmill.serve.api.completions import prompts_of
+from tokenmill.serve.api.schemas import EmbeddingRequest
+from tokenmill.serve.errors import HttpError
+from tokenmill.serve.http.call import Call
+
+
+async def embed(call: Call, body: EmbeddingRequest) -> Response:
+    form = body.encoding_format or "float"
+    if form not in ("float", "base64"):
+        raise HttpError(
+            400, f"encoding_format is {form[:60]!r}; it may be float or base64", "invalid_value", "encoding_format"
+        )
+    pooling = body.pooling or "mean"
+    if pooling not in ("mean", "last"):
+        raise HttpError(400, f"pooling is {pooling[:60]!r}; it may be mean or last", "invalid_value", "pooling")
+    prompts = [await call.service.encode(prompt) for prompt in prompts_of(body.input, "input")]
+    call.prompt_tokens = sum(map(len, prompts))
+    vectors = await call.work(call.service.embed(prompts, pooling))
+    if body.dimensions is not None:
+        vectors = [_shortened(vector, body.dimensions) for vector in vectors]
+    data = [{"object": "embedding", "index": at, "embedding": _told(one, form)} for at, one in enumerate(vectors)]
+    used = {"prompt_tokens": call.prompt_tokens, "total_tokens": call.prompt_tokens}
+    return call.answer({"object": "list", "data": data, "model": call.model, "usage": used})
+
+
+def _shortened(vector: list[float], dimensions: int) -> list[float]:
+    """The first numbers, again of unit length."""
+    if not 1 <= dimensions <= len(vector):
+        raise HttpError(
+            400, f"dimensions is {dimensions}; it must be from 1 to {len(vector)}", "invalid_value", "dimensions"
+        )
+    kept = vector[:dimensions]
+    length = sum(value * value for value in kept) ** 0.5 or 1.0
+    return [value / length for value in kept]
+
+
+def _told(vector: list[float], form: str) -> Any:
+    return vector if form == "float" else base64.b64encode(array("f", vector).tobytes()).decode()

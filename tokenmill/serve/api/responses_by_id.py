@@ -1,0 +1,66 @@
+"""/v1/responses/ID: stored responses are read, cancelled and deleted by whoever made them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.serve.api.response_items import history, items_of
+from tokenmill.serve.errors import HttpError
+from tokenmill.serve.http.call import json_response
+from tokenmill.serve.http.paging import ordered, page
+from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.tenants import Tenant
+from tokenmill.serve.storage.stored_responses import Stored
+
+_PATIENCE = 5.0  # seconds for a response that is cancelled to end
+
+
+async def one_response(site: Site, request: Request, tenant: Tenant) -> Response:
+    """A stored response."""
+    stored = site.responses.found(tenant.name, request.path_params["name"])
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise HttpError(
+            400, "stream is set, but a stored response is told as a whole; leave it out", "unsupported", "stream"
+        )
+    return _told(stored)
+
+
+async def input_items(site: Site, request: Request, tenant: Tenant) -> Response:
+    """What a stored response answered: the conversation before it and its own input."""
+    stored = site.responses.found(tenant.name, request.path_params["name"])
+    before = site.responses.chain(tenant.name, stored.previous)
+    said = await asyncio.to_thread(lambda: [*history(before), *items_of(stored.given)])  # may be megabytes
+    items = ordered(request, said, "desc")
+    shown, more = page(request, items, lambda item: str(item["id"]))
+    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+    return json_response({"object": "list", "data": shown, "has_more": more, **ends})
+
+
+async def cancel_response(site: Site, request: Request, tenant: Tenant) -> Response:
+    """End a response that is made in the background."""
+    stored = site.responses.found(tenant.name, request.path_params["name"])
+    if not stored.in_background:
+        raise HttpError(
+            400, f"{stored.id!r} was not asked for with background, and only such a response can be cancelled",
+            "invalid_value",
+        )  # fmt: skip
+    if stored.cancel is not None and stored.task is not None:
+        stored.cancel()
+        await asyncio.wait([stored.task], timeout=_PATIENCE)
+    return _told(stored)
+
+
+async def delete_response(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Forget a response. Those that go on from it stay, but nothing can go on from them."""
+    stored = site.responses.found(tenant.name, request.path_params["name"])
+    site.responses.remove(tenant.name, stored.id)
+    if stored.running and stored.cancel is not None:
+        stored.cancel()
+    return json_response({"id": stored.id, "object": "response", "deleted": True})
+
+
+def _told(stored: Stored) -> Response:
+    return Response(stored.response, media_type="application/json")

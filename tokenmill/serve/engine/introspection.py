@@ -1,0 +1,93 @@
+"""What an engine process tells of its inside: its books, and every block and request for those who watch."""
+
+from __future__ import annotations
+
+import operator
+import resource
+import sys
+from itertools import repeat
+from pathlib import Path
+
+from tokenmill.engine.core import Engine
+from tokenmill.kv.pool import BlockPool
+from tokenmill.serve.engine import wire
+
+
+def stats_of(engine: Engine) -> wire.Stats:
+    scheduler = engine.scheduler
+    pool, cache, stats = scheduler.kv.pool, scheduler.kv.stats, scheduler.stats
+    cached = sum(map(operator.gt, pool.has_content, pool.references))  # content and no reference: True > 0
+    return wire.Stats(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        waiting_tokens=scheduler.waiting.num_tokens,
+        blocks=pool.num_blocks,
+        free_blocks=pool.num_free - cached,
+        cached_blocks=cached,
+        block_size=scheduler.kv.block_size,
+        steps=stats.steps,
+        tokens=stats.tokens,
+        preemptions=stats.preemptions,
+        failed_steps=stats.failed_steps,
+        cache_queried=cache.queried,
+        cache_hit=cache.hit,
+        evicted_blocks=cache.evicted_blocks,
+        memory=_resident_bytes(),
+        device_memory=_device_bytes(),
+        late_kernels=_late_kernels(),
+    )
+
+
+def _late_kernels() -> int:
+    launch = sys.modules.get("tokenmill.ops.triton.launch")  # where it is not loaded, nothing is launched
+    return launch.FIRST_LAUNCHES.count if launch is not None else 0
+
+
+def view_of(engine: Engine) -> wire.View:
+    scheduler, now = engine.scheduler, engine.clock()
+    rows = [
+        wire.RowView(
+            key=int(request.id),
+            running=request.row >= 0,
+            prompt=request.prompt_len,
+            output=request.num_output,
+            computed=request.num_computed,
+            blocks=len(request.blocks),
+            cached=request.metrics.cached_tokens,
+            priority=request.priority,
+            age=now - request.arrival,
+        )
+        for request in scheduler.requests.values()
+    ]
+    return wire.View(blocks_of(scheduler.kv.pool), rows)
+
+
+# references (at most 255) -> 0, 2 or 4; that plus whether the block has content -> its state
+_HELD = bytes([0, 2]) + bytes([4]) * 254
+_STATE = bytes([wire.FREE, wire.CACHED, wire.USED, wire.USED, wire.SHARED, wire.SHARED]) + bytes(250)
+
+
+def blocks_of(pool: BlockPool) -> bytes:
+    """One byte per block. A GPU has hundreds of thousands of them, so no line of Python runs per block."""
+    try:
+        held = bytes(pool.references)
+    except ValueError:  # a block with more than 255 holders
+        held = bytes(map(min, pool.references, repeat(255)))
+    # Both as one long number: no byte of the sum overflows.
+    both = int.from_bytes(held.translate(_HELD)) + int.from_bytes(bytes(pool.has_content))
+    return both.to_bytes(len(held)).translate(_STATE)
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _device_bytes() -> int:
+    torch = sys.modules.get("torch")  # a simulated engine never imports it
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved())

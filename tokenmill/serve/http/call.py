@@ -1,0 +1,314 @@
+"""Call: one request of a client from its head to the end of its answer. Whatever happens, it is left in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from tokenmill.engine.request import Metrics
+from tokenmill.front import Prompt
+from tokenmill.model.tokenizer import Tokenizer
+from tokenmill.outputs import RequestOutput
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.grammar import check_grammar
+from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.text_pool import LONG
+from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
+from tokenmill.serve.http.access_log import Record
+from tokenmill.serve.http.error_mapping import refusal_of
+from tokenmill.serve.http.request_body import read_request
+from tokenmill.serve.http.server_state import Site, site_of
+from tokenmill.serve.http.tenants import Tenant
+
+T = TypeVar("T", bound=msgspec.Struct)
+V = TypeVar("V")
+P = ParamSpec("P")
+Handler = Callable[["Call", Any], Awaitable[Response]]
+Reader = Callable[[Site, Request, Tenant], Awaitable[Response]]
+
+
+class RequestOptions(Protocol):
+    """What a client may say, in every endpoint that generates, about how its request is scheduled."""
+
+    @property
+    def priority(self) -> str | int | None: ...
+
+    @property
+    def deadline_ms(self) -> float | None: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+class Call:
+    """A request of a tenant that has been let in. Somebody must `close` it; that ends whatever still runs for it."""
+
+    def __init__(self, site: Site, request: Request, tenant: Tenant, shape: Shape, record: Record) -> None:
+        self.site = site
+        self.request = request
+        self.tenant = tenant
+        self.shape = shape
+        self.record = record
+        self.id = record.id
+        self.problem: HttpError | None = None  # what the client was told of
+        self.said: list[dict[str, Any]] = []  # prompts and answers, where the log wants them
+        self.created = int(time.time())
+        self.service = site.service.route()
+        self.ignored: list[str] = []
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.metrics: Metrics | None = None  # when things happened to the first prompt
+        self.finish: str | None = None
+        self._streams: list[Stream] = []
+        self._job: asyncio.Task[Any] | None = None
+        self._open = True
+        self._left = False  # the client is gone
+        tenant.enter()
+        tenant.calls.add(self.id)
+
+    @property
+    def model(self) -> str:
+        return self.site.name_of(self.service)
+
+    def check_model(self, asked: str | None) -> None:
+        if asked is not None and asked not in self.site.names():
+            raise self.site.no_model(asked)
+
+    async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
+        """Hand a prompt to the engine. Raises what `Service.submit` raises."""
+        if params.structured is not None:  # the answer is kept: it is asked again, and then costs nothing
+            await asyncio.to_thread(check_grammar, params.structured)
+        if self.record.trace is not None:
+            self.record.trace.asked(params, self.model)
+        stream = await self.service.submit(
+            prompt,
+            params,
+            request_id=f"{self.id}-{len(self._streams)}" if self._streams else self.id,
+            priority=self.tenant.priority(options.priority),
+            timeout=_deadline_seconds(options.deadline_ms),
+            cache_salt=self.tenant.salt(options.cache_salt),
+        )
+        self._streams.append(stream)
+        return stream
+
+    async def aside(self, work: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
+        """Do something with what the client sent, in a thread where that was much."""
+        if self.request.scope.get("tokenmill.size", 0) <= LONG:
+            return work(*args, **options)
+        return await asyncio.to_thread(work, *args, **options)
+
+    def note_sent(self) -> None:
+        """What the streams brought was written to the socket."""
+        for stream in self._streams:
+            if stream.made is not None:
+                self.site.metrics.token_sent(time.monotonic() - stream.made)
+                stream.made = None
+
+    def saw(self, output: RequestOutput) -> RequestOutput:
+        """Note what became of an answer. Raises HttpError if it has failed."""
+        self.metrics = self.metrics or output.metrics
+        if self.site.settings.log_prompts:
+            self.said.append(_spelled_out(output, self.service.tokenizer))
+        reasons = [str(one.finish_reason) for one in output.outputs]
+        self.finish = next((reason for reason in reasons if reason not in ("stop", "length")), reasons[0])
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens
+        self.output_tokens += sum(len(one.token_ids) for one in output.outputs)
+        if output.error is not None or self.finish not in ("stop", "length"):
+            raise self._failure(output)
+        return output
+
+    async def whole(self, streams: list[Stream]) -> list[RequestOutput]:
+        """The complete answers. A client that leaves ends them."""
+        async with self.watching(self.request.receive):
+            return [self.saw(await stream.last()) for stream in streams]
+
+    async def work(self, job: Coroutine[Any, Any, V]) -> V:
+        """What somebody else does for the client; a client that leaves ends it."""
+        self._job = task = asyncio.create_task(job)
+        async with self.watching(self.request.receive):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if task.cancelled() and self._left:
+                    raise HttpError(GONE, "the client left before its answer was there") from None
+                raise
+            finally:
+                task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def watching(self, receive: Receive) -> AsyncIterator[None]:
+        """Cancel what runs as soon as the client is gone; its streams then end by themselves."""
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self.cancel()
+        if self._job is not None:
+            self._job.cancel()
+
+    def cancel(self) -> None:
+        for stream in self._streams:
+            self.service.cancel(stream.request_id)
+
+    def close(self, status: int) -> None:
+        """The answer has been sent, or will not be."""
+        if not self._open:
+            return
+        self._open = False
+        self.cancel()
+        self.tenant.leave(self.prompt_tokens + self.output_tokens)
+        self.tenant.calls.discard(self.id)
+        if self.service is not self.site.service:
+            self.site.metrics.degraded()
+        self.site.metrics.tenant_used(self.tenant.name, self.prompt_tokens, self.output_tokens)
+        times = self.metrics or Metrics()
+        told = {
+            "tenant": self.tenant.name or None,
+            "finish": self.finish,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "queue": _rounded(times.queue_seconds),
+            "ttft": _rounded(times.ttft),
+            "tpot": _rounded(times.tpot),
+            "ignored": self.ignored or None,
+            "model": self.model,
+            "said": self.said or None,
+        }
+        self.record.end(status, told, self.problem)
+
+    def headers(self) -> dict[str, str]:
+        headers = self.record.headers()
+        if self.ignored:
+            headers["x-tokenmill-ignored"] = ", ".join(self.ignored)
+        if self.service is not self.site.service:
+            headers["x-tokenmill-degraded"] = ascii(self.model)[1:-1]
+        return headers
+
+    def answer(self, content: Any) -> Response:
+        return json_response(content, 200, self.headers())
+
+    def _failure(self, output: RequestOutput) -> HttpError:
+        said = output.error
+        if self.finish == "cancelled" and said is None:
+            return HttpError(GONE, "the request was cancelled", "cancelled")
+        if self.finish == "deadline":
+            return HttpError(504, said or "the deadline passed before the answer was complete", "deadline_exceeded")
+        if self.service.stats().state in ("draining", "stopped"):
+            return HttpError(503, said or "the server is shutting down", "unavailable", retry_after=5.0)
+        if said is not None and any(one.at_fault for one in self._streams if one.request_id == output.request_id):
+            return HttpError(400, said, "invalid_value", "response_format")
+        return HttpError(500, said or f"the answer ended with {self.finish}", "engine_error")
+
+
+def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
+    """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
+
+    async def handle(request: Request) -> Response:
+        site = site_of(request)
+        record, call = Record(site, request), None
+        try:
+            call = Call(site, request, site.tenant_of(request), shape, record)
+            body, call.ignored = await read_request(request, kind, site.settings)
+            call.check_model(getattr(body, "model", None))
+            response = await handler(call, body)
+        except Exception as problem:
+            error = told_error(problem, record.id)
+            if call is not None:
+                call.problem = error
+                call.close(error.status)
+            else:
+                record.end(error.status, error=error)
+            return error_response(error, shape, record.headers())
+        except BaseException:
+            if call is not None:
+                call.close(GONE)
+            raise
+        if not isinstance(response, Lasting):
+            call.close(response.status_code)
+        return response
+
+    handle.__name__, handle.__doc__ = handler.__name__, kind.__doc__
+    return handle
+
+
+def reader(handler: Reader, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
+    """An HTTP handler for what needs no engine; whoever has a key may ask."""
+
+    async def handle(request: Request) -> Response:
+        site = site_of(request)
+        record, error = Record(site, request), None
+        try:
+            tenant = site.tenant_of(request)
+            response = await handler(site, request, tenant)
+            response.headers.update(record.headers())
+        except Exception as problem:
+            error = told_error(problem, record.id)
+            response = error_response(error, shape, record.headers())
+        except BaseException:
+            record.end(GONE)
+            raise
+        record.end(response.status_code, error=error)
+        return response
+
+    handle.__name__, handle.__doc__ = handler.__name__, handler.__doc__
+    return handle
+
+
+class Lasting(Response):
+    """A response that closes its call itself."""
+
+
+def told_error(problem: Exception, id: str) -> HttpError:
+    error = refusal_of(problem, id)
+    if error.status == 500:
+        bug = not isinstance(problem, HttpError)
+        logging.getLogger("tokenmill.serve").error("%s", problem, exc_info=problem if bug else None, extra={"id": id})
+    return error
+
+
+def error_response(error: HttpError, shape: Shape, headers: dict[str, str]) -> Response:
+    return json_response(shape(error), error.status, headers | error.headers())
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def _spelled_out(output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    prompt = output.prompt
+    if prompt is None and tokenizer is not None:
+        prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    return {"prompt": prompt, "answers": [one.text for one in output.outputs]}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
+
+
+def _deadline_seconds(deadline_ms: float | None) -> float | None:
+    if deadline_ms is None:
+        return None
+    if not 0 < deadline_ms <= 86_400_000:
+        raise HttpError(
+            400,
+            f"deadline_ms is {deadline_ms}; it must be above 0 and at most a day (86400000)",
+            "invalid_value",
+            "deadline_ms",
+        )
+    return deadline_ms / 1000

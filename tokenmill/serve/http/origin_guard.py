@@ -1,0 +1,116 @@
+"""Guard: keeps web pages from making a browser ask a server that only its user can reach.
+
+A page of any site can make the browser of whoever reads it send requests to localhost or to a machine in the same
+network. Two things tell such requests: the `Host` that they are for (a name that its owner has pointed at this address,
+to have the page and the server count as one site), and where the browser says that they come from.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tokenmill.serve.errors import HttpError, anthropic_shape, openai_shape
+from tokenmill.serve.http.access_log import Record
+from tokenmill.serve.http.call import error_response
+from tokenmill.serve.http.server_state import site_of
+from tokenmill.serve.http_settings import HttpSettings
+
+_SAFE = ("GET", "HEAD", "OPTIONS")  # change nothing, and their answers are not for other sites' pages to read
+
+
+class Guard:
+    """Refuses what a foreign page has sent. Programs that are no browsers are not affected, except by a Host that is
+    not this server's, where that is looked at: `hosts` are given, or no key is wanted and the address is this
+    machine's alone."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
+        self._app = app
+        self._origins = {origin.lower() for origin in settings.origins}
+        self._hosts = {_bare(name) for name in (*settings.hosts, settings.host)}
+        self._any_host = "*" in settings.hosts or not (
+            settings.hosts or (settings.keys is None and _is_local(settings.host))
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
+            request = Request(scope)
+            record = Record(site_of(request), request)
+            record.end(problem.status, error=problem)
+            shape = anthropic_shape if scope["path"].startswith("/v1/messages") else openai_shape
+            await error_response(problem, shape, record.headers())(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> HttpError | None:
+        said = _Said.of(scope)
+        if not self._any_host and not all(self._is_ours(_bare(host)) for host in said.hosts):
+            return HttpError(
+                403,
+                "the Host of this request is not a name of this server; if it should be one, start the server with "
+                "--allowed-host NAME",
+                "host_not_allowed",
+                close=True,
+            )
+        if scope["method"] not in _SAFE and self._is_foreign(said):
+            return HttpError(
+                403,
+                "a web page of another origin may not ask here; if it should, start the server with --origin ORIGIN",
+                "origin_not_allowed",
+                close=True,
+            )
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        """A number cannot be pointed elsewhere, and localhost is always this machine."""
+        return host in self._hosts or host == "localhost" or host.endswith(".localhost") or _is_number(host)
+
+    def _is_foreign(self, said: _Said) -> bool:
+        if "*" in self._origins or (said.origin is not None and said.origin in self._origins):
+            return False
+        if said.site is not None:  # browsers say it where nobody can listen; pages cannot set it
+            return said.site not in ("same-origin", "none")
+        return said.origin is not None and said.origin.partition("://")[2] not in said.hosts
+
+
+class _Said(NamedTuple):
+    """What a request's head says of where it is from and for."""
+
+    hosts: list[str]
+    origin: str | None
+    site: str | None
+
+    @classmethod
+    def of(cls, scope: Scope) -> _Said:
+        hosts, origin, site = [], None, None
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value.decode("latin-1").lower())
+            elif name == b"origin":
+                origin = value.decode("latin-1").lower()
+            elif name == b"sec-fetch-site":
+                site = value.decode("latin-1").lower()
+        return cls(hosts, origin, site)
+
+
+def _bare(host: str) -> str:
+    """Without the port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host if host.count(":") > 1 else host.partition(":")[0]
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_local(host: str) -> bool:
+    return _bare(host) == "localhost" or (_is_number(host) and ipaddress.ip_address(host).is_loopback)

@@ -1,0 +1,165 @@
+"""EventStream: an answer sent as server-sent events while it comes into being."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.http.call import Call, Lasting, told_error
+
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": still here\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def event(content: Any, name: str | None = None) -> bytes:
+    if name is None:
+        return b"data: %b\n\n" % _encode(content)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(content))
+
+
+class Chunks:
+    """Events that differ in nothing but their one choice: the rest is encoded once."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._before = b'data: %b,"choices":[' % _encode(head)[:-1]
+
+    def event(self, choice: dict[str, Any]) -> bytes:
+        return b"%b%b]}\n\n" % (self._before, _encode(choice))
+
+
+class Teller(Protocol):
+    """Says what came of streams as events. It never waits, so it can be asked in the middle of a delivery."""
+
+    @property
+    def streams(self) -> list[Stream]: ...
+
+    def begin(self) -> bytes:
+        """Before anything has come; may be nothing."""
+        ...
+
+    def news(self, number: int) -> bytes:
+        """What is new in a stream; may be nothing. Raises HttpError where it has failed."""
+        ...
+
+    def end(self) -> bytes:
+        """After the last news."""
+        ...
+
+
+class EventStream(Lasting):
+    """Sends what a teller says. `last` follows an error; with `named`, an error is an event called error.
+
+    As long as the client keeps up, the events of a step are written in the moment the step's tokens arrive: no task is
+    woken for them. A client that does not keep up is served by the task that runs the response, which waits for it;
+    what comes meanwhile is told in one go.
+    """
+
+    def __init__(self, call: Call, teller: Teller, last: bytes = DONE, named: bool = False) -> None:
+        super().__init__(
+            status_code=200,
+            headers=call.headers() | {"cache-control": "no-cache", "x-accel-buffering": "no"},
+            media_type="text/event-stream",
+        )
+        del self.headers["content-length"]
+        self._call = call
+        self._teller = teller
+        self._last = last
+        self._named = named
+        self._connection: Any = None  # of GuardedProtocol, where it may be written to directly
+        self._open = set(range(len(teller.streams)))  # streams that have not ended
+        self._news: dict[int, None] = {}  # streams whose news the task has to tell, in order
+        self._problem: Exception | None = None
+        self._sent = 0  # how often something was sent
+        self._slow = True  # the task is at work: nobody else may write
+        self._woken = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 200
+        try:
+            async with self._call.watching(receive):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._connection = scope.get("tokenmill.connection")
+                beat = asyncio.create_task(self._beat(send))
+                try:
+                    await self._send(send, self._teller.begin())
+                    for number, stream in enumerate(self._teller.streams):
+                        stream.listen(partial(self._moved, number))
+                    await self._tell(send)
+                    part = self._teller.end()
+                except Exception as problem:
+                    error = told_error(problem, self._call.id)
+                    status, self._call.problem = error.status, error
+                    part = event(self._call.shape(error), "error" if self._named else None) + self._last
+                finally:
+                    beat.cancel()
+                await self._send(send, part)
+                await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._open.clear()  # whatever still comes is for nobody
+            self._call.close(status)
+
+    def _moved(self, number: int) -> None:
+        """A stream has news: tell them at once, or have the task do it."""
+        if number not in self._open:
+            return
+        connection = self._connection
+        if self._slow or self._news or connection is None or _is_behind(connection):
+            self._news[number] = None
+            self._woken.set()
+            return
+        try:
+            if part := self._look(number):
+                self._sent += 1
+                connection.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+                self._call.note_sent()
+        except Exception as problem:  # the delivery goes on to others
+            self._problem = problem
+        if self._problem is not None or not self._open:
+            self._woken.set()
+
+    def _look(self, number: int) -> bytes:
+        stream = self._teller.streams[number]
+        stream.look()
+        if stream.follow.finished:
+            self._open.discard(number)
+        return self._teller.news(number)
+
+    async def _tell(self, send: Send) -> None:
+        """Returns when every stream has ended; raises what one of them failed of."""
+        while True:
+            while self._news and self._problem is None:
+                number = next(iter(self._news))
+                del self._news[number]
+                await self._send(send, self._look(number))
+            if self._problem is not None:
+                raise self._problem
+            if not self._open:
+                return
+            self._woken.clear()
+            self._slow = False
+            await self._woken.wait()
+            self._slow = True
+
+    async def _send(self, send: Send, part: bytes) -> None:
+        if part:
+            self._sent += 1
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            self._call.note_sent()
+
+    async def _beat(self, send: Send) -> None:
+        """Proxies close what is silent for long."""
+        while True:
+            before = self._sent
+            await asyncio.sleep(self._call.site.settings.beat_seconds)
+            if self._sent == before:
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+
+def _is_behind(connection: Any) -> bool:
+    return bool(connection.flow.write_paused or connection.transport.is_closing())

@@ -1,0 +1,207 @@
+"""GET /metrics: what the service counts, in Prometheus' words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tokenmill import __version__
+from tokenmill.engine.request import Finish
+from tokenmill.serve.engine_client.events import EngineEvent, Event, RequestEvent, StepEvent
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.errors import GONE
+from tokenmill.serve.observe.histogram import Tally
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_LAG = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/batches",
+    "/v1/batches/{name}",
+    "/v1/batches/{name}/cancel",
+    "/v1/files",
+    "/v1/files/{name}",
+    "/v1/files/{name}/content",
+    "/tokenize",
+    "/detokenize",
+)
+# Series that are there before anything happens: what appears with its first event looks to rate() as if it had not.
+_REFUSALS = (
+    ("429", "overloaded"),
+    ("429", "deadline_too_close"),
+    ("429", "rate_limit_exceeded"),
+    ("429", "concurrency_limit_exceeded"),
+    ("503", "unavailable"),
+    ("400", "invalid_value"),
+    ("500", "engine_error"),
+    ("500", "internal_error"),
+    ("504", "deadline_exceeded"),
+)
+_FATES = ("ready", "died", "breaker_open", "breaker_closed")
+
+
+class Metrics:
+    """Histograms are filled as things happen; counters and gauges are read from the service when somebody asks."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self._by_tenant = CollectorRegistry()  # who the tenants are is not for everybody
+        self.registry.register(_Books(service))
+        ProcessCollector(registry=self.registry)  # of the front: process_resident_memory_bytes, process_open_fds, ...
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"tokenmill_{name}", what, registry=self.registry, buckets=buckets)
+
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
+        self._gap = Tally(
+            "tokenmill_inter_token_seconds", "Between two tokens of a request", _SHORT, registry=self.registry
+        )
+        self._sent = Tally(
+            "tokenmill_token_to_socket_seconds",
+            "From the end of a step in the engine until its token of a stream was written",
+            _LAG,
+            registry=self.registry,
+        )
+        self._queue = histogram("queue_seconds", "Arrival to first step", _LONG)
+        self._step = histogram("step_seconds", "One turn of the engine's loop", _SHORT)
+        self._lag = histogram("delivery_seconds", "From the engine's sending of tokens to the front", _LAG)
+        self._batch = histogram("step_tokens", "Tokens computed in a step", _TOKENS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._output = histogram("request_output_tokens", "Output tokens of a request", _TOKENS)
+        self._http = Counter(
+            "tokenmill_http_requests", "Requests by route and status", ["route", "status"], registry=self.registry
+        )
+        self._errors = Counter(
+            "tokenmill_http_errors", "Refused and failed requests by cause", ["status", "code"], registry=self.registry
+        )
+        self._prefilled = Counter(
+            "tokenmill_prefilled_tokens", "Prompt tokens computed, as it happens", registry=self.registry
+        )
+        self._generated = Counter(
+            "tokenmill_generated_tokens", "Output tokens computed, as it happens", registry=self.registry
+        )
+        self._tenant = Counter(
+            "tokenmill_tenant_tokens", "Tokens by tenant", ["tenant", "kind"], registry=self._by_tenant
+        )
+        self._engine = Counter(
+            "tokenmill_engine_events", "What happened to the engine process", ["kind"], registry=self.registry
+        )
+        self._degraded = Counter(
+            "tokenmill_degraded_requests", "Requests that the degrade model answered", registry=self.registry
+        )
+        for status, code in _REFUSALS:
+            self._errors.labels(status, code)
+        for kind in _FATES:
+            self._engine.labels(kind)
+        self.leave = service.subscribe(self._listen)
+
+    def http_ended(self, route: str, status: int, code: str | None = None) -> None:
+        """`code` is the error's, one of those that our own code names: labels must not be a client's to make."""
+        self._http.labels(route if route in _ROUTES else "other", str(status)).inc()
+        if status >= 400 and status != GONE:
+            self._errors.labels(str(status), code or "none").inc()
+
+    def degraded(self) -> None:
+        self._degraded.inc()
+
+    def tenant_used(self, tenant: str, prompt: int, output: int) -> None:
+        self._tenant.labels(tenant, "prompt").inc(prompt)
+        self._tenant.labels(tenant, "output").inc(output)
+
+    def token_sent(self, seconds: float) -> None:
+        self._sent.observe(seconds)
+
+    def text(self, tenants: bool = True) -> bytes:
+        return generate_latest(self.registry) + (generate_latest(self._by_tenant) if tenants else b"")
+
+    def _listen(self, event: Event) -> None:
+        match event:
+            case StepEvent():
+                self._step.observe(event.seconds)
+                self._lag.observe(max(0.0, event.lag))
+                self._prefilled.inc(event.prefill_tokens)
+                self._generated.inc(event.tokens)
+                if computed := event.decodes + event.prefill_tokens:
+                    self._batch.observe(computed)
+            case RequestEvent(kind="finished"):
+                self._prompt.observe(event.prompt_tokens)
+                self._output.observe(event.output_tokens)
+                if event.ttft is not None:
+                    self._ttft.observe(event.ttft)
+                if event.queue_seconds is not None:
+                    self._queue.observe(event.queue_seconds)
+                self._gap.observe_all(event.token_gaps)
+            case EngineEvent():
+                self._engine.labels(event.kind).inc()
+            case _:
+                pass
+
+
+class _Books(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._service.stats()
+        engine = stats.engine
+        gauges = {
+            "requests_active": ("Requests accepted and not finished", stats.active),
+            "requests_running": ("Sequences in the engine's batch", engine.running),
+            "requests_queued": ("Sequences that the engine has not begun", stats.queued),
+            "queued_tokens": ("Prompt tokens that the engine has not begun", stats.queued_tokens),
+            "drain_seconds": ("Predicted time to finish what was accepted", stats.drain_seconds or 0.0),
+            "kv_blocks": ("Blocks of the KV pool", engine.blocks),
+            "kv_blocks_free": ("Blocks without content", engine.free_blocks),
+            "kv_blocks_cached": ("Free blocks whose content may be found again", engine.cached_blocks),
+            "engine_memory_bytes": ("Resident memory of the engine process", engine.memory),
+            "engine_device_memory_bytes": ("Memory held on the device", engine.device_memory),
+            "ready": ("1: a request would be worked on now", float(self._service.ready())),
+            "breaker_open": ("1: new requests are refused", float(stats.breaker == "open")),
+        }
+        counters = {
+            "requests_accepted": ("Requests let in", stats.accepted),
+            "requests_refused": ("Requests not let in", stats.refused),
+            "prompt_tokens": ("Prompt tokens of finished requests", stats.prompt_tokens),
+            "output_tokens": ("Output tokens of finished requests", stats.output_tokens),
+            "cached_tokens": ("Prompt tokens that the prefix cache supplied", stats.cached_tokens),
+            "prefix_cache_queried_tokens": ("Prompt tokens looked up in the prefix cache", stats.cache_queried),
+            "prefix_cache_hit_tokens": ("Prompt tokens found in the prefix cache", stats.cache_hit),
+            "preemptions": ("Requests that had to give up their blocks", stats.preemptions),
+            "evictions": ("Cached blocks given up", stats.evicted_blocks),
+            "failed_steps": ("Steps that did not complete", stats.failed_steps),
+            "kernels_compiled_after_ready": (
+                "Launches that waited for a GPU kernel to be compiled or loaded, since this engine process is ready",
+                engine.late_kernels,
+            ),
+            "engine_restarts": ("Engine processes started anew", stats.restarts),
+        }
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"tokenmill_{name}", what, value=value)
+        for name, (what, count) in counters.items():
+            yield CounterMetricFamily(f"tokenmill_{name}", what, value=count)
+        finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
+        for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
+            finished.add_metric([reason], count)
+        yield finished
+        stage = GaugeMetricFamily(
+            "tokenmill_start_progress", "Share done of what makes the engine ready; none: it is", labels=["stage"]
+        )
+        if (now := self._service.stages.now) is not None:
+            stage.add_metric([now.name], min(1.0, now.done / now.total) if now.total else 0.0)
+        yield stage
+        build = GaugeMetricFamily("tokenmill_build_info", "What runs here", labels=["version", "model"])
+        model = self._service.facts.model if hasattr(self._service, "facts") else ""  # not before it is loaded
+        build.add_metric([__version__, model], 1)
+        yield build

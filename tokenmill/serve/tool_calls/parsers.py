@@ -1,0 +1,397 @@
+"""Tool calls: what a model may call as a schema, and what it says as calls, piece by piece while it says them.
+
+tools = checked_tools(payload)                                    # OpenAI's `tools`
+params.structured = choice_form(tools, choice, parallel=True)     # None where the model may also just talk
+parser = parser_for(tools, choice, format_of(chat_template))      # None where calls are not looked for
+for text in stream: delta = parser.feed(text)                     # text to show, and parts of calls
+delta = parser.finish()
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.sampling.structured import StructuredOutput, check_shape
+from tokenmill.serve.tool_calls.scanner import CallScanner, Piece
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the client offers."""
+
+    name: str
+    parameters: Mapping[str, Any]  # a JSON schema
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """A part of a call. The first of each call carries its id and name; arguments are JSON text, in parts."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class ToolDelta:
+    """What became certain with some text."""
+
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+
+
+class Parser(Protocol):
+    """Finds calls in streamed text. What it gives does not depend on how the text is cut into pieces."""
+
+    def feed(self, text: str) -> ToolDelta: ...
+
+    def finish(self) -> ToolDelta:
+        """What was held back, once no text will follow."""
+        ...
+
+
+Choice = str  # "auto", "none", "required", or "=" and the name of a tool
+
+
+def checked_tools(payload: Any) -> list[Tool]:
+    """The tools of a request. Raises InvalidRequest."""
+    if payload is None:
+        return []
+    if not isinstance(payload, list | tuple):
+        raise InvalidRequest(f"tools is a {type(payload).__name__}; it must be a list")
+    if len(payload) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(payload)} entries; at most {MAX_TOOLS} are allowed")
+    tools = [_checked_tool(number, tool) for number, tool in enumerate(payload)]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"tools has {double!r} more than once; give each tool its own name")
+    return tools
+
+
+def checked_choice(payload: Any, tools: list[Tool]) -> Choice:
+    """OpenAI's `tool_choice` as a Choice. Raises InvalidRequest."""
+    if payload is None:
+        return "auto" if tools else "none"
+    if isinstance(payload, str) and payload in ("auto", "none", "required"):
+        if payload == "required" and not tools:
+            raise InvalidRequest("tool_choice is 'required' but there are no tools; give some")
+        return payload if tools else "none"
+    if isinstance(payload, Mapping) and payload.get("type") == "function":
+        function = payload.get("function", payload)  # the Responses API has the name beside the type
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if any(tool.name == name for tool in tools):
+            return f"={name}"
+        raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools")
+    raise InvalidRequest(f"tool_choice is {payload!r:.60}; it must be auto, none, required, or name functions")
+
+
+def choice_form(tools: list[Tool], choice: Choice, parallel: bool = True) -> StructuredOutput | None:
+    """The form of the answer where the client insists on a call: a list of calls, or the arguments of the named one."""
+    if choice.startswith("="):
+        return StructuredOutput(json=_named(tools, choice).parameters)
+    if choice != "required":
+        return None
+    for tool in tools:
+        check_shape(tool.parameters)
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/tool{number}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    if not parallel:
+        schema["maxItems"] = 1
+    schema["$defs"] = {
+        f"tool{number}": _moved(tool.parameters, f"#/$defs/tool{number}") for number, tool in enumerate(tools)
+    }
+    return StructuredOutput(json=schema)
+
+
+def format_of(chat_template: str | None) -> str:
+    """How a model with this template writes calls: "hermes" is in <tool_call> tags (also Qwen), "json" bare objects."""
+    template = chat_template or ""
+    if "<tool_call>" not in template and ("python_tag" in template or "[TOOL_CALLS]" in template):
+        return "json"
+    return "hermes"
+
+
+def parser_for(
+    tools: list[Tool],
+    choice: Choice,
+    format: str = "hermes",
+    ids: Callable[[], str] | None = None,
+    only: bool = False,
+) -> Parser | None:
+    """Whoever makes calls of an answer; None where none are wanted. With `only`, a call of anything else is text."""
+    ids = ids or new_id
+    if not tools or choice == "none":
+        return None
+    if choice.startswith("="):
+        return ArgumentsParser(_named(tools, choice).name, ids)
+    if choice == "required" or format == "json":
+        return BareParser({tool.name for tool in tools}, ids)
+    return TaggedParser(ids, {tool.name for tool in tools} if only else None)
+
+
+def parse(parser: Parser, text: str) -> tuple[str, list[ToolCall]]:
+    """A whole answer at once: what there is to show, and the calls."""
+    return collected([parser.feed(text), parser.finish()])
+
+
+def collected(deltas: Iterable[ToolDelta]) -> tuple[str, list[ToolCall]]:
+    content = ""
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        content += delta.content
+        for part in delta.calls:
+            known = calls.get(part.index) or ToolCall(part.id or "", part.name or "", "")
+            calls[part.index] = ToolCall(known.id, known.name, known.arguments + part.arguments)
+    return content, [calls[index] for index in sorted(calls)]
+
+
+def new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class ArgumentsParser:
+    """The whole answer is the arguments of one call."""
+
+    def __init__(self, name: str, ids: Callable[[], str]) -> None:
+        self._first: CallDelta | None = CallDelta(0, ids(), name)
+
+    def feed(self, text: str) -> ToolDelta:
+        first, self._first = self._first, None
+        if first is None:
+            return ToolDelta(calls=[CallDelta(0, arguments=text)] if text else [])
+        return ToolDelta(calls=[CallDelta(0, first.id, first.name, text)])
+
+    def finish(self) -> ToolDelta:
+        return self.feed("") if self._first is not None else ToolDelta()
+
+
+class _Calls:
+    """What the two other parsers share: calls are numbered, and white space around them is nobody's text."""
+
+    def __init__(self, ids: Callable[[], str]) -> None:
+        self._ids = ids
+        self._count = 0
+        self._scanner: CallScanner | None = None
+        self._space = ""  # white space that is shown if text follows
+        self._content: list[str] = []
+        self._parts: list[CallDelta] = []
+
+    def _show(self, text: str) -> None:
+        kept = text.rstrip()
+        if kept:
+            self._content.append(self._space + kept)
+            self._space = ""
+        self._space += text[len(kept) :]
+
+    def _add(self, piece: Piece) -> None:
+        """A part of the call that is being scanned."""
+        index = self._count
+        if piece.name is not None:
+            self._space = ""
+            self._parts.append(CallDelta(index, self._ids(), piece.name, piece.arguments))
+        elif piece.arguments:
+            self._parts.append(CallDelta(index, arguments=piece.arguments))
+
+    def _taken(self) -> ToolDelta:
+        delta = ToolDelta("".join(self._content), self._parts)
+        self._content, self._parts = [], []
+        return delta
+
+
+class TaggedParser(_Calls):
+    """Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` between text."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self, ids: Callable[[], str] = new_id, names: set[str] | None = None) -> None:
+        super().__init__(ids)
+        self._names = names  # that count as calls; None: all
+        self._rest = ""  # not looked at yet, or perhaps the beginning of a tag
+        self._after = False  # a call has ended and its closing tag may follow
+
+    def feed(self, text: str) -> ToolDelta:
+        self._rest += text
+        while self._rest and self._go_on():
+            pass
+        return self._taken()
+
+    def finish(self) -> ToolDelta:
+        rest, self._rest = self._rest, ""
+        if self._scanner is not None:
+            if not self._scanner.named:
+                self._show(self.OPEN + self._scanner.raw)
+        elif not (self._after and self.CLOSE.startswith(rest.strip())):  # a closing tag that was cut off says nothing
+            self._show(rest)
+        if not self._count and self._scanner is None:
+            self._content.append(self._space)
+        return self._taken()
+
+    def _go_on(self) -> bool:
+        """One move; False when more text is needed."""
+        if self._scanner is not None:
+            return self._scan(self._scanner)
+        if self._after:
+            stripped = self._rest.lstrip()
+            if self.CLOSE.startswith(stripped) and stripped != self.CLOSE:
+                return False
+            self._rest = stripped.removeprefix(self.CLOSE)
+            self._after = False
+            return True
+        at = self._rest.find(self.OPEN)
+        if at < 0:
+            held = _overlap(self._rest, self.OPEN)
+            self._show(self._rest[: len(self._rest) - held])
+            self._rest = self._rest[len(self._rest) - held :]
+            return False
+        self._show(self._rest[:at])
+        self._rest = self._rest[at + len(self.OPEN) :]
+        self._scanner = CallScanner(self._names)
+        return True
+
+    def _scan(self, scanner: CallScanner) -> bool:
+        used = scanner.feed(self._rest)
+        self._add(scanner.take())
+        self._rest = self._rest[used:]
+        if not scanner.ended:
+            return False
+        self._scanner = None
+        if scanner.named:
+            self._count += 1
+            self._after = True
+        else:  # not a call after all
+            self._show(self.OPEN + scanner.raw)
+        return True
+
+
+class BareParser(_Calls):
+    """The answer is a call, a list of calls, or calls with semicolons between them; anything else is text.
+
+    Models that write so also have words that are no calls but begin like one, so only known names count.
+    """
+
+    _BEFORE = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*\[?\s*")
+    _BETWEEN = re.compile(r"[\s,;\]]*")
+    _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
+
+    def __init__(self, names: set[str], ids: Callable[[], str] = new_id) -> None:
+        super().__init__(ids)
+        self._names = names
+        self._rest = ""
+        self._talks = False  # what follows is text
+
+    def feed(self, text: str) -> ToolDelta:
+        self._rest += text
+        while self._rest and self._go_on():
+            pass
+        return self._taken()
+
+    def finish(self) -> ToolDelta:
+        if self._scanner is not None and not self._scanner.named:
+            self._content.append(("" if self._count else self._opening) + self._scanner.raw)
+        elif self._scanner is None:
+            self._content.append(self._rest if not self._count else "")
+            self._content.append(self._space if self._talks else "")
+        self._rest = ""
+        return self._taken()
+
+    _opening = ""  # what stood before the call that is being scanned
+
+    def _go_on(self) -> bool:
+        if self._talks:
+            self._show(self._rest)
+            self._rest = ""
+            return False
+        if self._scanner is not None:
+            return self._scan(self._scanner)
+        pattern = self._BETWEEN if self._count else self._BEFORE
+        found = pattern.match(self._rest)
+        assert found is not None  # both match nothing, too
+        if found.end() == len(self._rest) or (not self._count and self._may_be_mark()):
+            return False
+        if self._rest[found.end()] != "{":
+            self._talks = True
+            if self._count:
+                self._rest = self._rest[found.end() :]
+            return True
+        self._opening, self._rest = self._rest[: found.end()], self._rest[found.end() :]
+        self._scanner = CallScanner(self._names)
+        return True
+
+    def _may_be_mark(self) -> bool:
+        rest = self._rest.lstrip()
+        return any(mark.startswith(rest) for mark in self._MARKS)
+
+    def _scan(self, scanner: CallScanner) -> bool:
+        used = scanner.feed(self._rest)
+        self._add(scanner.take())
+        self._rest = self._rest[used:]
+        if not scanner.ended:
+            return False
+        self._scanner = None
+        if scanner.named:
+            self._count += 1
+        else:
+            self._talks = True
+            self._rest = ("" if self._count else self._opening) + scanner.raw + self._rest
+        return True
+
+
+def _checked_tool(number: int, tool: Any) -> Tool:
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        raise InvalidRequest(f"tools[{number}] is {tool!r:.60}; only tools of type 'function' are known")
+    function = tool.get("function", tool)  # the Responses API has it all in one object
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"tools[{number}] has the name {name!r:.60}; use letters, digits, _ . : and -, up to 128")
+    parameters = function.get("parameters")
+    if parameters is None or parameters == {}:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping):
+        raise InvalidRequest(f"the parameters of tool {name!r} are {parameters!r:.60}; they must be a JSON schema")
+    return Tool(name, parameters)
+
+
+def _named(tools: list[Tool], choice: Choice) -> Tool:
+    return next(tool for tool in tools if tool.name == choice[1:])
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with its references to itself, from the root of another one in which it now stands at `place`."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else (value if key in ("const", "enum", "default", "examples") else _moved(value, place))
+            for key, value in schema.items()
+        }
+    return [_moved(value, place) for value in schema] if isinstance(schema, list | tuple) else schema
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many of the last characters may be the beginning of the tag."""
+    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)
