@@ -14,7 +14,7 @@ from tokenmill.errors import InvalidRequest
 if TYPE_CHECKING:
     from tokenmill import LLM
 
-MODEL_HELP = OPTIONS["model"].line()
+MODEL_HELP = f"{OPTIONS['model'].help}."
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 System = Annotated[str | None, typer.Option(help="A system message that precedes the conversation.")]

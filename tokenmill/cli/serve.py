@@ -14,18 +14,22 @@ from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.terminal import note, progress
 from tokenmill.config import LOAD, OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError, pip_install
+from tokenmill.serve.http_settings import MB, HttpSettings
+from tokenmill.serve.settings import ServeSettings
 
 _NET = "Who may ask"
-_LOAD = LOAD
 _WATCH = "What it tells"
+HOUR = 3600.0  # seconds
 EVERY = 5.0  # seconds between two lines of a log that say how far a start is
 
 
 @with_engine_options("serve", show=None)
 def serve(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=_NET)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_NET)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=_NET)
+    ] = HttpSettings.host,
+    port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_NET)] = HttpSettings.port,
     keys: Annotated[
         Path | None, typer.Option(help="File of API keys (see `tokenmill keys`).", rich_help_panel=_NET)
     ] = None,
@@ -37,7 +41,7 @@ def serve(
         typer.Option(help="A name that browsers may know this server by; * for any.", rich_help_panel=_NET),
     ] = None,
     journal: Annotated[
-        Path | None, typer.Option(help="File that remembers batches over a restart.", rich_help_panel=_LOAD)
+        Path | None, typer.Option(help="File that remembers batches over a restart.", rich_help_panel=LOAD)
     ] = None,
     name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be given several times.")
@@ -46,21 +50,23 @@ def serve(
         str | None, typer.Option(help="A smaller MODEL that answers while the first one cannot.")
     ] = None,
     drain_seconds: Annotated[
-        float, typer.Option(help="How long SIGTERM waits for what runs.", rich_help_panel=_LOAD)
-    ] = 30.0,
+        float, typer.Option(help="How long SIGTERM waits for what runs.", rich_help_panel=LOAD)
+    ] = HttpSettings.drain_seconds,
     hang_seconds: Annotated[
-        float, typer.Option(help="An engine without progress for this long is restarted.", rich_help_panel=_LOAD)
-    ] = 60.0,
-    max_body_mb: Annotated[float, typer.Option(help="Largest request.", rich_help_panel=_LOAD)] = 16.0,
+        float, typer.Option(help="An engine without progress for this long is restarted.", rich_help_panel=LOAD)
+    ] = ServeSettings.hang_seconds,
+    max_body_mb: Annotated[
+        float, typer.Option(help="Largest request.", rich_help_panel=LOAD)
+    ] = HttpSettings.max_body_bytes / MB,
     max_stored_mb: Annotated[
-        float, typer.Option(help="Files and batches that one tenant may keep.", rich_help_panel=_LOAD)
-    ] = 1000.0,
+        float, typer.Option(help="Files and batches that one tenant may keep.", rich_help_panel=LOAD)
+    ] = HttpSettings.max_stored_bytes / MB,
     max_responses_mb: Annotated[
-        float, typer.Option(help="Stored responses of everybody, in memory; 0: none.", rich_help_panel=_LOAD)
-    ] = 256.0,
+        float, typer.Option(help="Stored responses of everybody, in memory; 0: none.", rich_help_panel=LOAD)
+    ] = HttpSettings.max_responses_bytes / MB,
     response_hours: Annotated[
-        float, typer.Option(help="A stored response is forgotten when unused for this long.", rich_help_panel=_LOAD)
-    ] = 24.0,
+        float, typer.Option(help="A stored response is forgotten when unused for this long.", rich_help_panel=LOAD)
+    ] = HttpSettings.response_seconds / HOUR,
     log_format: Annotated[
         str | None,
         typer.Option(help="json or plain; unset: plain at a terminal.", show_default=False, rich_help_panel=_WATCH),
@@ -75,7 +81,7 @@ def serve(
     ] = None,
     trace_ratio: Annotated[
         float, typer.Option(help="Share of requests traced, where the client does not say.", rich_help_panel=_WATCH)
-    ] = 1.0,
+    ] = HttpSettings.trace_ratio,
     *,
     engine: EngineSettings,
 ) -> None:
@@ -87,10 +93,8 @@ def serve(
 
     try:
         from tokenmill.serve.engine_client.service import Service
-        from tokenmill.serve.http_settings import HttpSettings
         from tokenmill.serve.observe.logs import set_up_logs
         from tokenmill.serve.server import serve as run_server
-        from tokenmill.serve.settings import ServeSettings
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tokenmill"):
             raise
@@ -109,12 +113,12 @@ def serve(
         journal=journal,
         names=tuple(name or ()),
         drain_seconds=drain_seconds,
-        max_body_bytes=int(max_body_mb * 1_000_000),
+        max_body_bytes=int(max_body_mb * MB),
         origins=tuple(origin or ()),
         hosts=tuple(allowed_host or ()),
-        max_stored_bytes=int(max_stored_mb * 1_000_000),
-        max_responses_bytes=int(max_responses_mb * 1_000_000),
-        response_seconds=response_hours * 3600,
+        max_stored_bytes=int(max_stored_mb * MB),
+        max_responses_bytes=int(max_responses_mb * MB),
+        response_seconds=response_hours * HOUR,
         log_prompts=log_prompts,
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tokenmill.errors import ConfigError
 
+MB = 1_000_000
+
 
 @dataclass(frozen=True)
 class HttpSettings:
@@ -18,7 +20,7 @@ class HttpSettings:
     keys: Path | None = None  # the file of API keys; None: everybody may ask
     journal: Path | None = None  # the file that remembers batches; None: they are forgotten with the process
     drain_seconds: float = 30.0  # how long a server that is told to stop waits for what runs
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 16 * MB
     body_seconds: float = 30.0  # from a request's head to the end of its body
     head_seconds: float = 20.0  # from the beginning of a connection or request to the end of its head
     idle_seconds: float = 75.0  # a connection without a request is closed after this
@@ -27,8 +29,8 @@ class HttpSettings:
     max_connections: int = 20_000
     origins: tuple[str, ...] = field(default=())  # web pages of these origins may ask; "*": of all
     hosts: tuple[str, ...] = ()  # names that a browser may know this server by; "*": any; empty: see `Guard`
-    max_stored_bytes: int = 1 << 30  # files and batches of one tenant
-    max_responses_bytes: int = 256 << 20  # stored responses of all tenants, in memory; 0: none are stored
+    max_stored_bytes: int = 1000 * MB  # files and batches of one tenant
+    max_responses_bytes: int = 256 * MB  # stored responses of all tenants, in memory; 0: none are stored
     response_seconds: float = 24 * 3600.0  # a stored response is forgotten when nobody asked for it for this long
     log_prompts: bool = False  # prompts and answers are written into the log
     otlp_endpoint: str | None = None  # a collector that is sent spans; None: nothing is traced
