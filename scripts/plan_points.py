@@ -4,7 +4,7 @@
     python scripts/plan_points.py --shape llama3-8b                 # a public model's shape, random weights
     python scripts/plan_points.py --threads 1 --cpu-time            # where others use the same cores
 
-The cost model is fitted to the calibration's own steps (`tokenmill plan` does the same) and then asked about other
+The roofline is fitted to the calibration's own steps (`tokenmill plan` does the same) and then asked about other
 steps, and about whole batches, which it has not seen. On a known GPU the shipped figures are asked as well.
 """
 
@@ -18,11 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tokenmill.plan.planner.batch import Room, run_batch
+from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.planner.calibrate import CPU_START, GPU_START, fit_steps, form_of_built
 from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Point, Probe, Timed
+from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.machines import Machine
+from tokenmill.plan.simulator.replica import ReplicaSpec
+from tokenmill.plan.simulator.simulate import simulate
 from tokenmill.plan.solve.gpus import EFFICIENCIES, rates_of, recognize
-from tokenmill.plan.solve.roofline import CostModel
+from tokenmill.plan.solve.roofline import Roofline
+from tokenmill.plan.solve.settings import Settings
 
 CPU_CHECKS = (
     Point(1, 256), Point(2, 128), Point(6, 512), Point(12, 64), Point(24, 128), Point(40, 384), Point(56, 200),
@@ -79,24 +84,23 @@ def main() -> None:
 
     form, _ = form_of_built(built, probe.shape)
     fitted = fit_steps(probe.shape, form, seen, GPU_START if on_gpu else CPU_START)
-    models = {"fitted": CostModel(probe.shape, form, fitted.rates)}
+    models = {"fitted": Roofline(probe.shape, form, fitted.rates)}
     known = recognize(torch.cuda.get_device_name()) if on_gpu else None
     kind = arguments.quantization or "dense"
     if known is not None and kind in EFFICIENCIES:
-        models["shipped"] = CostModel(probe.shape, form, rates_of(known, kind))
+        models["shipped"] = Roofline(probe.shape, form, rates_of(known, kind))
     print(f"fit of {len(seen)} steps: worst {fitted.worst:.1%}\n{fitted.rates}", flush=True)
 
     rows: list[dict[str, Any]] = []
     for one in seen:
         rows.append({"what": "fitted step", "name": one.point.name, "measured": one.seconds}
-                    | {name: cost.seconds(one.point.load(probe.shape)) for name, cost in models.items()})  # fmt: skip
+                    | {name: cost.seconds(one.point.facts(probe.shape)) for name, cost in models.items()})  # fmt: skip
     for one in fresh:
         rows.append({"what": "step", "name": one.point.name, "measured": one.seconds}
-                    | {name: cost.seconds(one.point.load(probe.shape)) for name, cost in models.items()})  # fmt: skip
-    room = Room(settings.max_rows, settings.max_step_tokens, settings.num_blocks * settings.block_size)
+                    | {name: cost.seconds(one.point.facts(probe.shape)) for name, cost in models.items()})  # fmt: skip
     for name, work in batches.items():
         rows.append({"what": "batch", "name": name, "measured": took[name]}
-                    | {which: run_batch(cost, work, room).seconds for which, cost in models.items()})  # fmt: skip
+                    | {which: _simulated(cost, work, settings, on_gpu) for which, cost in models.items()})  # fmt: skip
     plan = settings.memory
     tables = 4 * (settings.max_rows + 1) * (settings.max_len + settings.max_len // settings.block_size)
     rows.append(
@@ -157,6 +161,15 @@ def _generate(llm: Any, work: list[tuple[int, int]], clock: Any) -> float:
     began = clock()
     llm.generate(prompts, params, use_tqdm=False)
     return float(clock() - began)
+
+
+def _simulated(model: Roofline, work: list[tuple[int, int]], settings: Settings, overlap: bool) -> float:
+    """Seconds of the batch on the real scheduler, with steps that take what the model says."""
+    tokens = settings.num_blocks * settings.block_size
+    machine = Machine("here", model, 1, tokens, 1, settings.max_rows, settings.max_step_tokens, overlap)
+    prompts, outputs = zip(*work)
+    batch = Workload("batch", (0.0,) * len(work), prompts, outputs)
+    return simulate(ClusterSpec(ReplicaSpec(machine, settings.block_size)), batch).seconds
 
 
 def _resident(on_gpu: bool) -> int:

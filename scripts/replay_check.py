@@ -28,15 +28,15 @@ from tokenmill.engine.build import build
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.scheduler.policy import Fcfs
-from tokenmill.engine.step import Facts, facts_of
 from tokenmill.params import SamplingParams
 from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.demand.traces import read_trace
 from tokenmill.plan.demand.workload import Workload, percentile
 from tokenmill.plan.simulator.cluster import Cluster, ClusterSpec
-from tokenmill.plan.simulator.machines import Machine, StepCost, fit_linear, relative_error
+from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.simulator.replica import ReplicaSpec
 from tokenmill.plan.simulator.simulate import jobs_of, prompt_tokens
+from tokenmill.step_time import Facts, FittedStepTime, LinearStepTime, StepTimeModel, facts_of
 
 FIGURES = {
     "output tokens/s": "output_tokens_per_second",
@@ -82,19 +82,19 @@ class Watch:
 class AsItWas:
     """A cost, times how slow the machine was at that moment of a replay: the steps begun NEAR it, over their cost."""
 
-    def __init__(self, cost: StepCost, steps: list[tuple[Facts, float]], moments: list[float]) -> None:
+    def __init__(self, cost: StepTimeModel, steps: list[tuple[Facts, float]], moments: list[float]) -> None:
         self.cost = cost
         self.clock: Callable[[], float] = lambda: 0.0  # of the simulation
         self._moments = moments  # seconds after the replay began
         self._spent = list(accumulate((one for _, one in steps), initial=0.0))
-        self._told = list(accumulate((cost.seconds(*facts) for facts, _ in steps), initial=0.0))
+        self._told = list(accumulate((cost.seconds(facts) for facts, _ in steps), initial=0.0))
 
-    def seconds(self, decode_rows: int, decode_context: int, prefill_tokens: int, prefill_attended: int) -> float:
+    def seconds(self, facts: Facts) -> float:
         first, last = (bisect_left(self._moments, self.clock() + off) for off in (-NEAR, NEAR))
         if last - first < FEWEST:
             first, last = max(0, first - FEWEST), min(len(self._moments), last + FEWEST)
         slow = (self._spent[last] - self._spent[first]) / (self._told[last] - self._told[first])
-        return slow * self.cost.seconds(decode_rows, decode_context, prefill_tokens, prefill_attended)
+        return slow * self.cost.seconds(facts)
 
 
 def make_request(id: str, prompt: list[int], output: int, arrival: float) -> Request:
@@ -159,8 +159,20 @@ def measured(requests: list[Request], seconds: float) -> dict[str, float]:
     }
 
 
+def fitted(steps: list[tuple[Facts, float]]) -> LinearStepTime:
+    model = FittedStepTime(forgetting=1.0)
+    for facts, seconds in steps:
+        model.learn(facts, seconds)
+    return model.linear
+
+
+def relative_error(cost: StepTimeModel, steps: list[tuple[Facts, float]]) -> float:
+    """Mean over steps of |predicted - measured| / measured."""
+    return statistics.fmean(abs(cost.seconds(facts) - seconds) / seconds for facts, seconds in steps)
+
+
 Told = dict[str, float]
-SimulatedAt = Callable[[StepCost], Told]
+SimulatedAt = Callable[[StepTimeModel], Told]
 
 
 def compare(watch: Watch, work: Workload, vocab: int, source: random.Random, told: SimulatedAt) -> tuple[Told, ...]:
@@ -172,8 +184,8 @@ def compare(watch: Watch, work: Workload, vocab: int, source: random.Random, tol
     requests, seconds = replay(watch, work, vocab)
     during, moments = watch.steps[first:], [at - began for at in watch.moments[first:]]
     steps += calibrate(watch, vocab, source)
-    cost = fit_linear(steps)
-    spent = sum(one for _, one in during) / sum(cost.seconds(*facts) for facts, _ in during)
+    cost = fitted(steps)
+    spent = sum(one for _, one in during) / sum(cost.seconds(facts) for facts, _ in during)
     print(f"cost {cost}\n  off by {relative_error(cost, steps):.1%} on its own {len(steps)} steps, ", end="")
     print(f"by {relative_error(cost, during):.1%} on the replay's {len(during)}; they took {spent:.2f} of what it says")
     return measured(requests, seconds), told(cost), told(AsItWas(cost, during, moments))
@@ -211,7 +223,7 @@ def main() -> None:
     work = clipped(read_trace(chosen.trace, chosen.requests, chosen.rate), settings.max_len - 1, chosen.shrink)
     print(work.summary(), flush=True)
 
-    def told(cost: StepCost) -> Told:
+    def told(cost: StepTimeModel) -> Told:
         machine = Machine(
             "here",
             cost,

@@ -291,13 +291,13 @@ def test_drafts_never_reach_past_the_last_token(overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_starve_neither_decodes_nor_newcomers(overlap):
     house = engine(rows=8, step_tokens=16, blocks=500, overlap=overlap)
-    cost = house.runner.cost
+    launch = house.runner.launch
 
     def watched(step):
         assert step.num_tokens <= 16
-        return cost(step)
+        return launch(step)
 
-    house.runner.cost = watched
+    house.runner.launch = watched
     params = replace(GREEDY, max_tokens=60)
     old = [request(f"old-{k}", 3, params, first=k) for k in range(6)]
     for one in old:

@@ -117,7 +117,7 @@ def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small, pla
     assert fit.memory.weights == pytest.approx(sizes.weights, rel=0.02)
     assert fit.memory.weights < 0.7 * spec.weight_bytes(2)
     assert 4 * form.widest == sizes.scratch
-    assert fit.cost.form.head == pytest.approx({None: 2, "int8": 1 + 4 / 64, "int4-g32": 0.5 + 4 / 32}[head])
+    assert fit.step_time.form.head == pytest.approx({None: 2, "int8": 1 + 4 / 64, "int4-g32": 0.5 + 4 / 32}[head])
 
 
 def test_where_a_gpu_has_no_kernels_for_stored_weights_the_plan_says_so(small):
@@ -132,7 +132,8 @@ def test_more_rows_than_the_kernels_take_cost_the_widening(small):
     fleet = GpuFleet(GPUS["h200"], 1, stored=form)
     layout = next(fleet.layouts(shape, 0))
     few, many = (fleet.place(shape, layout, longest=64, rows=rows, step_tokens=512) for rows in (64, 256))
-    assert many.cost.form.weight == few.cost.form.weight + 4 and few.cost.form.weight == form.weight_bytes
+    assert few.step_time.form.weight == form.weight_bytes
+    assert many.step_time.form.weight == few.step_time.form.weight + 4
 
 
 def test_a_config_that_is_quantized_without_weights_is_told(tmp_path):

@@ -1,23 +1,23 @@
-"""The cost model: what it counts agrees with counting one by one, and more work never takes less time."""
+"""The roofline: what it counts agrees with counting one by one, and more work never takes less time."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import plan_models
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.engine.step import SharedPrefix, Step
-from tokenmill.plan.planner.batch import Room, run_batch
+from tokenmill.engine.step import Step
 from tokenmill.plan.planner.fit import fit
 from tokenmill.plan.solve.gpus import GPUS, parse_gpus, rates_of, recognize
-from tokenmill.plan.solve.roofline import CostModel, Form, Link, StepLoad, SummedCost, step_load
+from tokenmill.plan.solve.roofline import Form, Link, Roofline, facts_for
 from tokenmill.plan.solve.shape import Split
+from tokenmill.step_time import Facts, facts_of
 
 EIGHT = plan_models.shape("llama3-8b")
-COST = CostModel(EIGHT, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))
+COST = Roofline(EIGHT, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.lists(st.none() | st.integers(1, 250), min_size=1, max_size=3))
@@ -37,46 +37,37 @@ def test_a_shape_has_the_parameters_of_its_spec(name):
 
 
 LOADS = st.builds(
-    StepLoad,
-    decodes=st.integers(0, 512),
-    decode_keys=st.floats(0, 1e6),
+    Facts,
+    decode_rows=st.integers(0, 512),
+    decode_context=st.floats(0, 1e6),
     prefill_tokens=st.integers(0, 8192),
     prefill_pairs=st.floats(0, 1e8),
-    prefill_keys=st.floats(0, 1e6),
+    prefill_context=st.floats(0, 1e6),
     chunks=st.integers(0, 64),
     sampled=st.integers(0, 512),
 )
 
 
-@given(LOADS, st.sampled_from([one.name for one in fields(StepLoad)]), st.sampled_from(["llama3-8b", "qwen3-30b-a3b"]))
+@given(LOADS, st.sampled_from(Facts._fields), st.sampled_from(["llama3-8b", "qwen3-30b-a3b"]))
 def test_more_of_anything_never_takes_less_time(load, what, model):
     shape = plan_models.shape(model)
-    cost = CostModel(shape, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))
-    more = replace(load, **{what: getattr(load, what) * 2 + 1})
+    cost = Roofline(shape, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))
+    more = load._replace(**{what: getattr(load, what) * 2 + 1})
     assert cost.seconds(more) >= cost.seconds(load)
 
 
-def test_a_step_of_the_engine_is_read_as_it_is():
+def test_a_step_of_the_engine_is_judged_as_the_planners():
     step = Step(1, rows=[0, 1, 2], starts=[99, 49, 10], counts=[1, 1, 30], samples=[1, 1, 0], num_singles=2)
-    same = step_load(EIGHT, [100, 50], [(10, 30, 0)])
-    assert COST.of_step(step) == COST.seconds(same)
-    step.shared = SharedPrefix(48, (0, 1))
-    assert COST.of_step(step) < COST.seconds(same)
-
-
-def test_the_simulator_gets_the_same_seconds():
-    load = step_load(EIGHT, [900] * 40, [(0, 700, 1)])
-    summed = SummedCost(COST).seconds(40, 900 * 40, 700, 700 * 701 // 2)
-    assert summed == pytest.approx(COST.seconds(load), rel=0.01)
+    assert facts_of(step) == facts_for(EIGHT, [100, 50], [(10, 30, 0)])
 
 
 def test_dividing_a_model_shortens_large_steps_and_costs_exchanges_in_small_ones():
     link = Link(450e9, 9e-6)
     whole, half = COST, replace(COST, split=Split(tensor=2), link=link)
-    large = step_load(EIGHT, [1000] * 128, [(0, 4096, 1)])
+    large = facts_for(EIGHT, [1000] * 128, [(0, 4096, 1)])
     assert 0.5 < half.seconds(large) / whole.seconds(large) < 0.7
     far = replace(half, link=Link(1e9, 1e-3))
-    assert far.seconds(step_load(EIGHT, [10])) > whole.seconds(step_load(EIGHT, [10]))
+    assert far.seconds(facts_for(EIGHT, [10])) > whole.seconds(facts_for(EIGHT, [10]))
 
 
 def test_a_mixture_reads_few_experts_for_few_tokens_and_all_for_many():
@@ -88,30 +79,14 @@ def test_a_mixture_reads_few_experts_for_few_tokens_and_all_for_many():
 @settings(max_examples=20, deadline=None)
 @given(st.fixed_dictionaries({name: st.floats(0.4, 2.5) for name in ("weight_bytes", "kv_bytes", "linear_flops")}))
 def test_a_fit_finds_the_rates_that_made_the_times(factors):
-    true = COST.rates.scaled(**factors)
-    loads = [step_load(EIGHT, [context] * rows) for rows in (1, 8, 64, 256) for context in (64, 1024, 4096)]
-    loads += [step_load(EIGHT, [], [(0, tokens, 1)]) for tokens in (64, 512, 4096)]
+    true = replace(COST.rates, **{name: getattr(COST.rates, name) * factor for name, factor in factors.items()})
+    loads = [facts_for(EIGHT, [context] * rows) for rows in (1, 8, 64, 256) for context in (64, 1024, 4096)]
+    loads += [facts_for(EIGHT, [], [(0, tokens, 1)]) for tokens in (64, 512, 4096)]
     times = [replace(COST, rates=true).seconds(load) for load in loads]
     found = fit(COST.rates, lambda rates: [replace(COST, rates=rates).seconds(load) for load in loads], times)
     assert found.worst < 0.02
     for name, factor in factors.items():
         assert getattr(found.rates, name) / getattr(COST.rates, name) == pytest.approx(factor, rel=0.25)
-
-
-def test_a_batch_computes_every_token_once():
-    seen: list[StepLoad] = []
-
-    class Watched(CostModel):
-        def seconds(self, load: StepLoad) -> float:
-            seen.append(load)
-            return super().seconds(load)
-
-    work = [(100 + at, 1 + at % 7) for at in range(60)]
-    batch = run_batch(Watched(EIGHT, COST.form, COST.rates), work, Room(16, 128, 2500))
-    assert sum(load.prefill_tokens for load in seen) == sum(prompt for prompt, _ in work)
-    assert sum(load.sampled for load in seen) == sum(output for _, output in work)
-    assert max(load.tokens for load in seen) <= 128
-    assert batch.most_rows <= 16 and batch.steps == len(seen)
 
 
 def test_gpus_are_known_by_their_names():

@@ -7,10 +7,14 @@ import random
 import plan_models
 import pytest
 
-from tokenmill.plan.planner.batch import Room, run_batch
+from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.planner.probe import Point
+from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.machines import Machine
+from tokenmill.plan.simulator.replica import ReplicaSpec
+from tokenmill.plan.simulator.simulate import simulate
 from tokenmill.plan.solve.gpus import GPUS, rates_of
-from tokenmill.plan.solve.roofline import CostModel, Form
+from tokenmill.plan.solve.roofline import Form, Roofline
 
 WITHIN = 0.15
 
@@ -24,6 +28,13 @@ def mixed(count: int) -> list[tuple[int, int]]:
             source.randrange(1000, 100_000)
         found.append((prompt, source.randint(100, 1024)))
     return found
+
+
+def batch_seconds(model: Roofline, requests: list[tuple[int, int]], step_tokens: int) -> float:
+    """All there at the beginning, (prompt, answer) tokens each, on the real scheduler."""
+    machine = Machine("h200", model, 1, 860_000, 1, 512, step_tokens, overlap=True)
+    work = Workload("batch", (0.0,) * len(requests), *zip(*requests, strict=True))
+    return simulate(ClusterSpec(ReplicaSpec(machine, prefix_caching=False)), work).seconds
 
 
 WORK = {
@@ -70,21 +81,20 @@ WEIGHT_BYTES = {"int4": 0.5 + 4 / 128, "int8": 1.0, "w8a8": 1.0}
 @pytest.mark.parametrize("form", STEPS)
 def test_measured_steps_of_quantized_weights_are_predicted_within_15_percent(form):
     shape = plan_models.shape("llama3-8b")
-    cost = CostModel(shape, Form(WEIGHT_BYTES[form], 2, 2), rates_of(GPUS["h200"], form))
+    cost = Roofline(shape, Form(WEIGHT_BYTES[form], 2, 2), rates_of(GPUS["h200"], form))
     off = {}
     for (rows, keys, chunk, start), ms in STEPS[form].items():
         point = Point(rows, keys, chunk, start)
-        off[point.name] = cost.seconds(point.load(shape)) / (ms / 1e3) - 1
-    off["prefill"] = run_batch(cost, WORK["prefill"], Room(512, 8192, 860_000)).seconds / PREFILL[form] - 1
+        off[point.name] = cost.seconds(point.facts(shape)) / (ms / 1e3) - 1
+    off["prefill"] = batch_seconds(cost, WORK["prefill"], 8192) / PREFILL[form] - 1
     assert max(abs(one) for one in off.values()) < WITHIN, off
 
 
 @pytest.mark.parametrize(("model", "form"), SECONDS)
 def test_measured_workloads_are_predicted_within_15_percent(model, form):
     shape = plan_models.shape(model)
-    cost = CostModel(shape, Form(1 if form == "fp8" else 2, 2, 2), rates_of(GPUS["h200"], form))
-    room = Room(512, 8192 if model == "llama3-8b" else 16384, 860_000)
-    off = {
-        name: run_batch(cost, WORK[name], room).seconds / seconds - 1 for name, seconds in SECONDS[model, form].items()
-    }
+    cost = Roofline(shape, Form(1 if form == "fp8" else 2, 2, 2), rates_of(GPUS["h200"], form))
+    step_tokens = 8192 if model == "llama3-8b" else 16384
+    found = SECONDS[model, form].items()
+    off = {name: batch_seconds(cost, WORK[name], step_tokens) / seconds - 1 for name, seconds in found}
     assert max(abs(one) for one in off.values()) < WITHIN, off

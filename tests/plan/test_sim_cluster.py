@@ -13,12 +13,13 @@ from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.simulator.autoscale import Autoscale
 from tokenmill.plan.simulator.cluster import ClusterSpec
 from tokenmill.plan.simulator.faults import Failures
-from tokenmill.plan.simulator.machines import LinearCost, Machine
+from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.simulator.replica import ReplicaSpec
 from tokenmill.plan.simulator.router import ROUTERS
 from tokenmill.plan.simulator.simulate import crowd, prompt_tokens, simulate
+from tokenmill.step_time import LinearStepTime
 
-COST = LinearCost(5e-3, 1e-4, 1e-7, 5e-5, 1e-9)
+COST = LinearStepTime(5e-3, 1e-4, 1e-7, 5e-5, 1e-9)
 TOY = Machine("toy", COST, 1, 40_000, 1000, 16, 512, True)
 SLO = Slo(1.0, 0.05)
 

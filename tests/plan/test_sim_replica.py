@@ -11,15 +11,15 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.runner.simulated import SimulatedClock, SimulatedRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.policy import Fcfs
-from tokenmill.engine.step import facts_of
 from tokenmill.kv.manager import KVManager
 from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.simulator.cluster import ClusterSpec
-from tokenmill.plan.simulator.machines import LinearCost, Machine, fit_linear, relative_error
+from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.simulator.replica import PARAMS, STOP, Job, Replica, ReplicaSpec
 from tokenmill.plan.simulator.simulate import simulate
+from tokenmill.step_time import LinearStepTime
 
-COST = LinearCost(4e-3, 1e-4, 1e-6, 5e-5, 1e-8)
+COST = LinearStepTime(4e-3, 1e-4, 1e-6, 5e-5, 1e-8)
 
 
 def machine(overlap, rows=8, tokens=2000, step_tokens=64):
@@ -104,7 +104,7 @@ def test_replica_keeps_the_times_of_the_engine(rows, overlap):
     expected, _ = serve_alone(spec, make_jobs(rows))
     clock = SimulatedClock()
     ends = {str(job.number): job.output for job in make_jobs(rows)}
-    runner = Ending(250, 8, clock, vocab=1000, cost=lambda step: COST.seconds(*facts_of(step)))
+    runner = Ending(250, 8, clock, vocab=1000, step_time=COST)
     runner.ends = ends
     engine = Engine(Scheduler(Limits(8, 64), KVManager(250, 8), Fcfs()), runner, overlap=overlap, clock=clock)
     coming, requests = make_jobs(rows), []
@@ -157,25 +157,14 @@ def test_facts_count_every_pair():
     spec = ReplicaSpec(machine(False, step_tokens=16), block_size=8, policy=Fcfs, leaps=False)
     seen = []
 
-    class Spy(LinearCost):
-        def seconds(self, *facts):
-            seen.append(facts)
-            return super().seconds(*facts)
+    class Spy(LinearStepTime):
+        def seconds(self, facts):
+            seen.append(facts[:4])
+            return super().seconds(facts)
 
-    spec = replace(spec, machine=replace(spec.machine, cost=Spy(1e-3, 0, 0, 0, 0)))
+    spec = replace(spec, machine=replace(spec.machine, step_time=Spy(1e-3, 0, 0, 0, 0)))
     serve_alone(spec, make_jobs([(0, 20, 3, 0)]))
     assert seen == [(0, 0, 16, 16 * 17 // 2), (0, 0, 4, 17 + 18 + 19 + 20), (1, 21, 0, 0), (1, 22, 0, 0)]
-
-
-def test_a_linear_cost_is_found_again():
-    steps = [((r, 40 * r, p, p * p // 2), 0.0) for r in (0, 1, 4, 16) for p in (0, 64, 512) if r or p]
-    measured = [(facts, COST.seconds(*facts)) for facts, _ in steps]
-    found = fit_linear(measured)
-    assert relative_error(found, measured) < 1e-3
-    unseen = (8, 5000, 128, 20000)
-    assert found.seconds(*unseen) == pytest.approx(COST.seconds(*unseen), rel=0.3)
-    flat = fit_linear([(facts, 1.0 - 1e-4 * facts[2]) for facts, _ in measured])
-    assert min(flat.per_row, flat.per_context, flat.per_prefill, flat.per_attended) >= 0
 
 
 def test_too_long_for_a_replica_is_refused_and_the_rest_served():

@@ -7,6 +7,7 @@ from harness import HEAD_BOUND, Day, House
 from sim_clients import CALM, Client, clients
 
 from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Request
+from tokenmill.engine.runner.simulated import STEP_TIME
 from tokenmill.engine.scheduler.policy import PriorityClasses
 from tokenmill.errors import QueueFull
 from tokenmill.params import SamplingParams
@@ -108,14 +109,15 @@ def test_nobody_runs_past_a_deadline_by_more_than_a_step(overlap):
     house = House(rows=8, blocks=120, overlap=overlap)
     engine = house.build()
     longest = 0.0
-    cost = engine.runner.cost
 
-    def watched_cost(step):
-        nonlocal longest
-        longest = max(longest, cost(step))
-        return cost(step)
+    class Longest:
+        def seconds(self, facts):
+            nonlocal longest
+            seconds = STEP_TIME.seconds(facts)
+            longest = max(longest, seconds)
+            return seconds
 
-    engine.runner.cost = watched_cost
+    engine.runner.step_time = Longest()
     day = Day(engine, seed=5).run(clients(5, 600, mix))
     late = [r for r in day.ends.values() if r.finish is Finish.DEADLINE]
     assert len(late) > 50

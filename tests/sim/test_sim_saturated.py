@@ -8,17 +8,17 @@ from collections import deque
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Request
 from tokenmill.engine.scheduler import Limits, Scheduler
-from tokenmill.engine.step import Step, StepResult, facts_of
+from tokenmill.engine.step import Step, StepResult
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
-from tokenmill.plan.simulator.machines import LinearCost
 from tokenmill.plan.solve.hardware import GIB, Hardware
 from tokenmill.plan.solve.memory import ModelBytes
 from tokenmill.plan.solve.settings import solve
+from tokenmill.step_time import LinearStepTime, facts_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 # A model of 7 billion parameters on an H200, as 40 requests a second of 1,024 + 128 tokens were measured.
-COST = LinearCost(base=4e-3, per_row=8e-6, per_context=56e-9, per_prefill=17e-6, per_attended=9e-10)
+COST = LinearStepTime(base=4e-3, per_row=8e-6, per_context=56e-9, per_prefill=17e-6, per_pair=9e-10)
 
 
 def first_tokens(rows: int, seed: int, rate: float = 40.0, count: int = 360) -> list[float]:
@@ -40,7 +40,7 @@ def first_tokens(rows: int, seed: int, rate: float = 40.0, count: int = 360) -> 
             scheduler.add(coming.popleft())
         step = scheduler.schedule(now)
         if step is not None:
-            free_at = max(free_at, now) + COST.seconds(*facts_of(step))
+            free_at = max(free_at, now) + COST.seconds(facts_of(step))
             in_flight.append((step, free_at))
         if in_flight and (step is None or len(in_flight) > 1):
             done, at = in_flight.popleft()

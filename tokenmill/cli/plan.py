@@ -138,7 +138,7 @@ def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[M
     with progress(every=EVERY) as report:
         found = calibrate(replace(config, skip_tokenizer_init=True), report, again=again)
     note(f"measured     {len(found.points)} steps of this machine; the fit is off by {found.worst:.0%} at most")
-    return shape, LocalFleet(found.cost(shape), found.sizes, hardware_of(choose_device(config.device)))
+    return shape, LocalFleet(found.step_time(shape), found.sizes, hardware_of(choose_device(config.device)))
 
 
 def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightForm | None, str]:

@@ -1,4 +1,4 @@
-"""`tokenmill simulate`: what a fleet would do with a load, from the real scheduler over a cost model."""
+"""`tokenmill simulate`: what a fleet would do with a load, from the real scheduler over a model of step times."""
 
 from __future__ import annotations
 

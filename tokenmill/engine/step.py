@@ -68,20 +68,6 @@ class Step:
         return sum(self.counts)
 
 
-Facts = tuple[int, int, int, int]  # decode rows, tokens they look at, prompt tokens, pairs that these look at
-
-
-def facts_of(step: Step) -> Facts:
-    """What a step costs by."""
-    singles = step.num_singles
-    context = sum(step.starts[:singles]) + singles
-    tokens = pairs = 0
-    for start, count in zip(step.starts[singles:], step.counts[singles:]):
-        tokens += count
-        pairs += count * start + count * (count + 1) // 2
-    return singles, context, tokens, pairs
-
-
 @dataclass(slots=True)
 class StepResult:
     """What a step produced, in the step's row order."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tokenmill.engine.scheduler.step_seconds import StepSeconds
-from tokenmill.engine.step import Step, facts_of
+from tokenmill.engine.step import Step
+from tokenmill.step_time import Facts, FittedStepTime, facts_of
 
 if TYPE_CHECKING:
     from tokenmill.engine.scheduler.roster import Delta, Limits
@@ -33,11 +33,10 @@ class Pace:
 class SloPace(Pace):
     """Keeps the 95th percentile of the gaps between tokens at its target, with as much prompt per step as that allows.
 
-    A linear model of step seconds (what a step decodes, prompt tokens, what both look at) is fitted to the steps as
-    they come, and says how many prompt tokens fit into the next step. A margin on the target closes the loop: it falls
-    while more than 1 % of steps are late and rises while fewer are, so the model need not be right. Where decoding
-    alone takes all the time there is, newcomers wait, unless first tokens miss a target of their own more often, or the
-    target is one that even a row alone misses.
+    A model of step times is fitted to the steps as they come, and says how many prompt tokens fit into the next step. A
+    margin on the target closes the loop: it falls while more than 1 % of steps are late and rises while fewer are, so
+    the model need not be right. Where decoding alone takes all the time there is, newcomers wait, unless first tokens
+    miss a target of their own more often, or the target is one that even a row alone misses.
     """
 
     def __init__(self, limits: Limits, itl: float, ttft: float | None = None) -> None:
@@ -46,26 +45,26 @@ class SloPace(Pace):
         self.margin = 0.9
         self._most_tokens, self._most_rows = limits.max_step_tokens, limits.max_rows
         self._late = self._late_first = 0.0  # smoothed shares
-        self._seconds = StepSeconds()
+        self._step_time = FittedStepTime()
         self._depth = 0.0  # tokens that each prompt token of the last chunks looked at
         self._reachable = True  # False: a row alone was late, and nothing has been in time since
 
     def committed(self, step: Step, deltas: Sequence[Delta], now: float) -> None:
-        rows, context, prompt, pairs = facts_of(step)
-        if prompt:
-            self._depth = pairs / prompt
+        facts = facts_of(step)
+        if facts.prefill_tokens:
+            self._depth = facts.prefill_pairs / facts.prefill_tokens
         times = next((one.request.metrics.token_times for one in deltas if len(one.tokens) and _went_on(one)), None)
         if times is not None:
             gap = times[-1] - times[-2]
-            self._seconds.learn((rows, context, prompt, pairs), gap)
-            self._judge(gap > self.itl, rows)
+            self._step_time.learn(facts, gap)
+            self._judge(gap > self.itl, step.num_singles)
             self._reachable |= gap <= self.itl
         for delta in deltas:
             if self.ttft is not None and len(delta.request.metrics.token_times) == len(delta.tokens) > 0:
                 late = (delta.request.metrics.ttft or 0.0) > self.ttft
                 self._late_first += 0.02 * (late - self._late_first)
-        if self._seconds.known:
-            self._set_pace(rows, context)
+        if self._step_time.known:
+            self._set_pace(step.num_singles, facts.decode_context)
 
     def _judge(self, late: bool, rows: int) -> None:
         """Move the margin; a step with many rows is as many tokens."""
@@ -74,17 +73,16 @@ class SloPace(Pace):
         self.margin *= math.exp(GAIN * (ALLOWED - self._late))
         self.margin = min(max(self.margin, MARGINS[0]), MARGINS[1])
 
-    def _set_pace(self, rows: int, context: int) -> None:
-        base, per_row, per_context, per_prompt, per_pair = self._seconds.prices
-        per_prompt = max(per_prompt, 0.0) + max(per_pair, 0.0) * self._depth
-        # As fitted, whatever their signs: where rows hardly vary only the sum is known, and that is right.
-        decoding = base + per_row * rows + per_context * context
+    def _set_pace(self, rows: int, context: float) -> None:
+        decoding = self._step_time.seconds(Facts(rows, context))
+        least = self._step_time.seconds(Facts(rows, context, MIN_CHUNK, MIN_CHUNK * self._depth))
+        per_prompt = (least - decoding) / MIN_CHUNK
         left = self.itl * self.margin - decoding
         chunk = int(left / max(per_prompt, 1e-9)) if left > 0 else 0
         self.step_tokens = min(rows + max(chunk, MIN_CHUNK), self._most_tokens)
         if rows == 1 and decoding > self.itl:
             self._reachable = False
-        full = decoding + per_prompt * MIN_CHUNK > self.itl * MARGINS[1]
+        full = least > self.itl * MARGINS[1]
         hold = full and self._reachable and self._late_first <= max(self._late, ALLOWED)
         self.rows = max(rows, 1) if hold else self._most_rows
 

@@ -1,4 +1,4 @@
-"""Calibration: fits the cost model to this machine from a minute of timed steps, and keeps what it found."""
+"""Calibration: fits the roofline's rates to this machine from a minute of timed steps, and keeps what it found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmill.plan.planner.precision import guard_of
 from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import ModelBytes
-from tokenmill.plan.solve.roofline import CostModel, Form, Rates
+from tokenmill.plan.solve.roofline import Form, Rates, Roofline
 from tokenmill.plan.solve.shape import ONE_GPU, ModelShape
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Calibration:
     rates: Rates
     points: tuple[tuple[str, float, float], ...]  # (name, seconds measured, relative error of the fit)
 
-    def cost(self, shape: ModelShape) -> CostModel:
-        return CostModel(shape, self.form, self.rates)
+    def step_time(self, shape: ModelShape) -> Roofline:
+        return Roofline(shape, self.form, self.rates)
 
     @property
     def worst(self) -> float:
@@ -123,11 +123,11 @@ def calibrate_built(built: Built, config: EngineConfig, hardware: Hardware, tell
 
 
 def fit_steps(shape: ModelShape, form: Form, timed: Sequence[Timed], start: Rates) -> Fitted:
-    loads = [one.point.load(shape) for one in timed]
+    steps = [one.point.facts(shape) for one in timed]
 
     def predict(rates: Rates) -> list[float]:
-        cost = CostModel(shape, form, rates)
-        return [cost.seconds(load) for load in loads]
+        model = Roofline(shape, form, rates)
+        return [model.seconds(facts) for facts in steps]
 
     return fit(start, predict, [one.seconds for one in timed])
 

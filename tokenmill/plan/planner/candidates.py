@@ -12,7 +12,7 @@ from tokenmill.plan.planner.queueing import Capacity
 from tokenmill.plan.solve.gpus import WEIGHT_ONLY_ROWS, Gpu, rates_of
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes, plan_memory
-from tokenmill.plan.solve.roofline import CostModel, Form, Link
+from tokenmill.plan.solve.roofline import Form, Link, Roofline
 from tokenmill.plan.solve.shape import ONE_GPU, ModelShape, Split
 
 BLOCK = 16
@@ -48,7 +48,7 @@ class Fit:
     """A layout with sizes that its machine has memory for."""
 
     layout: Layout
-    cost: CostModel
+    step_time: Roofline
     room: Capacity  # of the whole copy
     memory: MemoryPlan  # of its fullest GPU
     widened: bool = False  # stored weights become floats for every product: there are no kernels for them
@@ -128,15 +128,15 @@ class GpuFleet:
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
         moved, efficiency = _moved(layout.weights, form, rows, widened)
-        cost = CostModel(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link)
-        return Fit(layout, cost, Capacity(rows, step_tokens, tokens), memory, widened)
+        step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link)
+        return Fit(layout, step_time, Capacity(rows, step_tokens, tokens), memory, widened)
 
 
 @dataclass(frozen=True)
 class LocalFleet:
     """This machine and one model on it, known by measurement: only sizes are open."""
 
-    cost: CostModel
+    step_time: Roofline
     sizes: ModelBytes
     hardware: Hardware
     dtype: str = "as it runs here"
@@ -158,7 +158,7 @@ class LocalFleet:
 
     def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
         memory = _memory(shape, self.sizes, self.hardware, longest, rows, step_tokens)
-        return Fit(layout, self.cost, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
+        return Fit(layout, self.step_time, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
 
 
 def _scratch(weights: WeightForm, widened: bool) -> int:

@@ -175,7 +175,7 @@ def _length_reason(plan: Plan) -> str:
 def _weights_reason(plan: Plan) -> str:
     weights, fit = plan.best.layout.weights, plan.best.fit
     if weights.stored and fit.widened:
-        moved = f"about {fit.cost.form.weight:.0f} bytes per weight and step, which is counted, not measured"
+        moved = f"about {fit.step_time.form.weight:.0f} bytes per weight and step, which is counted, not measured"
         return f"as the checkpoint stores it; this GPU has no kernels for it and widens it for every product, {moved}"
     if weights.stored:
         return "as the checkpoint stores it"

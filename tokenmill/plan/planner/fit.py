@@ -1,4 +1,4 @@
-"""Fits a cost model's rates to measured steps, by least squares on the logarithm of the error."""
+"""Fits a roofline's rates to measured steps, by least squares on the logarithm of the error."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.plan.solve.roofline import StepLoad, step_load
+from tokenmill.plan.solve.roofline import facts_for
 from tokenmill.plan.solve.shape import ModelShape, shape_of
+from tokenmill.step_time import Facts
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import Built
@@ -34,9 +35,9 @@ class Point:
             parts.append(f"chunk of {self.chunk}" + (f" after {self.start}" if self.start else ""))
         return " + ".join(parts)
 
-    def load(self, shape: ModelShape) -> StepLoad:
+    def facts(self, shape: ModelShape) -> Facts:
         chunks = [(self.start, self.chunk, 1)] if self.chunk else []
-        return step_load(shape, [self.context] * self.rows, chunks)
+        return facts_for(shape, [self.context] * self.rows, chunks)
 
 
 @dataclass(frozen=True)

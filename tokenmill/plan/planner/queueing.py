@@ -8,7 +8,8 @@ from statistics import NormalDist
 
 from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.demand.workload import Workload, percentile
-from tokenmill.plan.solve.roofline import CostModel, StepLoad
+from tokenmill.plan.solve.roofline import Roofline
+from tokenmill.step_time import Facts
 
 MAX_ROUNDS = 200
 HALVINGS = 8  # of a factor of 4: to half a percent
@@ -88,14 +89,14 @@ class Estimate:
 
 
 def estimate(
-    cost: CostModel, demand: Demand, room: Capacity, share: float, *, prefill: bool = True, decode: bool = True
+    model: Roofline, demand: Demand, room: Capacity, share: float, *, prefill: bool = True, decode: bool = True
 ) -> Estimate:
     """Some steps only decode, others read prompts as well; how many rows there are follows from how long both take.
 
     Without `prefill` or `decode` this is one side of a split deployment. A pipeline's stages work on different rows:
     each of its steps has a share of the rows and takes all stages' time.
     """
-    stages = cost.split.pipeline
+    stages = model.split.pipeline
     rows, output = 0.0, demand.output if decode else 0.0
     new_per_s = demand.rate * demand.prompt / stages if prefill else 0.0
     plain = reading = mean = chunk = often = 0.0
@@ -103,10 +104,10 @@ def estimate(
         budget = room.step_tokens - rows / stages
         if budget <= 0 or rows > room.max_rows:
             return _over("rows")
-        plain = _step(cost, demand, rows / stages, 0.0)
+        plain = _step(model, demand, rows / stages, 0.0)
         # Prompts that arrive during a step are read together; a single one may be shorter than what a step takes.
         chunk = min(budget, max(demand.prompt, new_per_s * (mean or plain)))
-        reading = _step(cost, demand, rows / stages, chunk)
+        reading = _step(model, demand, rows / stages, chunk)
         if not new_per_s:
             often, mean = 0.0, plain
         else:
@@ -117,7 +118,7 @@ def estimate(
         if abs(wanted - rows) <= 1e-3 * max(rows, 1.0):
             break
         rows += 0.7 * (wanted - rows)
-    full = _step(cost, demand, rows / stages, budget)
+    full = _step(model, demand, rows / stages, budget)
     busy = new_per_s * full / budget
     if busy >= 1:
         return _over("compute")
@@ -128,42 +129,42 @@ def estimate(
     if rows_high * demand.context > room.kv_tokens:
         return _over("kv cache")
     itl_high = reading if often > 1 - share else plain
-    ttft, ttft_high = _first_token(cost, demand, rows / stages, budget, full, mean, busy, share) if prefill else (0, 0)
+    ttft, ttft_high = _first_token(model, demand, rows / stages, budget, full, mean, busy, share) if prefill else (0, 0)
     return Estimate(mean, itl_high, ttft, ttft_high, rows, rows_high, busy)
 
 
 def _first_token(
-    cost: CostModel, demand: Demand, rows: float, budget: float, full: float, mean: float, busy: float, share: float
+    model: Roofline, demand: Demand, rows: float, budget: float, full: float, mean: float, busy: float, share: float
 ) -> tuple[float, float]:
     """Waiting for prompts that came before (Kingman's formula; its tail is exponential), and reading one's own."""
-    service = demand.prompt * full / budget / cost.split.pipeline
+    service = demand.prompt * full / budget / model.split.pipeline
     wait = busy / (1 - busy) * (demand.burstiness + demand.prompt_spread) / 2 * service
     tail = wait / busy * math.log(busy / (1 - share)) if busy > 1 - share else 0.0
 
     def own(prompt: float) -> float:
         whole, rest = divmod(prompt, budget)
-        return whole * full + (_step(cost, demand, rows, rest) if rest else 0.0)
+        return whole * full + (_step(model, demand, rows, rest) if rest else 0.0)
 
     usual, high = own(demand.prompt), own(demand.prompt_high)
     begun = mean / 2  # the step that is on its way when a request arrives
     return begun + wait + usual, begun + max(wait + high, max(tail, wait) + usual)
 
 
-def _step(cost: CostModel, demand: Demand, rows: float, prompt_tokens: float) -> float:
+def _step(model: Roofline, demand: Demand, rows: float, prompt_tokens: float) -> float:
     """A typical step. Rows are a mean here, so they need not be whole."""
     if rows <= 0 and prompt_tokens <= 0:
         rows = 1e-9
     chunks = max(1, round(prompt_tokens / demand.prompt)) if prompt_tokens else 0
-    load = StepLoad(
-        decodes=rows,
-        decode_keys=rows * demand.context,
+    facts = Facts(
+        decode_rows=rows,
+        decode_context=rows * demand.context,
         prefill_tokens=prompt_tokens,
         prefill_pairs=prompt_tokens * demand.depth,
-        prefill_keys=chunks * 2 * demand.depth,
+        prefill_context=chunks * 2 * demand.depth,
         chunks=chunks,
         sampled=rows + chunks,
     )
-    return cost.seconds(load)
+    return model.seconds(facts)
 
 
 def _over(limit: str) -> Estimate:
@@ -171,12 +172,12 @@ def _over(limit: str) -> Estimate:
 
 
 def most_rate(
-    cost: CostModel, demand: Demand, room: Capacity, slo: Slo, *, prefill: bool = True, decode: bool = True
+    model: Roofline, demand: Demand, room: Capacity, slo: Slo, *, prefill: bool = True, decode: bool = True
 ) -> float:
     """The highest rate at which one copy keeps the promise, by bisection; 0 if even a lone request breaks it."""
 
     def good(rate: float) -> bool:
-        return estimate(cost, demand.at(rate), room, slo.share, prefill=prefill, decode=decode).meets(slo)
+        return estimate(model, demand.at(rate), room, slo.share, prefill=prefill, decode=decode).meets(slo)
 
     low, high = 0.0, 1e-3
     if not good(high):

@@ -157,10 +157,10 @@ def plan(ask: Ask) -> Plan:
 
 def _judge(ask: Ask, fit: Fit, demands: _Demands) -> Choice:
     cached_share, demand = demands.of(fit)
-    each = most_rate(fit.cost, demand, fit.room, ask.slo)
+    each = most_rate(fit.step_time, demand, fit.room, ask.slo)
     copies = _copies(ask.wanted, each, ask.fleet.gpus // fit.layout.split.gpus)
     at = demand.at(min(demand.rate / copies, each) or TRICKLE)
-    return Choice(fit, copies, each * copies, estimate(fit.cost, at, fit.room, ask.slo.share), cached_share)
+    return Choice(fit, copies, each * copies, estimate(fit.step_time, at, fit.room, ask.slo.share), cached_share)
 
 
 def _copies(rate: float, each: float, most: int) -> int:
@@ -178,10 +178,10 @@ def _divide(ask: Ask, choice: Choice, demands: _Demands) -> Choice | None:
     fit, share = choice.fit, ask.slo.share
     demand = demands.of(fit)[1]
     # Keys and values travel once per request, behind the first token.
-    moved = demand.prompt * ask.shape.kv_elements * fit.cost.form.kv / ask.fleet.link.bytes_per_s
+    moved = demand.prompt * ask.shape.kv_elements * fit.step_time.form.kv / ask.fleet.link.bytes_per_s
     # Nobody decodes where prompts are read, so a step may take as many tokens as it likes.
-    read = most_rate(fit.cost, demand, fit.room, replace(ask.slo, itl=math.inf), decode=False)
-    write = most_rate(fit.cost, demand, fit.room, replace(ask.slo, ttft=math.inf), prefill=False)
+    read = most_rate(fit.step_time, demand, fit.room, replace(ask.slo, itl=math.inf), decode=False)
+    write = most_rate(fit.step_time, demand, fit.room, replace(ask.slo, ttft=math.inf), prefill=False)
     if min(read, write) <= 0:
         return None
     best: Choice | None = None
@@ -189,8 +189,8 @@ def _divide(ask: Ask, choice: Choice, demands: _Demands) -> Choice | None:
         first = min(max(1, round(copies * write / (read + write))), copies - 1)  # both sides run out together
         rate = min(first * read, (copies - first) * write)
         at = min(rate, demand.rate)
-        one = estimate(fit.cost, demand.at(at / first), fit.room, share, decode=False)
-        two = estimate(fit.cost, demand.at(at / (copies - first)), fit.room, share, prefill=False)
+        one = estimate(fit.step_time, demand.at(at / first), fit.room, share, decode=False)
+        two = estimate(fit.step_time, demand.at(at / (copies - first)), fit.room, share, prefill=False)
         seen = replace(two, ttft=one.ttft, ttft_high=one.ttft_high, itl=two.itl + moved / demand.output)
         made = Choice(fit, copies, rate, seen, choice.cached_share, prefill_copies=first)
         if best is None or _merit(ask, made) < _merit(ask, best):

@@ -12,13 +12,14 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.scheduler import Delta, Limits, Scheduler
 from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.policy import Policy
-from tokenmill.engine.step import Step, StepResult, facts_of
+from tokenmill.engine.step import Step, StepResult
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
 from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.simulator.leap import leap, steady_steps
-from tokenmill.plan.simulator.machines import Machine, StepCost
+from tokenmill.plan.simulator.machines import Machine
+from tokenmill.step_time import Facts, StepTimeModel, facts_of
 
 STOP = 0  # the token that ends an answer
 OUTPUT = 1 << 31  # answers are made of this plus the job's number: nobody else's blocks look like them
@@ -152,7 +153,7 @@ class Replica:
         """One turn of the engine's loop; whether it moved time (or has nothing to wait for)."""
         step = self.scheduler.schedule(self.now)
         if step is not None:
-            seconds = self.spec.machine.cost.seconds(*facts_of(step))
+            seconds = self.spec.machine.step_time.seconds(facts_of(step))
             self._free_at = max(self._free_at, self.now) + seconds
             self.busy += seconds
             self._in_flight.append((step, self._free_at))
@@ -183,9 +184,9 @@ class Replica:
         steps = steady_steps(self.scheduler, self._depth, lambda request: ends[request.id] - request.num_output)
         if steps < SHORTEST_LEAP:
             return False
-        rows, cost = len(running), self.spec.machine.cost
+        rows, step_time = len(running), self.spec.machine.step_time
         context = sum(request.num_computed for request in running) + rows
-        self._plan = _moments(cost, rows, context, max(self._free_at, self.now), steps, self._depth)
+        self._plan = _moments(step_time, rows, context, max(self._free_at, self.now), steps, self._depth)
         self.wake = self._plan[-1]
         return True
 
@@ -199,7 +200,7 @@ class Replica:
             if self._depth:  # one more step is out: what it costs was not in the plan's moments
                 rows = len(self.scheduler.running)
                 context = sum(request.num_computed for request in self.scheduler.running)
-                self._free_at += self.spec.machine.cost.seconds(rows, context, 0, 0)
+                self._free_at += self.spec.machine.step_time.seconds(_decoding(rows, context))
                 self._in_flight[0] = (self._in_flight[0][0], self._free_at)
             self.busy += self._free_at - began
         self._plan = []
@@ -273,11 +274,16 @@ class Replica:
         return lost
 
 
-def _moments(cost: StepCost, rows: int, context: int, start: float, steps: int, depth: int) -> list[float]:
+def _decoding(rows: int, context: int) -> Facts:
+    """A step in which nobody reads a prompt."""
+    return Facts(decode_rows=rows, decode_context=context, sampled=rows)
+
+
+def _moments(model: StepTimeModel, rows: int, context: int, start: float, steps: int, depth: int) -> list[float]:
     """When each of `steps` decode steps is committed; with depth 1 the first is launched and ends at `start`."""
     moments = [start] if depth else []
     at = start
     for number in range(steps - depth):
-        at += cost.seconds(rows, context + number * rows, 0, 0)
+        at += model.seconds(_decoding(rows, context + number * rows))
         moments.append(at)
     return moments

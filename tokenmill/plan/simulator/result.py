@@ -94,11 +94,6 @@ class Outcome:
         place = int(np.searchsorted(np.cumsum(self._gaps), math.ceil(share * total)))
         return float(_EDGES[min(place, len(_EDGES) - 1)])
 
-    def late_gaps(self, target: float) -> float:
-        """The share of all gaps above a target."""
-        total = int(self._gaps.sum())
-        return float(self._gaps[int(np.searchsorted(_EDGES, target)) + 1 :].sum() / total) if total else 0.0
-
     def goodput(self, slo: Slo) -> float:
         """Good requests per second."""
         return self._good(slo) / self.seconds if self.seconds else 0.0
