@@ -18,7 +18,7 @@ from tokenmill import LLM, AsyncLLM
 from tokenmill.cli.app import app
 from tokenmill.config import OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError
-from tokenmill.option import as_words
+from tokenmill.option import Option, as_words
 
 pytest.importorskip("uvicorn")
 
@@ -223,6 +223,28 @@ def test_a_file_is_checked_by_every_command_and_the_place_is_told(make: Any, tmp
     path.write_text("[serve]\nprot = 1\n")
     done = CliRunner().invoke(app, ["warm", "--config", str(path)])
     assert done.exit_code == 2 and "serve has no setting 'prot'; did you mean 'port'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared", "good", "bad", "wanted"),
+    [
+        ("int", {"low": 0}, [0, 7], [-1, 1.0, True, "1"], "a whole number of at least 0"),
+        ("int", {"low": 1, "solved": "8"}, [1, None], [0, 1.5], "a positive whole number, or unset to be solved"),
+        ("float", {"above": 0, "high": 1}, [0.1, 1], [0, 1.1, float("nan"), True], "a number above 0 and at most 1"),
+        ("bool", {}, [True, False, None], [1, "yes"], "True, False, or unset to be solved"),
+        ("str", {"choices": ("a", "b")}, ["a", None], ["c", 1, []], "one of a, b, or unset"),
+        ("str", {"form": "a path"}, ["x", None], [3, []], "a path, or unset"),
+    ],
+)
+def test_a_declaration_says_what_fits(kind: str, declared: Any, good: list[Any], bad: list[Any], wanted: str) -> None:
+    optional = None in good
+    one = Option("help", "group", None if optional else good[0], name="it", kind=kind, **declared)
+    for value in good:
+        one.check(value)
+    for value in bad:
+        with pytest.raises(ConfigError) as refused:
+            one.check(value)
+        assert str(refused.value) == f"it is {value!r}; it must be {wanted}"
 
 
 @pytest.mark.parametrize("text", ["attention=", "=cpu", "attention=cpu,sample"])
