@@ -27,13 +27,13 @@ from h200_workloads import COMMON, SHAPES
 from tokenmill.engine.runner.capture import Capture
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.step import Step
-from tokenmill.plan.planner.probe import Point, Probe
+from tokenmill.plan.planner.probe import Probe, StepPoint
 from tokenmill.plan.solve.memory import RECORDED_TOKENS
 
 POINTS = (
-    *(Point(chunk=tokens) for tokens in (16, 64, 100, 128, 256, 300, 400, 512, 1024)),
-    Point(32, 512, 128),
-    Point(64, 1024, 400),
+    *(StepPoint(chunk=tokens) for tokens in (16, 64, 100, 128, 256, 300, 400, 512, 1024)),
+    StepPoint(32, 512, 128),
+    StepPoint(64, 1024, 400),
 )
 SIZES = (16, 32, 64, 128, 256, 512)  # of which the cost of recording is told
 ROUNDS, BURST = 5, 5  # turns of both ways; steps of each
@@ -61,7 +61,7 @@ class Bench:
         capture = Capture(self.runner.device)
         self.pieces = PieceGraphs(self.runner.decoder, self.runner.state, RECORDED_TOKENS, capture)
 
-    def compare(self, point: Point) -> tuple[Way, Way]:
+    def compare(self, point: StepPoint) -> tuple[Way, Way]:
         self.probe._run(self.probe._admit(point))
         step = self.probe._step(point)
         found: list[Way] = []
@@ -102,7 +102,7 @@ class Bench:
 
     def cost(self) -> str:
         """What it takes to record some sizes, with everything compiled and set up."""
-        self.probe._run(self.probe._admit(Point(chunk=max(SIZES))))
+        self.probe._run(self.probe._admit(StepPoint(chunk=max(SIZES))))
         torch.cuda.synchronize()
         free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         self.runner._pieces = PieceGraphs(
@@ -112,7 +112,7 @@ class Bench:
         for tokens in SIZES:  # from small to large, so that none stands in for another
             for mine in times:
                 began = time.perf_counter()
-                self.runner.launch(self.probe._step(Point(chunk=tokens))).wait()
+                self.runner.launch(self.probe._step(StepPoint(chunk=tokens))).wait()
                 mine.append(1e3 * (time.perf_counter() - began))
         assert self.runner._pieces.replays == 2 * len(SIZES)
         tensors = torch.cuda.memory_reserved() - reserved

@@ -27,7 +27,7 @@ from h200_workloads import COMMON, SHAPES, Work, fixed
 
 from tokenmill import SamplingParams
 from tokenmill.engine.runner import graphs as recorded_steps
-from tokenmill.plan.planner.probe import Point, Probe
+from tokenmill.plan.planner.probe import Probe, StepPoint
 
 FORMS = {
     "bf16": (None, "auto"), "w8a8+int8": ("w8a8", "int8"), "fp8+fp8": ("fp8", "fp8"),
@@ -167,7 +167,7 @@ def one(llm: Any, rows: int, keys: int) -> str:
     print(f"   {sum(map(list.__eq__, *said))} of {rows} answers equal with and without stand-ins", flush=True)
     watch.runner.launch = watch._launch
     probe = Probe(llm._built)
-    point = Point(rows, keys + ANSWER // 2)
+    point = StepPoint(rows, keys + ANSWER // 2)
     alone = probe.time(point).seconds if probe.fits(point) else float("nan")
     walls, launches = [seen.wall for seen in full] or [0.0], [seen.launch for seen in full] or [0.0]
     figures = (1e3 * statistics.median(walls), 1e3 * alone, busy, gaps, 1e3 * statistics.median(launches),

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.plan.demand.workload import Workload
-from tokenmill.plan.planner.calibrate import CPU_START, GPU_START, fit_steps, form_of_built
-from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Point, Probe, Timed
+from tokenmill.plan.planner.calibrate import CPU_START, GPU_START, built_element_bytes, fit_steps
+from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Probe, StepPoint, Timed
 from tokenmill.plan.simulator.cluster import ClusterSpec
 from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.simulator.replica import ReplicaSpec
@@ -30,14 +30,14 @@ from tokenmill.plan.solve.roofline import Roofline
 from tokenmill.plan.solve.settings import Settings
 
 CPU_CHECKS = (
-    Point(1, 256), Point(2, 128), Point(6, 512), Point(12, 64), Point(24, 128), Point(40, 384), Point(56, 200),
-    Point(chunk=32), Point(chunk=128), Point(chunk=384), Point(chunk=192, start=512), Point(8, 128, 64),
-    Point(32, 128, 256),
+    StepPoint(1, 256), StepPoint(2, 128), StepPoint(6, 512), StepPoint(12, 64), StepPoint(24, 128),
+    StepPoint(40, 384), StepPoint(56, 200), StepPoint(chunk=32), StepPoint(chunk=128), StepPoint(chunk=384),
+    StepPoint(chunk=192, start=512), StepPoint(8, 128, 64), StepPoint(32, 128, 256),
 )  # fmt: skip
 GPU_CHECKS = (
-    Point(1, 1000), Point(4, 2000), Point(16, 1000), Point(64, 500), Point(64, 2000), Point(192, 400), Point(256, 2000),
-    Point(chunk=256), Point(chunk=1024), Point(chunk=4096), Point(chunk=2048, start=4000), Point(32, 512, 512),
-    Point(128, 1000, 2048),
+    StepPoint(1, 1000), StepPoint(4, 2000), StepPoint(16, 1000), StepPoint(64, 500), StepPoint(64, 2000),
+    StepPoint(192, 400), StepPoint(256, 2000), StepPoint(chunk=256), StepPoint(chunk=1024), StepPoint(chunk=4096),
+    StepPoint(chunk=2048, start=4000), StepPoint(32, 512, 512), StepPoint(128, 1000, 2048),
 )  # fmt: skip
 CPU_BATCHES = {"1 x 64+32": [(64, 32)], "8 x 96+24": [(96, 24)] * 8, "24 of 16-128 in, 8-32 out": 24}
 GPU_BATCHES = {"1 x 128+128": [(128, 128)], "64 x 1024+128": [(1024, 128)] * 64, "16 x 4096+1": [(4096, 1)] * 16,
@@ -82,13 +82,13 @@ def main() -> None:
     seen = _measure(probe, GPU_POINTS if on_gpu else CPU_POINTS, arguments.budget)
     fresh = _measure(probe, GPU_CHECKS if on_gpu else CPU_CHECKS, arguments.budget)
 
-    form, _ = form_of_built(built, probe.shape)
-    fitted = fit_steps(probe.shape, form, seen, GPU_START if on_gpu else CPU_START)
-    models = {"fitted": Roofline(probe.shape, form, fitted.rates)}
+    element_bytes, _ = built_element_bytes(built, probe.shape)
+    fitted = fit_steps(probe.shape, element_bytes, seen, GPU_START if on_gpu else CPU_START)
+    models = {"fitted": Roofline(probe.shape, element_bytes, fitted.rates)}
     known = recognize(torch.cuda.get_device_name()) if on_gpu else None
     kind = arguments.quantization or "dense"
     if known is not None and kind in EFFICIENCIES:
-        models["shipped"] = Roofline(probe.shape, form, rates_of(known, kind))
+        models["shipped"] = Roofline(probe.shape, element_bytes, rates_of(known, kind))
     print(f"fit of {len(seen)} steps: worst {fitted.worst:.1%}\n{fitted.rates}", flush=True)
 
     rows: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ def _shape_folder(name: str, folder: Path) -> str:
     return str(folder)
 
 
-def _measure(probe: Probe, points: tuple[Point, ...], budget: float) -> list[Timed]:
+def _measure(probe: Probe, points: tuple[StepPoint, ...], budget: float) -> list[Timed]:
     """One by one, and told at once: a run that is cut short keeps what it has."""
     found = []
     for point in filter(probe.fits, points):

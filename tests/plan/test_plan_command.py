@@ -24,7 +24,7 @@ from tokenmill.model.weights.source import resolve
 from tokenmill.plan.planner.calibrate import CPU_START, calibrate, kept_at
 from tokenmill.plan.planner.candidates import GpuFleet
 from tokenmill.plan.planner.configfile import ConfigFile, read_config_file, write_config
-from tokenmill.plan.planner.stored import stored_form
+from tokenmill.plan.planner.stored import stored_precision
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import cpu_hardware
 from tokenmill.plan.solve.shape import shape_of
@@ -111,13 +111,15 @@ def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small, pla
     spec = spec_from_config(settings)
     schemes, _ = schemes_for(config, spec, checkpoint, Place(torch.device("cuda"), torch.bfloat16))
     sizes = model_bytes(spec, torch.bfloat16, schemes, checkpoint, guarded=True)
-    form, shape = stored_form(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
+    form, shape = stored_precision(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
     fleet = GpuFleet(GPUS["h200"], 1, stored=form)
     fit = fleet.place(shape, next(fleet.layouts(shape, 0)), longest=64, rows=64, step_tokens=512)
     assert fit.memory.weights == pytest.approx(sizes.weights, rel=0.02)
     assert fit.memory.weights < 0.7 * spec.weight_bytes(2)
     assert 4 * form.widest == sizes.scratch
-    assert fit.step_time.form.head == pytest.approx({None: 2, "int8": 1 + 4 / 64, "int4-g32": 0.5 + 4 / 32}[head])
+    assert fit.step_time.element_bytes.head == pytest.approx(
+        {None: 2, "int8": 1 + 4 / 64, "int4-g32": 0.5 + 4 / 32}[head]
+    )
 
 
 def test_where_a_gpu_has_no_kernels_for_stored_weights_the_plan_says_so(small):
@@ -128,12 +130,12 @@ def test_where_a_gpu_has_no_kernels_for_stored_weights_the_plan_says_so(small):
 def test_more_rows_than_the_kernels_take_cost_the_widening(small):
     checkpoint, settings = open_checkpoint(EngineConfig(model=str(small)), resolve(str(small)))
     spec = spec_from_config(settings)
-    form, shape = stored_form(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
+    form, shape = stored_precision(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
     fleet = GpuFleet(GPUS["h200"], 1, stored=form)
     layout = next(fleet.layouts(shape, 0))
     few, many = (fleet.place(shape, layout, longest=64, rows=rows, step_tokens=512) for rows in (64, 256))
-    assert few.step_time.form.weight == form.weight_bytes
-    assert many.step_time.form.weight == few.step_time.form.weight + 4
+    assert few.step_time.element_bytes.weight == form.weight_bytes
+    assert many.step_time.element_bytes.weight == few.step_time.element_bytes.weight + 4
 
 
 def test_a_config_that_is_quantized_without_weights_is_told(tmp_path):
@@ -157,7 +159,7 @@ def test_the_machine_is_measured_with_the_weights_as_stored_and_a_log_is_told(sm
     assert done.exit_code == 0, done.output
     assert len(re.findall(r"timing steps: \d+ of \d+", done.stderr)) > 3
     kept = json.loads(next((tmp_path / "plan").iterdir()).read_text())
-    assert kept["settings"]["load_format"] == "auto" and kept["form"]["weight"] < 1
+    assert kept["settings"]["load_format"] == "auto" and kept["element_bytes"]["weight"] < 1
 
 
 @pytest.mark.parametrize(

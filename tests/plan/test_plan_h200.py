@@ -8,13 +8,13 @@ import plan_models
 import pytest
 
 from tokenmill.plan.demand.workload import Workload
-from tokenmill.plan.planner.probe import Point
+from tokenmill.plan.planner.probe import StepPoint
 from tokenmill.plan.simulator.cluster import ClusterSpec
 from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.simulator.replica import ReplicaSpec
 from tokenmill.plan.simulator.simulate import simulate
 from tokenmill.plan.solve.gpus import GPUS, rates_of
-from tokenmill.plan.solve.roofline import Form, Roofline
+from tokenmill.plan.solve.roofline import ElementBytes, Roofline
 
 WITHIN = 0.15
 
@@ -81,10 +81,10 @@ WEIGHT_BYTES = {"int4": 0.5 + 4 / 128, "int8": 1.0, "w8a8": 1.0}
 @pytest.mark.parametrize("form", STEPS)
 def test_measured_steps_of_quantized_weights_are_predicted_within_15_percent(form):
     shape = plan_models.shape("llama3-8b")
-    cost = Roofline(shape, Form(WEIGHT_BYTES[form], 2, 2), rates_of(GPUS["h200"], form))
+    cost = Roofline(shape, ElementBytes(WEIGHT_BYTES[form], 2, 2), rates_of(GPUS["h200"], form))
     off = {}
     for (rows, keys, chunk, start), ms in STEPS[form].items():
-        point = Point(rows, keys, chunk, start)
+        point = StepPoint(rows, keys, chunk, start)
         off[point.name] = cost.seconds(point.facts(shape)) / (ms / 1e3) - 1
     off["prefill"] = batch_seconds(cost, WORK["prefill"], 8192) / PREFILL[form] - 1
     assert max(abs(one) for one in off.values()) < WITHIN, off
@@ -93,7 +93,7 @@ def test_measured_steps_of_quantized_weights_are_predicted_within_15_percent(for
 @pytest.mark.parametrize(("model", "form"), SECONDS)
 def test_measured_workloads_are_predicted_within_15_percent(model, form):
     shape = plan_models.shape(model)
-    cost = Roofline(shape, Form(1 if form == "fp8" else 2, 2, 2), rates_of(GPUS["h200"], form))
+    cost = Roofline(shape, ElementBytes(1 if form == "fp8" else 2, 2, 2), rates_of(GPUS["h200"], form))
     step_tokens = 8192 if model == "llama3-8b" else 16384
     found = SECONDS[model, form].items()
     off = {name: batch_seconds(cost, WORK[name], step_tokens) / seconds - 1 for name, seconds in found}

@@ -18,7 +18,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.choices import model_bytes
 from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.plan.planner.candidates import BLOCK, GpuFleet, fits, layout_form
+from tokenmill.plan.planner.candidates import BLOCK, GpuFleet, layout_element_bytes, placements
 from tokenmill.plan.planner.precision import ITEMSIZE, rank_bytes
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import Hardware
@@ -137,7 +137,7 @@ def test_every_rank_of_a_feasible_layout_fits_its_gpu(name, gpu, count, pick, lo
     fleet = GpuFleet(GPUS[gpu], count)
     layouts = list(fleet.layouts(shape, 2))
     layout = layouts[pick % len(layouts)]
-    found, reason = fits(fleet, shape, layout, longest)
+    found, reason = placements(fleet, shape, layout, longest)
     if not found:
         assert "does not fit" in reason
         assume(False)
@@ -158,12 +158,12 @@ def test_every_rank_of_a_feasible_layout_fits_its_gpu(name, gpu, count, pick, lo
             ranks = split.tensor * (split.expert if ".experts_" in key else 1)
             held += param.numel * size / (ranks if param.kind in ("linear", "stacked", "embedding") else 1)
         most = max(most, held)
-    form = layout_form(shape, layout)
+    element_bytes = layout_element_bytes(shape, layout)
     heads = math.ceil(shape.kv_heads / split.tensor) / shape.kv_heads
     layers = math.ceil(spec.num_layers / split.pipeline) / spec.num_layers
     for fit in found:
         tokens = fit.room.kv_tokens / split.expert
-        cache = tokens * shape.kv_elements * form.kv * heads * layers
+        cache = tokens * shape.kv_elements * element_bytes.kv * heads * layers
         logits = fit.room.max_rows * shape.vocab * (itemsize + 4)
         assert most + cache + logits < GPUS[gpu].memory * 0.9
         assert fit.memory.total <= fit.memory.budget
@@ -175,7 +175,7 @@ def test_a_rank_alone_is_the_engine_itself(name):
     """Without torch the planner counts what the engine will count with it."""
     spec, shape = plan_models.spec(name), plan_models.shape(name)
     layout = next(iter(GpuFleet(GPUS["h200"], 1).layouts(shape, 0)))
-    mine = rank_bytes(shape, layout_form(shape, layout), ONE_GPU, 2)
+    mine = rank_bytes(shape, layout_element_bytes(shape, layout), ONE_GPU, 2)
     theirs = model_bytes(spec, torch.bfloat16, guarded=True)
     assert theirs.guard <= mine.guard < theirs.guard * 1.01
     assert theirs.guard_per_token <= mine.guard_per_token <= theirs.guard_per_token + 1
@@ -190,7 +190,7 @@ def test_sizes_of_a_plan_are_accepted_by_the_engine():
     spec, shape = plan_models.spec("llama3-8b"), plan_models.shape("llama3-8b")
     fleet = GpuFleet(GPUS["l4"], 1)
     for layout in fleet.layouts(shape, 0):
-        for fit in fits(fleet, shape, layout, 4096)[0]:
+        for fit in placements(fleet, shape, layout, 4096)[0]:
             config = EngineConfig(
                 max_num_seqs=fit.room.max_rows, max_num_batched_tokens=fit.room.step_tokens, max_model_len=4096
             )

@@ -17,7 +17,7 @@ from tokenmill.plan.demand.workload import fixed
 from tokenmill.plan.planner.candidates import GpuFleet
 from tokenmill.plan.planner.explain import as_data, explain, lacks, reasons
 from tokenmill.plan.planner.queueing import demand_of, estimate
-from tokenmill.plan.planner.search import RESERVE, Ask, Choice, Plan, plan
+from tokenmill.plan.planner.search import RESERVE, Choice, Plan, PlanRequest, plan
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import ModelBytes
@@ -26,9 +26,9 @@ from tokenmill.plan.solve.settings import solve
 WORK = fixed("chat", 500, 1000, 200, rate=4.0)
 
 
-def ask(model: str = "llama3-8b", gpu: str = "h200", count: int = 8, rate: float = 4.0, **rest) -> Ask:
+def ask(model: str = "llama3-8b", gpu: str = "h200", count: int = 8, rate: float = 4.0, **rest) -> PlanRequest:
     rest.setdefault("slo", Slo(ttft=1.0, itl=0.05))
-    return Ask(plan_models.shape(model), GpuFleet(GPUS[gpu], count), replace(WORK.at_rate(rate)), **rest)
+    return PlanRequest(plan_models.shape(model), GpuFleet(GPUS[gpu], count), replace(WORK.at_rate(rate)), **rest)
 
 
 def test_a_small_load_takes_one_gpu_and_rounds_nothing():
@@ -83,20 +83,20 @@ def test_requests_longer_than_the_model_are_left_out_and_told():
         hash_ids=tuple((number,) for number in range(10)),
     )
     shape, fleet = plan_models.shape("qwen3-0.6b"), GpuFleet(GPUS["h200"], 1)
-    found = plan(Ask(shape, fleet, both))
+    found = plan(PlanRequest(shape, fleet, both))
     assert found.ask.left_out == 2 and found.ask.longest == 1200 and len(found.ask.load.hash_ids) == 8
-    assert found.best.rate == plan(Ask(shape, fleet, replace(short, hash_ids=both.hash_ids[:8]))).best.rate
+    assert found.best.rate == plan(PlanRequest(shape, fleet, replace(short, hash_ids=both.hash_ids[:8]))).best.rate
     assert any("left out     2 of 10 requests" in line and "40,960" in line for line in explain(found))
     assert as_data(found)["left_out_requests"] == 2
-    assert plan(Ask(shape, fleet, both, max_len=41_000)).ask.left_out == 2
-    assert not any("left out" in line for line in explain(plan(Ask(shape, fleet, short))))
+    assert plan(PlanRequest(shape, fleet, both, max_len=41_000)).ask.left_out == 2
+    assert not any("left out" in line for line in explain(plan(PlanRequest(shape, fleet, short))))
 
 
 @pytest.mark.parametrize("limit, hint", [(None, "40,960"), (2000, "max_model_len is 2,000")])
 def test_a_load_of_which_nothing_fits_is_refused(limit, hint):
     work = fixed("books", 10, 99_999, 256)
     with pytest.raises(ConfigError, match=f"no request fits: .* 100,255 tokens .*{hint}"):
-        plan(Ask(plan_models.shape("qwen3-0.6b"), GpuFleet(GPUS["h200"], 1), work, max_len=limit))
+        plan(PlanRequest(plan_models.shape("qwen3-0.6b"), GpuFleet(GPUS["h200"], 1), work, max_len=limit))
 
 
 def test_the_first_request_that_is_kept_comes_at_once():
@@ -111,7 +111,7 @@ def test_the_first_request_that_is_kept_comes_at_once():
 @pytest.mark.parametrize("quality", ["exact", "near"])
 def test_what_is_said_of_rounding_and_promises_is_true(promise, rate, quality):
     work = fixed("chat", 300, 1000, 200, rate)
-    found = plan(Ask(plan_models.shape("llama3-8b"), GpuFleet(GPUS["h200"], 4), work, promise, quality))
+    found = plan(PlanRequest(plan_models.shape("llama3-8b"), GpuFleet(GPUS["h200"], 4), work, promise, quality))
     text = "\n".join(explain(found))
     assert ("within the promise" in text) == promise.promises
     assert promise.promises or "the promise is kept" not in text
@@ -128,7 +128,7 @@ def test_what_is_said_of_rounding_and_promises_is_true(promise, rate, quality):
 def test_a_promise_that_nothing_keeps_is_not_called_kept():
     found = plan(ask(slo=Slo(ttft=1e-6), rate=1.0))
     assert not found.enough and "the promise is kept" not in "\n".join(explain(found))
-    offline = plan(Ask(found.ask.shape, found.ask.fleet, fixed("all", 9, 1000, 200), Slo(ttft=1e-6)))
+    offline = plan(PlanRequest(found.ask.shape, found.ask.fleet, fixed("all", 9, 1000, 200), Slo(ttft=1e-6)))
     assert any("not even a lone request" in line for line in explain(offline))
 
 
@@ -142,7 +142,7 @@ def test_the_dtype_is_as_saved_only_where_it_is(saved, said):
 
 def test_without_arrivals_the_fastest_is_chosen():
     work = fixed("offline", 100, 1000, 200)
-    found = plan(Ask(plan_models.shape("llama3-8b"), GpuFleet(GPUS["h200"], 2), work))
+    found = plan(PlanRequest(plan_models.shape("llama3-8b"), GpuFleet(GPUS["h200"], 2), work))
     assert found.best.gpus == 2
     assert found.best.rate >= max(one.rate for one in found.others) * 0.94  # 5 % are no difference
 

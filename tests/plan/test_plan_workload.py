@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.demand.traces import read_sharegpt, read_trace
+from tokenmill.plan.demand.traces import read_trace
 from tokenmill.plan.demand.workload import Workload, fixed, percentile
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -48,10 +48,14 @@ def test_mooncake_lines_become_requests_with_shared_beginnings(tmp_path):
 
 def test_sharegpt_conversations_become_their_first_exchange(tmp_path):
     path = tmp_path / "sharegpt.json"
-    turns = [{"from": "human", "value": "a b c"}, {"from": "gpt", "value": "d e"}, {"from": "human", "value": "f"}]
+    turns = [
+        {"from": "human", "value": "abc def ghij"},
+        {"from": "gpt", "value": "klm nopq"},
+        {"from": "human", "value": "f"},
+    ]
     path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[1:]}, {"id": "empty"}]))
-    work = read_sharegpt(path, rate=2.0, count=lambda text: len(text.split()))
-    assert (work.prompts, work.outputs, work.texts) == ((3,), (2,), ("a b c",))
+    work = read_trace(path, rate=2.0)
+    assert (work.prompts, work.outputs, work.texts) == ((3,), (2,), ("abc def ghij",))
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"input_length": 3}\n', "TIMESTAMP,ContextTokens\n1,2\n", "[1"])
@@ -72,7 +76,7 @@ def test_the_public_traces_are_read_whole(name, count):
     assert len(work) == count
     assert 3_400 < work.seconds < 3_600
     assert work.rate < work.busy[0] < 2 * work.rate
-    assert len(work.first(100)) == 100
+    assert len(read_trace(DATA / name, limit=100)) == 100
 
 
 def test_busy_minutes_count_and_pauses_do_not_make_a_burst():

@@ -15,7 +15,7 @@ from tokenmill.kv.manager import KVManager
 from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.simulator.cluster import ClusterSpec
 from tokenmill.plan.simulator.machines import Machine
-from tokenmill.plan.simulator.replica import PARAMS, STOP, Job, Replica, ReplicaSpec
+from tokenmill.plan.simulator.replica import PARAMS, STOP, Replica, ReplicaSpec, SimulatedJob
 from tokenmill.plan.simulator.simulate import simulate
 from tokenmill.step_time import LinearStepTime
 
@@ -45,7 +45,7 @@ def make_jobs(rows):
     for number, (gap, prompt, output, shared) in enumerate(rows):
         at += gap
         tokens = [7] * min(shared, prompt) + [100 + number] * (prompt - min(shared, prompt))
-        jobs.append(Job(number, at, tokens, prompt, output))
+        jobs.append(SimulatedJob(number, at, tokens, prompt, output))
     return jobs
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenmill.model.weights.source import ModelFiles
     from tokenmill.plan.demand.workload import Workload
     from tokenmill.plan.planner.candidates import Fleet
-    from tokenmill.plan.planner.precision import WeightForm
+    from tokenmill.plan.planner.precision import WeightPrecision
     from tokenmill.plan.solve.shape import ModelShape
 
 _WORK = "What is asked"
@@ -66,7 +66,7 @@ def plan(
     from tokenmill.plan.planner.configfile import ConfigFile, engine_settings, write_config
     from tokenmill.plan.planner.explain import as_data, explain
     from tokenmill.plan.planner.precision import QUALITIES
-    from tokenmill.plan.planner.search import Ask
+    from tokenmill.plan.planner.search import PlanRequest
     from tokenmill.plan.planner.search import plan as make_plan
 
     if quality not in QUALITIES:
@@ -76,7 +76,7 @@ def plan(
     check_writable(apply)
     promise, work, cost = parse_slo(slo), _workload(workload, requests, rate), _price(price)
     shape, fleet = _fleet(model, gpu, available, calibrate)
-    found = make_plan(Ask(shape, fleet, work, promise, quality, cost, max_model_len))
+    found = make_plan(PlanRequest(shape, fleet, work, promise, quality, cost, max_model_len))
     if as_json:
         typer.echo(json.dumps(as_data(found), indent=2))
     else:
@@ -141,7 +141,7 @@ def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[M
     return shape, LocalFleet(found.step_time(shape), found.sizes, hardware_of(choose_device(config.device)))
 
 
-def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightForm | None, str]:
+def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightPrecision | None, str]:
     """The model's counts, what it stores if it is quantized, and what is to be said of its floats."""
     import torch
 
@@ -149,7 +149,7 @@ def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightForm | Non
     from tokenmill.engine.build import open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.load import stored_forms
-    from tokenmill.plan.planner.stored import stored_form
+    from tokenmill.plan.planner.stored import stored_precision
     from tokenmill.plan.solve.shape import shape_of
 
     folder = files.kind == "directory"
@@ -164,4 +164,4 @@ def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightForm | Non
         unread = "config.json says that it is quantized, but its weights are not there: planned for plain floats"
         return shape, None, unread if settings.get("quantization_config") else ""
     dtype = torch.float16 if shape.saved_dtype == "float16" else torch.bfloat16
-    return shape, stored_form(spec, stored_forms(spec, checkpoint), dtype), ""
+    return shape, stored_precision(spec, stored_forms(spec, checkpoint), dtype), ""

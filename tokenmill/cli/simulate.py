@@ -60,7 +60,7 @@ def simulate(
     from tokenmill.plan.demand.slo import parse_slo
     from tokenmill.plan.demand.traces import read_trace
     from tokenmill.plan.simulator.cluster import ClusterSpec
-    from tokenmill.plan.simulator.compare import Case, cases, picture, run_cases, table
+    from tokenmill.plan.simulator.compare import Variant, picture, run_variants, table, variants
     from tokenmill.plan.simulator.faults import Failures
     from tokenmill.plan.simulator.machines import machine_named
     from tokenmill.plan.simulator.replica import ReplicaSpec
@@ -102,9 +102,9 @@ def simulate(
     note(work.summary())
     note(one.machine.line())
     began = time.monotonic()
-    rows_of = cases(compare, spec, work, promise) if compare else [Case(policy, spec, work)]
+    rows_of = variants(compare, spec, work, promise) if compare else [Variant(policy, spec, work)]
     with progress(every=EVERY) as report:
-        outcomes = run_cases(rows_of, workers, report)
+        outcomes = run_variants(rows_of, workers, report)
     names = [case.name for case in rows_of]
     typer.echo("\n".join(table(list(zip(names, outcomes)), promise)))
     for name, outcome in zip(names, outcomes):

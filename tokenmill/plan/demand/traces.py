@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -15,8 +14,6 @@ from tokenmill.plan.demand.workload import HASH_BLOCK, Workload, poisson
 
 CHARACTERS_PER_TOKEN = 4  # of English text, where nobody counts better
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-CountTokens = Callable[[str], int]
 
 
 def read_trace(path: Path, limit: int | None = None, rate: float | None = None) -> Workload:
@@ -68,14 +65,7 @@ def read_mooncake(path: Path, limit: int | None = None) -> Workload:
     return _workload(path.stem, rows, hashes if any(hashes) else None)
 
 
-def read_sharegpt(
-    path: Path,
-    limit: int | None = None,
-    *,
-    rate: float = 1.0,
-    seed: int = 0,
-    count: CountTokens = lambda text: max(1, round(len(text) / CHARACTERS_PER_TOKEN)),
-) -> Workload:
+def read_sharegpt(path: Path, limit: int | None = None, *, rate: float = 1.0) -> Workload:
     """The first exchange of every conversation. There are no times in it: arrivals are Poisson, from a seed."""
     try:
         conversations = json.loads(path.read_text(encoding="utf-8"))
@@ -87,10 +77,14 @@ def read_sharegpt(
         exchange = _first_exchange(conversation)
         if exchange is not None and (limit is None or len(asked) < limit):
             asked.append(exchange[0])
-            lengths.append((count(exchange[0]), count(exchange[1])))
-    arrivals = poisson(len(asked), rate, seed)
+            lengths.append((_tokens(exchange[0]), _tokens(exchange[1])))
+    arrivals = poisson(len(asked), rate)
     prompts, outputs = tuple(one for one, _ in lengths), tuple(one for _, one in lengths)
     return Workload(path.stem, arrivals, prompts, outputs, texts=tuple(asked))
+
+
+def _tokens(text: str) -> int:
+    return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
 
 
 def _workload(name: str, rows: list[tuple[float, int, int]], hashes: list[tuple[int, ...]] | None = None) -> Workload:

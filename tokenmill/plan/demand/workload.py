@@ -79,17 +79,6 @@ class Workload:
                 seen.popitem(last=False)
         return cached / sum(self.prompts)
 
-    def first(self, count: int) -> Workload:
-        cut = slice(0, count)
-        return replace(
-            self,
-            arrivals=self.arrivals[cut],
-            prompts=self.prompts[cut],
-            outputs=self.outputs[cut],
-            hash_ids=None if self.hash_ids is None else self.hash_ids[cut],
-            texts=None if self.texts is None else self.texts[cut],
-        )
-
     def up_to(self, tokens: int) -> Workload | None:
         """The requests that have no more tokens than this, prompt and answer; None: there are none."""
         columns = enumerate(zip(self.prompts, self.outputs))

@@ -17,14 +17,14 @@ from tokenmill.plan.planner.precision import guard_of
 from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import ModelBytes
-from tokenmill.plan.solve.roofline import Form, Rates, Roofline
+from tokenmill.plan.solve.roofline import ElementBytes, Rates, Roofline
 from tokenmill.plan.solve.shape import ONE_GPU, ModelShape
 
 if TYPE_CHECKING:
     from tokenmill.config import EngineConfig
     from tokenmill.engine.build import Built
 
-VERSION = 2  # of the files kept
+VERSION = 3  # of the files kept
 BUDGET = 0.6  # seconds per point
 CPU_START = Rates(
     weight_bytes=1.5e10,
@@ -59,26 +59,26 @@ Tell = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class MachineCalibration:
     """What a machine does with one model at one set of settings."""
 
     machine: str
     model: str
     settings: dict[str, Any]
-    form: Form
+    element_bytes: ElementBytes
     sizes: ModelBytes
     rates: Rates
     points: tuple[tuple[str, float, float], ...]  # (name, seconds measured, relative error of the fit)
 
     def step_time(self, shape: ModelShape) -> Roofline:
-        return Roofline(shape, self.form, self.rates)
+        return Roofline(shape, self.element_bytes, self.rates)
 
     @property
     def worst(self) -> float:
         return max(abs(error) for _, _, error in self.points)
 
 
-def calibrate(config: EngineConfig, tell: Tell | None = None, *, again: bool = False) -> Calibration:
+def calibrate(config: EngineConfig, tell: Tell | None = None, *, again: bool = False) -> MachineCalibration:
     """The kept calibration of this machine, model and settings, or a new one (which takes about a minute)."""
     from tokenmill.engine.build import build, choose_device
     from tokenmill.engine.choices import hardware_of
@@ -100,7 +100,9 @@ def calibrate(config: EngineConfig, tell: Tell | None = None, *, again: bool = F
     return found
 
 
-def calibrate_built(built: Built, config: EngineConfig, hardware: Hardware, tell: Tell | None = None) -> Calibration:
+def calibrate_built(
+    built: Built, config: EngineConfig, hardware: Hardware, tell: Tell | None = None
+) -> MachineCalibration:
     """Time a dozen steps of this engine and fit. The engine cannot be used afterwards."""
     probe = Probe(built)
     points = [point for point in (GPU_POINTS if hardware.device == "cuda" else CPU_POINTS) if probe.fits(point)]
@@ -109,37 +111,37 @@ def calibrate_built(built: Built, config: EngineConfig, hardware: Hardware, tell
         timed += measure(probe, [point], BUDGET)
         if tell is not None:
             tell(number + 1, len(points), "timing steps")
-    form, sizes = form_of_built(built, probe.shape)
-    fitted = fit_steps(probe.shape, form, timed, GPU_START if hardware.device == "cuda" else CPU_START)
-    return Calibration(
+    element_bytes, sizes = built_element_bytes(built, probe.shape)
+    fitted = fit_steps(probe.shape, element_bytes, timed, GPU_START if hardware.device == "cuda" else CPU_START)
+    return MachineCalibration(
         machine=_machine(hardware),
         model=built.files.name,
         settings=_settings(config),
-        form=form,
+        element_bytes=element_bytes,
         sizes=sizes,
         rates=fitted.rates,
         points=tuple((one.point.name, one.seconds, error) for one, error in zip(timed, fitted.errors)),
     )
 
 
-def fit_steps(shape: ModelShape, form: Form, timed: Sequence[Timed], start: Rates) -> Fitted:
+def fit_steps(shape: ModelShape, element_bytes: ElementBytes, timed: Sequence[Timed], start: Rates) -> Fitted:
     steps = [one.point.facts(shape) for one in timed]
 
     def predict(rates: Rates) -> list[float]:
-        model = Roofline(shape, form, rates)
+        model = Roofline(shape, element_bytes, rates)
         return [model.seconds(facts) for facts in steps]
 
     return fit(start, predict, [one.seconds for one in timed])
 
 
-def form_of_built(built: Built, shape: ModelShape) -> tuple[Form, ModelBytes]:
+def built_element_bytes(built: Built, shape: ModelShape) -> tuple[ElementBytes, ModelBytes]:
     """How a built engine stores things, read off its weights, and what its memory plan began with."""
     decoder = runner_of(built).decoder
     weights, spec, settings = decoder.weights, built.spec, built.settings
     itemsize = weights.dtype.itemsize
     linear = sum(_stored(one) for layer in range(spec.num_layers) for one in weights.layer(layer).linears())
     kv_per_token = settings.memory.kv // (settings.num_blocks * settings.block_size)
-    form = Form(
+    element_bytes = ElementBytes(
         weight=linear / shape.linear,
         other=itemsize,
         kv=kv_per_token / shape.kv_elements,
@@ -147,8 +149,8 @@ def form_of_built(built: Built, shape: ModelShape) -> tuple[Form, ModelBytes]:
         rounded_head=_stored(weights.lm_head) / shape.head,
     )
     # Products of quantized weights may copy their inputs; never more than all that is alive in a layer.
-    copies = shape.activation if form.weight < itemsize else 0
-    return form, ModelBytes(
+    copies = shape.activation if element_bytes.weight < itemsize else 0
+    return element_bytes, ModelBytes(
         weights=settings.memory.weights,
         kv_per_token=kv_per_token,
         activation_per_token=shape.activation * itemsize + copies,
@@ -185,17 +187,17 @@ def _machine(hardware: Hardware) -> str:
     return f"{platform.node()}: {hardware.name}{threads}, torch {torch.__version__}"
 
 
-def _read(path: Path) -> Calibration | None:
+def _read(path: Path) -> MachineCalibration | None:
     """A kept calibration; None where it is of another version or broken."""
     try:
         kept = json.loads(path.read_text())
         if kept.pop("version") != VERSION:
             return None
-        return Calibration(
+        return MachineCalibration(
             machine=kept["machine"],
             model=kept["model"],
             settings=kept["settings"],
-            form=Form(**kept["form"]),
+            element_bytes=ElementBytes(**kept["element_bytes"]),
             sizes=ModelBytes(**kept["sizes"]),
             rates=Rates(**kept["rates"]),
             points=tuple((name, seconds, error) for name, seconds, error in kept["points"]),

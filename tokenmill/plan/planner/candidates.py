@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.planner.precision import ITEMSIZE, KV_FORMS, WEIGHT_FORMS, KVForm, WeightForm, form_of, rank_bytes
+from tokenmill.plan.planner.precision import (
+    ITEMSIZE,
+    KV_PRECISIONS,
+    WEIGHT_PRECISIONS,
+    KVPrecision,
+    WeightPrecision,
+    element_bytes_of,
+    rank_bytes,
+)
 from tokenmill.plan.planner.queueing import Capacity
 from tokenmill.plan.solve.gpus import WEIGHT_ONLY_ROWS, Gpu, rates_of
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes, plan_memory
-from tokenmill.plan.solve.roofline import Form, Link, Roofline
+from tokenmill.plan.solve.roofline import ElementBytes, Link, Roofline
 from tokenmill.plan.solve.shape import ONE_GPU, ModelShape, Split
 
 BLOCK = 16
@@ -24,11 +32,11 @@ UTILIZATION = 0.9  # the engine's default
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReplicaLayout:
     """One copy of the model: how numbers are stored and how it is divided."""
 
-    weights: WeightForm
-    kv: KVForm
+    weights: WeightPrecision
+    kv: KVPrecision
     dtype: str
     split: Split
 
@@ -44,10 +52,10 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Placement:
     """A layout with sizes that its machine has memory for."""
 
-    layout: Layout
+    layout: ReplicaLayout
     step_time: Roofline
     room: Capacity  # of the whole copy
     memory: MemoryPlan  # of its fullest GPU
@@ -70,11 +78,13 @@ class Fleet(Protocol):
         """Why floats are what a layout says."""
         ...
 
-    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
+    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[ReplicaLayout]:
         """Ways to store and divide a model, fewest GPUs first."""
         ...
 
-    def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+    def place(
+        self, shape: ModelShape, layout: ReplicaLayout, *, longest: int, rows: int, step_tokens: int
+    ) -> Placement:
         """Put a layout into memory, or say in a ConfigError why it does not fit. `longest` is the longest request."""
         ...
 
@@ -86,7 +96,9 @@ class GpuFleet:
     gpu: Gpu
     gpus: int
     divide: bool = True  # a copy may take several
-    stored: WeightForm | None = None  # of a quantized checkpoint, which stays as it is; None: floats, rounded or not
+    stored: WeightPrecision | None = (
+        None  # of a quantized checkpoint, which stays as it is; None: floats, rounded or not
+    )
     floats: str = ""  # what there is to say of the checkpoint's floats, where it was not saved as such
 
     @property
@@ -106,30 +118,32 @@ class GpuFleet:
             return "as the checkpoint was saved"
         return f"half the bytes of {shape.saved_dtype}, in which it was saved" if shape.saved_dtype else "the usual one"
 
-    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
+    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[ReplicaLayout]:
         dtype = shape.saved_dtype if shape.saved_dtype in NARROW else NARROW[0]
         for split in splits(shape, self.gpus if self.divide else 1):
-            for weights in WEIGHT_FORMS if self.stored is None else (self.stored,):
-                for kv in KV_FORMS:
-                    layout = Layout(weights, kv, dtype, split)
+            for weights in WEIGHT_PRECISIONS if self.stored is None else (self.stored,):
+                for kv in KV_PRECISIONS:
+                    layout = ReplicaLayout(weights, kv, dtype, split)
                     if layout.loss <= most_loss and (weights.quantization is None or self.gpu.rounds):
                         yield layout
 
-    def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+    def place(
+        self, shape: ModelShape, layout: ReplicaLayout, *, longest: int, rows: int, step_tokens: int
+    ) -> Placement:
         weights = layout.weights.quantization
         if weights in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
             raise ConfigError(f"with more than {WEIGHT_ONLY_ROWS} rows {weights} is slower than floats")
-        form = layout_form(shape, layout)
-        model = rank_bytes(shape, form, layout.split, ITEMSIZE[layout.dtype])
+        element_bytes = layout_element_bytes(shape, layout)
+        model = rank_bytes(shape, element_bytes, layout.split, ITEMSIZE[layout.dtype])
         widened = bool(layout.weights.stored) and not self.gpu.rounds
         model = replace(model, scratch=_scratch(layout.weights, widened) // layout.split.tensor)
         hardware = Hardware("cuda", self.gpu.name, self.gpu.memory, self.gpu.memory)
         memory = _memory(shape, model, hardware, longest, rows, step_tokens)
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
-        moved, efficiency = _moved(layout.weights, form, rows, widened)
+        moved, efficiency = _moved(layout.weights, element_bytes, rows, widened)
         step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link)
-        return Fit(layout, step_time, Capacity(rows, step_tokens, tokens), memory, widened)
+        return Placement(layout, step_time, Capacity(rows, step_tokens, tokens), memory, widened)
 
 
 @dataclass(frozen=True)
@@ -153,15 +167,17 @@ class LocalFleet:
     def dtype_reason(self, shape: ModelShape) -> str:
         return "as it was measured"
 
-    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[Layout]:
-        yield Layout(WEIGHT_FORMS[0], KV_FORMS[0], self.dtype, ONE_GPU)
+    def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[ReplicaLayout]:
+        yield ReplicaLayout(WEIGHT_PRECISIONS[0], KV_PRECISIONS[0], self.dtype, ONE_GPU)
 
-    def place(self, shape: ModelShape, layout: Layout, *, longest: int, rows: int, step_tokens: int) -> Fit:
+    def place(
+        self, shape: ModelShape, layout: ReplicaLayout, *, longest: int, rows: int, step_tokens: int
+    ) -> Placement:
         memory = _memory(shape, self.sizes, self.hardware, longest, rows, step_tokens)
-        return Fit(layout, self.step_time, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
+        return Placement(layout, self.step_time, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
 
 
-def _scratch(weights: WeightForm, widened: bool) -> int:
+def _scratch(weights: WeightPrecision, widened: bool) -> int:
     """Bytes that a product of stored weights needs beside them while it runs."""
     if widened:
         return 12 * weights.widest  # plain torch has three copies of 32 bits on the way
@@ -169,17 +185,17 @@ def _scratch(weights: WeightForm, widened: bool) -> int:
     return 4 * weights.widest if weights.efficiency in ("int8", "int4") else 0
 
 
-def _moved(weights: WeightForm, form: Form, rows: int, widened: bool) -> tuple[Form, str]:
+def _moved(weights: WeightPrecision, element_bytes: ElementBytes, rows: int, widened: bool) -> tuple[ElementBytes, str]:
     """What a step moves, and which rates it has: stored weights may have to become floats for every product."""
     more = 0.0  # bytes per weight
     if widened:
         more = weights.widening
     elif weights.stored and weights.efficiency in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
-        more = 2 * form.activation  # written as floats, and read
+        more = 2 * element_bytes.activation  # written as floats, and read
     if not more:
-        return form, weights.efficiency
-    head = None if form.rounded_head is None else form.rounded_head + more
-    return replace(form, weight=form.weight + more, rounded_head=head), "dense"
+        return element_bytes, weights.efficiency
+    head = None if element_bytes.rounded_head is None else element_bytes.rounded_head + more
+    return replace(element_bytes, weight=element_bytes.weight + more, rounded_head=head), "dense"
 
 
 def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:
@@ -199,27 +215,27 @@ def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:
     yield from sorted(found, key=lambda one: (one.gpus, one.pipeline, one.expert))
 
 
-def layout_form(shape: ModelShape, layout: Layout) -> Form:
+def layout_element_bytes(shape: ModelShape, layout: ReplicaLayout) -> ElementBytes:
     # Elements that share a scale: a head's keys, or its values.
     per_head = max(1, shape.kv_elements // (2 * shape.layers * shape.kv_heads))
-    return form_of(layout.weights, layout.kv, ITEMSIZE[layout.dtype], per_head)
+    return element_bytes_of(layout.weights, layout.kv, ITEMSIZE[layout.dtype], per_head)
 
 
-def fits(fleet: Fleet, shape: ModelShape, layout: Layout, longest: int) -> tuple[list[Fit], str]:
+def placements(fleet: Fleet, shape: ModelShape, layout: ReplicaLayout, longest: int) -> tuple[list[Placement], str]:
     """All sizes of steps and batches that fit; else the reason of the smallest."""
-    found: list[Fit] = []
+    found: list[Placement] = []
     reason = ""
     for step_tokens in STEP_TOKENS:
         tokens = 0
         for rows in (rows for rows in ROWS if rows <= step_tokens):
             try:
-                fit = fleet.place(shape, layout, longest=longest, rows=rows, step_tokens=step_tokens)
+                placement = fleet.place(shape, layout, longest=longest, rows=rows, step_tokens=step_tokens)
             except ConfigError as error:
                 reason = str(error) if step_tokens == STEP_TOKENS[0] else reason
                 continue
-            if fit.room.kv_tokens > MORE * tokens:  # fewer rows are worth a look only where they leave more room
-                found.append(fit)
-                tokens = fit.room.kv_tokens
+            if placement.room.kv_tokens > MORE * tokens:  # fewer rows are worth a look only where they leave more room
+                found.append(placement)
+                tokens = placement.room.kv_tokens
     return found, "" if found else reason
 
 

@@ -36,7 +36,7 @@ def engine_settings(plan: Plan, model: str) -> tuple[dict[str, Any], list[str]]:
     Raises ConfigError where what is missing is what makes the model fit.
     """
     best, known = plan.best, {one.name for one in fields(EngineConfig)}
-    layout, room = best.layout, best.fit.room
+    layout, room = best.layout, best.placement.room
     settings: dict[str, Any] = {
         "model": model,
         "max_model_len": plan.ask.longest,

@@ -25,7 +25,7 @@ def explain(plan: Plan) -> list[str]:
         *(f"  {name:<22} {value}  ({why})" for name, value, why in reasons(plan)),
         "",
         "expected     " + expectation(plan, best),
-        *(f"             {line}" for line in best.fit.memory.lines(best.fit.room.kv_tokens)),
+        *(f"             {line}" for line in best.placement.memory.lines(best.placement.room.kv_tokens)),
     ]
     if not plan.enough:
         lines += ["", "not enough   " + _shortage(plan)]
@@ -44,7 +44,7 @@ def explain(plan: Plan) -> list[str]:
 def reasons(plan: Plan) -> list[tuple[str, str, str]]:
     """Every setting with its value and why."""
     ask, best = plan.ask, plan.best
-    layout, room, split = best.layout, best.fit.room, best.layout.split
+    layout, room, split = best.layout, best.placement.room, best.layout.split
     kv_losses = [one.layout.kv.loss for one in plan.others]
     found = [
         ("dtype", layout.dtype, ask.fleet.dtype_reason(ask.shape)),
@@ -119,7 +119,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     """The plan for programs."""
 
     def one(choice: Choice) -> dict[str, Any]:
-        layout, room, seen = choice.layout, choice.fit.room, choice.estimate
+        layout, room, seen = choice.layout, choice.placement.room, choice.estimate
         return {
             "name": choice.name,
             "gpus": choice.gpus,
@@ -140,7 +140,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "ttft_high_s": _finite(seen.ttft_high),
             "itl_s": _finite(seen.itl),
             "itl_high_s": _finite(seen.itl_high),
-            "memory_bytes": choice.fit.memory.total,
+            "memory_bytes": choice.placement.memory.total,
             "price_per_million_tokens": price_per_million(plan, choice),
         }
 
@@ -173,9 +173,10 @@ def _length_reason(plan: Plan) -> str:
 
 
 def _weights_reason(plan: Plan) -> str:
-    weights, fit = plan.best.layout.weights, plan.best.fit
-    if weights.stored and fit.widened:
-        moved = f"about {fit.step_time.form.weight:.0f} bytes per weight and step, which is counted, not measured"
+    weights, placement = plan.best.layout.weights, plan.best.placement
+    if weights.stored and placement.widened:
+        per_weight = placement.step_time.element_bytes.weight
+        moved = f"about {per_weight:.0f} bytes per weight and step, which is counted, not measured"
         return f"as the checkpoint stores it; this GPU has no kernels for it and widens it for every product, {moved}"
     if weights.stored:
         return "as the checkpoint stores it"

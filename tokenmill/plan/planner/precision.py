@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
-from tokenmill.plan.solve.roofline import Form
+from tokenmill.plan.solve.roofline import ElementBytes
 from tokenmill.plan.solve.shape import ModelShape, Split
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -13,7 +13,7 @@ QUALITIES = ("exact", "near", "any")
 
 
 @dataclass(frozen=True)
-class WeightForm:
+class WeightPrecision:
     """A form of linear layers. Experts and the embedding stay as the model was saved, and so does the head, if the
     checkpoint does not store it otherwise.
     """
@@ -33,29 +33,29 @@ class WeightForm:
 
 
 @dataclass(frozen=True)
-class KVForm:
+class KVPrecision:
     dtype: str  # the engine's `kv_cache_dtype`
     element_bytes: float | None  # None: as the model computes
     scale_bytes: int  # per token and head, for keys and for values
     loss: int
 
 
-WEIGHT_FORMS = (
-    WeightForm(None, "dense", None, 0),
-    WeightForm("fp8", "fp8", 1.0, 1),
-    WeightForm("int8", "int8", 1.0, 1),
-    WeightForm("w8a8", "w8a8", 1.0, 2),
-    WeightForm("int4", "int4", 0.5 + 2 / 128, 2),
+WEIGHT_PRECISIONS = (
+    WeightPrecision(None, "dense", None, 0),
+    WeightPrecision("fp8", "fp8", 1.0, 1),
+    WeightPrecision("int8", "int8", 1.0, 1),
+    WeightPrecision("w8a8", "w8a8", 1.0, 2),
+    WeightPrecision("int4", "int4", 0.5 + 2 / 128, 2),
 )
-KV_FORMS = (KVForm("auto", None, 0, 0), KVForm("fp8", 1.0, 2, 1))
+KV_PRECISIONS = (KVPrecision("auto", None, 0, 0), KVPrecision("fp8", 1.0, 2, 1))
 
 
 def allowed_loss(quality: str) -> int:
     return QUALITIES.index(quality)
 
 
-def form_of(weights: WeightForm, kv: KVForm, itemsize: int, head_dim: int) -> Form:
-    return Form(
+def element_bytes_of(weights: WeightPrecision, kv: KVPrecision, itemsize: int, head_dim: int) -> ElementBytes:
+    return ElementBytes(
         weight=weights.weight_bytes or itemsize,
         other=itemsize,
         kv=itemsize if kv.element_bytes is None else kv.element_bytes + kv.scale_bytes / head_dim,
@@ -71,22 +71,22 @@ def guard_of(shape: ModelShape, split: Split) -> int:
     return guard_bytes(shape.head, int(stacked) + 1, -(-shape.small // (shape.moe_layers or shape.layers)))
 
 
-def rank_bytes(shape: ModelShape, form: Form, split: Split, itemsize: int) -> ModelBytes:
+def rank_bytes(shape: ModelShape, element_bytes: ElementBytes, split: Split, itemsize: int) -> ModelBytes:
     """The model as the memory plan of the fullest rank sees it."""
     layers = -(-shape.layers // split.pipeline) / shape.layers
-    linear = shape.linear / split.tensor * form.weight
-    stacked = (shape.stacked + shape.expert_weights / split.expert) / split.tensor * form.other
-    ends = shape.head * form.head, shape.embedding * form.other
+    linear = shape.linear / split.tensor * element_bytes.weight
+    stacked = (shape.stacked + shape.expert_weights / split.expert) / split.tensor * element_bytes.other
+    ends = shape.head * element_bytes.head, shape.embedding * element_bytes.other
     outer = (sum(ends) if split.pipeline == 1 else max(ends)) / split.tensor
     weights = layers * (linear + stacked + shape.small * max(itemsize, 4)) + outer
     stream = 4 * shape.hidden  # every tensor rank has the whole of it
     inner = (shape.activation - stream) / split.tensor
     # A rank's inputs of quantized products are copied, a byte each.
-    copies = shape.activation - stream if form.weight < itemsize else 0
+    copies = shape.activation - stream if element_bytes.weight < itemsize else 0
     guard = guard_of(shape, split) if itemsize < 4 else 0
     return ModelBytes(
         weights=int(weights) + 1,
-        kv_per_token=int(shape.kv_elements * form.kv * shape.kv_share(split.tensor) * layers) + 1,
+        kv_per_token=int(shape.kv_elements * element_bytes.kv * shape.kv_share(split.tensor) * layers) + 1,
         activation_per_token=int((stream + inner) * itemsize + copies / split.tensor) + 1,
         logits_per_row=shape.vocab * (itemsize + max(4, itemsize)),
         vocab=shape.vocab,

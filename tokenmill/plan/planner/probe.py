@@ -20,7 +20,7 @@ QUIET = 0.25  # of the repeats are taken to be undisturbed: the time at this sha
 
 
 @dataclass(frozen=True)
-class Point:
+class StepPoint:
     """A step: `rows` decode at `context` keys each, and beside them a chunk is read."""
 
     rows: int = 0
@@ -42,43 +42,43 @@ class Point:
 
 @dataclass(frozen=True)
 class Timed:
-    point: Point
+    point: StepPoint
     seconds: float
 
 
 # Spread so that each rate shows in some of them; no two are proportional to one another.
 CPU_POINTS = (
-    Point(1, 64),
-    Point(1, 1024),
-    Point(4, 256),
-    Point(8, 64),
-    Point(16, 128),
-    Point(16, 1024),
-    Point(32, 256),
-    Point(64, 64),
-    Point(64, 512),
-    Point(chunk=16),
-    Point(chunk=64),
-    Point(chunk=256),
-    Point(chunk=512),
-    Point(chunk=256, start=1024),
-    Point(16, 256, 128),
+    StepPoint(1, 64),
+    StepPoint(1, 1024),
+    StepPoint(4, 256),
+    StepPoint(8, 64),
+    StepPoint(16, 128),
+    StepPoint(16, 1024),
+    StepPoint(32, 256),
+    StepPoint(64, 64),
+    StepPoint(64, 512),
+    StepPoint(chunk=16),
+    StepPoint(chunk=64),
+    StepPoint(chunk=256),
+    StepPoint(chunk=512),
+    StepPoint(chunk=256, start=1024),
+    StepPoint(16, 256, 128),
 )
 GPU_POINTS = (
-    Point(1, 128),
-    Point(1, 6000),
-    Point(8, 512),
-    Point(32, 128),
-    Point(32, 2048),
-    Point(128, 1024),
-    Point(256, 64),
-    Point(256, 1024),
-    Point(chunk=64),
-    Point(chunk=512),
-    Point(chunk=2048),
-    Point(chunk=8000),
-    Point(chunk=1024, start=6000),
-    Point(64, 1024, 1024),
+    StepPoint(1, 128),
+    StepPoint(1, 6000),
+    StepPoint(8, 512),
+    StepPoint(32, 128),
+    StepPoint(32, 2048),
+    StepPoint(128, 1024),
+    StepPoint(256, 64),
+    StepPoint(256, 1024),
+    StepPoint(chunk=64),
+    StepPoint(chunk=512),
+    StepPoint(chunk=2048),
+    StepPoint(chunk=8000),
+    StepPoint(chunk=1024, start=6000),
+    StepPoint(64, 1024, 1024),
 )
 
 
@@ -98,7 +98,7 @@ class Probe:
         self._clock = clock  # time of the process where others use the same cores
         self._number = 0
 
-    def fits(self, point: Point) -> bool:
+    def fits(self, point: StepPoint) -> bool:
         room, rows = self._settings, point.rows + (point.chunk > 0)
         longest = max(point.context, point.start + point.chunk) + 1
         return (
@@ -108,7 +108,7 @@ class Probe:
             and rows * -(-longest // room.block_size) < room.num_blocks
         )
 
-    def time(self, point: Point, budget: float = 0.6, least: int = 4) -> Timed:
+    def time(self, point: StepPoint, budget: float = 0.6, least: int = 4) -> Timed:
         """Seconds of such a step. The same step is computed again and again: nothing of it depends on what was."""
         self._run(self._admit(point))
         step = self._step(point)
@@ -139,7 +139,7 @@ class Probe:
         step.number = self._number
         self._runner.launch(step).wait()
 
-    def _step(self, point: Point) -> Step:
+    def _step(self, point: StepPoint) -> Step:
         from tokenmill.engine.step import Step
 
         rows = point.rows + (point.chunk > 0)
@@ -152,7 +152,7 @@ class Probe:
             num_singles=point.rows,
         )
 
-    def _admit(self, point: Point) -> Step:
+    def _admit(self, point: StepPoint) -> Step:
         """The point's step with its rows' tokens and blocks. What was never written is filled: a CPU reads untouched
         memory from one page of zeros, which is no measure of anything.
         """
@@ -174,5 +174,5 @@ class Probe:
         return step
 
 
-def measure(probe: Probe, points: Sequence[Point], budget: float = 0.6) -> list[Timed]:
+def measure(probe: Probe, points: Sequence[StepPoint], budget: float = 0.6) -> list[Timed]:
     return [probe.time(point, budget) for point in points if probe.fits(point)]

@@ -81,12 +81,6 @@ class Estimate:
     def meets(self, slo: Slo) -> bool:
         return not self.limit and self.ttft_high <= slo.ttft and self.itl_high <= slo.itl
 
-    def misses(self, slo: Slo) -> str:
-        """What ends it: a limit, or the promise that is broken."""
-        if self.limit:
-            return self.limit
-        return "TTFT" if self.ttft_high > slo.ttft else "ITL" if self.itl_high > slo.itl else ""
-
 
 def estimate(
     model: Roofline, demand: Demand, room: Capacity, share: float, *, prefill: bool = True, decode: bool = True

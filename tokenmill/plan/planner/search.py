@@ -9,7 +9,7 @@ from functools import cached_property
 from tokenmill.errors import ConfigError
 from tokenmill.plan.demand.slo import NO_PROMISE, Slo
 from tokenmill.plan.demand.workload import Workload
-from tokenmill.plan.planner.candidates import Fit, Fleet, Layout, fits
+from tokenmill.plan.planner.candidates import Fleet, Placement, ReplicaLayout, placements
 from tokenmill.plan.planner.precision import allowed_loss
 from tokenmill.plan.planner.queueing import Capacity, Demand, Estimate, demand_of, estimate, most_rate
 from tokenmill.plan.solve.shape import ModelShape
@@ -22,7 +22,7 @@ BETTER = 1.05  # a difference below this is none: the model is not that exact
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlanRequest:
     """The question: a model, machines, a workload, promises."""
 
     shape: ModelShape
@@ -75,7 +75,7 @@ class Ask:
 class Choice:
     """One way to do it, with what is expected of it."""
 
-    fit: Fit
+    placement: Placement
     copies: int
     rate: float  # the highest rate within the promises, of all copies together
     estimate: Estimate  # at the workload's rate, or at the highest where that is lower
@@ -83,8 +83,8 @@ class Choice:
     prefill_copies: int = 0  # above 0: these copies read prompts, the others decode
 
     @property
-    def layout(self) -> Layout:
-        return self.fit.layout
+    def layout(self) -> ReplicaLayout:
+        return self.placement.layout
 
     @property
     def gpus(self) -> int:
@@ -98,11 +98,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    ask: Ask
+    ask: PlanRequest
     demand: Demand
     best: Choice
     others: tuple[Choice, ...]  # the best of every other kind, best first
-    refused: tuple[tuple[Layout, str], ...]  # what does not fit
+    refused: tuple[tuple[ReplicaLayout, str], ...]  # what does not fit
 
     @property
     def enough(self) -> bool:
@@ -117,31 +117,33 @@ class Plan:
 class _Demands:
     """What is asked of a copy whose cache holds so much; one per power of two, since counting hits takes long."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: PlanRequest) -> None:
         self._ask = ask
         self._known: dict[int, tuple[float, Demand]] = {}
 
-    def of(self, fit: Fit) -> tuple[float, Demand]:
+    def of(self, placement: Placement) -> tuple[float, Demand]:
         """The share of prompt tokens that is cached, and what is left. Running requests take half of the cache."""
-        size = max(fit.room.kv_tokens // 2, 1).bit_length() if self._ask.load.hash_ids is not None else 0
+        size = max(placement.room.kv_tokens // 2, 1).bit_length() if self._ask.load.hash_ids is not None else 0
         if size not in self._known:
             share = self._ask.load.cached_share(2**size)
             self._known[size] = share, demand_of(self._ask.load, self._ask.slo.share, share)
         return self._known[size]
 
 
-def plan(ask: Ask) -> Plan:
+def plan(ask: PlanRequest) -> Plan:
     """Try everything that fits. Raises ConfigError where nothing does."""
     demands = _Demands(ask)
     choices: list[Choice] = []
-    refused: list[tuple[Layout, str]] = []
+    refused: list[tuple[ReplicaLayout, str]] = []
     enough = ask.fleet.gpus  # GPUs of the smallest that is known to carry the load
     for layout in ask.fleet.layouts(ask.shape, allowed_loss(ask.quality)):
         if layout.split.gpus > 2 * enough:  # it could only cost more
             continue
-        sizes, reason = fits(ask.fleet, ask.shape, layout, ask.longest)
+        sizes, reason = placements(ask.fleet, ask.shape, layout, ask.longest)
         if sizes:
-            choices.append(min((_judge(ask, fit, demands) for fit in sizes), key=lambda one: _merit(ask, one)))
+            choices.append(
+                min((_judge(ask, placement, demands) for placement in sizes), key=lambda one: _merit(ask, one))
+            )
             if choices[-1].rate >= ask.wanted:
                 enough = min(enough, choices[-1].gpus)
         else:
@@ -152,15 +154,17 @@ def plan(ask: Ask) -> Plan:
     divided = [one for choice in choices[:SPLIT_TRIES] if (one := _divide(ask, choice, demands)) is not None]
     choices = sorted([*choices, *divided], key=lambda one: _merit(ask, one))
     best = _trim(ask, choices[0])
-    return Plan(ask, demands.of(choices[0].fit)[1], best, tuple(choices[1:]), tuple(refused))
+    return Plan(ask, demands.of(choices[0].placement)[1], best, tuple(choices[1:]), tuple(refused))
 
 
-def _judge(ask: Ask, fit: Fit, demands: _Demands) -> Choice:
-    cached_share, demand = demands.of(fit)
-    each = most_rate(fit.step_time, demand, fit.room, ask.slo)
-    copies = _copies(ask.wanted, each, ask.fleet.gpus // fit.layout.split.gpus)
+def _judge(ask: PlanRequest, placement: Placement, demands: _Demands) -> Choice:
+    cached_share, demand = demands.of(placement)
+    each = most_rate(placement.step_time, demand, placement.room, ask.slo)
+    copies = _copies(ask.wanted, each, ask.fleet.gpus // placement.layout.split.gpus)
     at = demand.at(min(demand.rate / copies, each) or TRICKLE)
-    return Choice(fit, copies, each * copies, estimate(fit.step_time, at, fit.room, ask.slo.share), cached_share)
+    return Choice(
+        placement, copies, each * copies, estimate(placement.step_time, at, placement.room, ask.slo.share), cached_share
+    )
 
 
 def _copies(rate: float, each: float, most: int) -> int:
@@ -170,18 +174,18 @@ def _copies(rate: float, each: float, most: int) -> int:
     return max(1, math.ceil(rate / each))
 
 
-def _divide(ask: Ask, choice: Choice, demands: _Demands) -> Choice | None:
+def _divide(ask: PlanRequest, choice: Choice, demands: _Demands) -> Choice | None:
     """Some copies read prompts, the others decode: the division that carries the most."""
     most = ask.fleet.gpus // choice.layout.split.gpus
     if most < 2 or math.isinf(ask.load.rate):
         return None
-    fit, share = choice.fit, ask.slo.share
-    demand = demands.of(fit)[1]
+    placement, share = choice.placement, ask.slo.share
+    demand = demands.of(placement)[1]
     # Keys and values travel once per request, behind the first token.
-    moved = demand.prompt * ask.shape.kv_elements * fit.step_time.form.kv / ask.fleet.link.bytes_per_s
+    moved = demand.prompt * ask.shape.kv_elements * placement.step_time.element_bytes.kv / ask.fleet.link.bytes_per_s
     # Nobody decodes where prompts are read, so a step may take as many tokens as it likes.
-    read = most_rate(fit.step_time, demand, fit.room, replace(ask.slo, itl=math.inf), decode=False)
-    write = most_rate(fit.step_time, demand, fit.room, replace(ask.slo, ttft=math.inf), prefill=False)
+    read = most_rate(placement.step_time, demand, placement.room, replace(ask.slo, itl=math.inf), decode=False)
+    write = most_rate(placement.step_time, demand, placement.room, replace(ask.slo, ttft=math.inf), prefill=False)
     if min(read, write) <= 0:
         return None
     best: Choice | None = None
@@ -189,16 +193,16 @@ def _divide(ask: Ask, choice: Choice, demands: _Demands) -> Choice | None:
         first = min(max(1, round(copies * write / (read + write))), copies - 1)  # both sides run out together
         rate = min(first * read, (copies - first) * write)
         at = min(rate, demand.rate)
-        one = estimate(fit.step_time, demand.at(at / first), fit.room, share, decode=False)
-        two = estimate(fit.step_time, demand.at(at / (copies - first)), fit.room, share, prefill=False)
+        one = estimate(placement.step_time, demand.at(at / first), placement.room, share, decode=False)
+        two = estimate(placement.step_time, demand.at(at / (copies - first)), placement.room, share, prefill=False)
         seen = replace(two, ttft=one.ttft, ttft_high=one.ttft_high, itl=two.itl + moved / demand.output)
-        made = Choice(fit, copies, rate, seen, choice.cached_share, prefill_copies=first)
+        made = Choice(placement, copies, rate, seen, choice.cached_share, prefill_copies=first)
         if best is None or _merit(ask, made) < _merit(ask, best):
             best = made
     return best
 
 
-def _merit(ask: Ask, choice: Choice) -> tuple[float, ...]:
+def _merit(ask: PlanRequest, choice: Choice) -> tuple[float, ...]:
     """Smaller is better: keeps the promises; fewest GPUs; least loss; simplest; most headroom."""
     needed, slo, seen = ask.wanted, ask.slo, choice.estimate
     split = choice.layout.split
@@ -212,13 +216,17 @@ def _merit(ask: Ask, choice: Choice) -> tuple[float, ...]:
     return (0, choice.gpus, *plain, headroom, seen.itl_high)
 
 
-def _trim(ask: Ask, choice: Choice) -> Choice:
+def _trim(ask: PlanRequest, choice: Choice) -> Choice:
     """No more rows than the load has use for: each takes memory that could hold keys and values."""
     if math.isinf(ask.load.rate) or not math.isfinite(choice.estimate.rows_high):
         return choice
     wanted = max(LEAST_ROWS, 1 << math.ceil(math.log2(max(1.0, 1.5 * choice.estimate.rows_high))))
-    room = choice.fit.room
+    room = choice.placement.room
     if wanted >= room.max_rows:
         return choice
-    fit = ask.fleet.place(ask.shape, choice.layout, longest=ask.longest, rows=wanted, step_tokens=room.step_tokens)
-    return replace(choice, fit=replace(fit, room=Capacity(wanted, room.step_tokens, fit.room.kv_tokens)))
+    placement = ask.fleet.place(
+        ask.shape, choice.layout, longest=ask.longest, rows=wanted, step_tokens=room.step_tokens
+    )
+    return replace(
+        choice, placement=replace(placement, room=Capacity(wanted, room.step_tokens, placement.room.kv_tokens))
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.plan.planner.precision import WeightForm
+from tokenmill.plan.planner.precision import WeightPrecision
 from tokenmill.quant.forms import Form, Layout
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WIDENING_BYTES = 21.0  # of codes of one byte with a scale per row
 HEAD = "lm_head"
 
 
-def stored_form(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtype) -> WeightForm | None:
+def stored_precision(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtype) -> WeightPrecision | None:
     """The mean over the linear layers, with the rates of the form that most weights have; None: all are floats.
 
     The head is counted apart: it is read for sampled rows only.
@@ -47,7 +47,7 @@ def stored_form(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtyp
     most = weights.most_common(1)[0][0]
     by_row = most.group is None and most.kind in ("fp8", "w8a8")  # their inputs are rounded, too
     efficiency = most.kind if by_row or most.kind == "int4" else "int8"
-    return WeightForm(
+    return WeightPrecision(
         None,
         efficiency,
         mean_bytes(shapes.keys() - {HEAD}),

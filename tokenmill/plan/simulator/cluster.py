@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from tokenmill.plan.simulator.autoscale import Autoscale
 from tokenmill.plan.simulator.faults import Failures
-from tokenmill.plan.simulator.replica import Job, Replica, ReplicaSpec
-from tokenmill.plan.simulator.result import Outcome
+from tokenmill.plan.simulator.replica import Replica, ReplicaSpec, SimulatedJob
+from tokenmill.plan.simulator.result import SimulationResult
 from tokenmill.plan.simulator.router import LeastLoaded, Router, router_named
 
 TYPICAL_OUTPUT = 256  # tokens that a router books for an answer whose length nobody knows
@@ -21,7 +21,7 @@ Report = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What stands in the house."""
+    """Replicas, the router before them, and what happens to them."""
 
     replica: ReplicaSpec
     replicas: int = 1
@@ -40,27 +40,27 @@ class Cluster:
     def __init__(
         self,
         spec: ClusterSpec,
-        prompt_of: Callable[[Job], list[int]],
+        prompt_of: Callable[[SimulatedJob], list[int]],
         report: Report = lambda done, total, what: None,
     ) -> None:
         self.spec = spec
         self._prompt_of = prompt_of
         self.replicas = [Replica(number, spec.replica) for number in range(spec.replicas)]
-        self.outcome = Outcome(gpus_per_replica=spec.replica.machine.gpus)
+        self.outcome = SimulationResult(gpus_per_replica=spec.replica.machine.gpus)
         self._router: Router = router_named(spec.router, spec.seed)
         self._second: Router = LeastLoaded()  # for the decode pool
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._ticket = 0
+        self._sequence = 0
         self._open = [True] * spec.replicas  # takes new work
         self._up_since: list[float | None] = [0.0] * spec.replicas  # None: down or let go
         self._link_free = [0.0] * spec.replicas
-        self._homeless: list[tuple[Job, bool]] = []  # nobody is up: (job, it has its keys and values with it)
+        self._unrouted: list[tuple[SimulatedJob, bool]] = []  # nobody is up: (job, it has its keys and values with it)
         self._left = 0
         self._calm = 0
         self._starting = 0
         self._report = report
 
-    def run(self, jobs: list[Job]) -> Outcome:
+    def run(self, jobs: list[SimulatedJob]) -> SimulationResult:
         """Serve all jobs to their end."""
         total = self._left = len(jobs)
         horizon = jobs[-1].arrival
@@ -68,7 +68,7 @@ class Cluster:
             for at, number in self.spec.failures.schedule(self.spec.replicas, horizon):
                 self._at(at, lambda now, one=number: self._fail(one, now))  # type: ignore[misc]
         if self.spec.autoscale is not None:
-            self._at(self.spec.autoscale.interval, self._look)
+            self._at(self.spec.autoscale.interval, self._autoscale)
         coming = iter(jobs)
         upcoming = next(coming, None)
         now, happened = 0.0, 0
@@ -88,10 +88,10 @@ class Cluster:
         return self.outcome
 
     def _at(self, moment: float, what: Callable[[float], None]) -> None:
-        self._ticket += 1
-        heapq.heappush(self._events, (moment, self._ticket, what))
+        self._sequence += 1
+        heapq.heappush(self._events, (moment, self._sequence, what))
 
-    def _arrive(self, job: Job, now: float) -> None:
+    def _arrive(self, job: SimulatedJob, now: float) -> None:
         machine = self.spec.replica.machine
         if job.prompt + job.output >= machine.kv_tokens * 0.98:
             self.outcome.refused += 1
@@ -105,18 +105,18 @@ class Cluster:
         first, last = (split, None) if decode and split else (0, split or None)
         return [one for one in self.replicas[first:last] if self._open[one.number]]
 
-    def _send(self, job: Job, now: float, with_kv: bool = False) -> None:
+    def _send(self, job: SimulatedJob, now: float, with_kv: bool = False) -> None:
         """Route a job: a new one, one whose replica died, or one that comes from the prefill pool with its memory."""
         pool = self._pool(decode=with_kv)
         if not pool:
-            self._homeless.append((job, with_kv))
+            self._unrouted.append((job, with_kv))
             return
         replica = (self._second if with_kv else self._router).choose(job, pool)
         job.load = len(job.tokens) - job.found + TYPICAL_OUTPUT
         replica.load += job.load
         before = replica.wake
         if with_kv:
-            replica.land(job, now)
+            replica.submit_with_kv(job, now)
         elif self.spec.prefill:
             replica.submit(job, now, len(job.tokens) - job.prompt + 1)
         else:
@@ -144,7 +144,7 @@ class Cluster:
         if not self._open[replica.number] and not replica.outstanding:
             self._let_go(replica, moment)
 
-    def _hand_over(self, job: Job, sender: Replica, now: float) -> None:
+    def _hand_over(self, job: SimulatedJob, sender: Replica, now: float) -> None:
         """Its first token is out; keys and values go over the sender's link, one job after the other."""
         size = len(job.tokens) * self.spec.replica.machine.kv_bytes
         start = max(now, self._link_free[sender.number])
@@ -175,16 +175,16 @@ class Cluster:
 
     def _start(self, number: int, now: float) -> None:
         self._open[number], self._up_since[number] = True, now
-        waiting, self._homeless = self._homeless, []
+        waiting, self._unrouted = self._unrouted, []
         for job, with_kv in waiting:
             self._send(job, now, with_kv)
 
-    def _look(self, now: float) -> None:
+    def _autoscale(self, now: float) -> None:
         """Autoscaling: start or let go of replicas."""
         scale = self.spec.autoscale
         assert scale is not None
         present = sum(self._open) + self._starting
-        outstanding = sum(one.outstanding for one in self.replicas) + len(self._homeless)
+        outstanding = sum(one.outstanding for one in self.replicas) + len(self._unrouted)
         wanted, self._calm = scale.wanted(outstanding, present, self._calm)
         for _ in range(wanted - present):
             self._starting += 1
@@ -197,7 +197,7 @@ class Cluster:
                     self._let_go(replica, now)
         self.outcome.scale.append((now, sum(self._open)))
         if self._left:
-            self._at(now + scale.interval, self._look)
+            self._at(now + scale.interval, self._autoscale)
 
     def _grow(self, now: float) -> None:
         self._starting -= 1

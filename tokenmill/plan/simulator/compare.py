@@ -14,7 +14,7 @@ from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.demand.workload import Workload, percentile
 from tokenmill.plan.simulator.cluster import ClusterSpec, Report
 from tokenmill.plan.simulator.faults import Failures
-from tokenmill.plan.simulator.result import Outcome
+from tokenmill.plan.simulator.result import SimulationResult
 from tokenmill.plan.simulator.router import ROUTERS
 from tokenmill.plan.simulator.simulate import simulate
 
@@ -24,7 +24,7 @@ FAILURES = (None, 600.0, 120.0, 30.0)  # mean seconds between the failures of on
 
 
 @dataclass(frozen=True)
-class Case:
+class Variant:
     """One row of a table."""
 
     name: str
@@ -33,11 +33,11 @@ class Case:
     x: float = 0.0  # where it stands in a chart
 
 
-def cases(what: str, spec: ClusterSpec, workload: Workload, slo: Slo) -> list[Case]:
+def variants(what: str, spec: ClusterSpec, workload: Workload, slo: Slo) -> list[Variant]:
     """The rows of a comparison by name."""
     if what not in COMPARISONS:
         raise ConfigError(f"there is no comparison {what!r}; it may be one of {', '.join(COMPARISONS)}")
-    return [Case(name, one, workload, x) for name, one, x in COMPARISONS[what](spec, slo)]
+    return [Variant(name, one, workload, x) for name, one, x in COMPARISONS[what](spec, slo)]
 
 
 Rows = Iterator[tuple[str, ClusterSpec, float]]
@@ -95,11 +95,11 @@ COMPARISONS = {
 }
 
 
-def run_cases(rows: Sequence[Case], workers: int, report: Report) -> list[Outcome]:
+def run_variants(rows: Sequence[Variant], workers: int, report: Report) -> list[SimulationResult]:
     """Simulate all cases, each in one process."""
     if workers == 1 or len(rows) == 1:
         return [simulate(case.spec, case.workload, _named(report, case.name)) for case in rows]
-    found: list[Outcome] = []
+    found: list[SimulationResult] = []
     report(0, len(rows), "cases simulated")
     with ProcessPoolExecutor(workers) as pool:
         for number, outcome in enumerate(pool.map(simulate, [c.spec for c in rows], [c.workload for c in rows])):
@@ -116,7 +116,7 @@ HEAD = ("", "good/s", "good", "TTFT mean", "p99", "latency mean", "p99", "ITL p9
 FAULTS = ("failures", "moved")  # where replicas failed at all
 
 
-def table(rows: Sequence[tuple[str, Outcome]], slo: Slo) -> list[str]:
+def table(rows: Sequence[tuple[str, SimulationResult]], slo: Slo) -> list[str]:
     """Markdown lines; seconds and milliseconds."""
     failed = any(outcome.failures for _, outcome in rows)
     head = HEAD + FAULTS if failed else HEAD
@@ -153,7 +153,7 @@ AXES = {
 PERCENTILES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
-def picture(what: str, rows: Sequence[Case], outcomes: Sequence[Outcome], slo: Slo) -> str:
+def picture(what: str, rows: Sequence[Variant], outcomes: Sequence[SimulationResult], slo: Slo) -> str:
     """An SVG chart: good requests per second where the cases have an order, else first tokens by percentile."""
     if what in AXES:
         good = [(case.x, outcome.goodput(slo)) for case, outcome in zip(rows, outcomes)]

@@ -29,7 +29,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=None)
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedJob:
     """One request of the workload. It may live on several replicas, one after the other."""
 
     number: int
@@ -88,9 +88,9 @@ class Replica:
         self.policies: list[Policy] = []  # of each time that it was started: what all learned is counted at the end
         self._steps_before = 0  # it died last
         self.load = 0  # tokens, kept by the router
-        self.jobs: dict[str, Job] = {}  # by the id of the request that is the job's present life
-        self.inbox: list[tuple[Job, int]] = []  # and how many tokens this life is to have in all
-        self.landing: deque[Job] = deque()  # their keys and values have arrived; they wait for memory and a row
+        self.jobs: dict[str, SimulatedJob] = {}  # by the id of the request that is the job's present life
+        self.inbox: list[tuple[SimulatedJob, int]] = []  # and how many tokens this life is to have in all
+        self.transferred: deque[SimulatedJob] = deque()  # keys and values are here; they wait for memory and a row
         self._ends: dict[str, int] = {}  # request id -> output tokens of this life
         self._depth = 1 if spec.machine.overlap else 0
         self._in_flight: deque[tuple[Step, float]] = deque()
@@ -115,16 +115,16 @@ class Replica:
 
     @property
     def outstanding(self) -> int:
-        return len(self.jobs) + len(self.inbox) + len(self.landing)
+        return len(self.jobs) + len(self.inbox) + len(self.transferred)
 
-    def submit(self, job: Job, at: float, tokens: int | None = None) -> None:
+    def submit(self, job: SimulatedJob, at: float, tokens: int | None = None) -> None:
         """A job comes at this moment, to stay until its end or until it has `tokens` output tokens."""
         self.inbox.append((job, tokens or job.output))
         self._interrupt(at)
 
-    def land(self, job: Job, at: float) -> None:
+    def submit_with_kv(self, job: SimulatedJob, at: float) -> None:
         """A job comes with its keys and values: only its last tokens are computed here."""
-        self.landing.append(job)
+        self.transferred.append(job)
         self._interrupt(at)
 
     def _interrupt(self, at: float) -> None:
@@ -134,7 +134,7 @@ class Replica:
             del self._plan[bisect_left(self._plan, at) + 1 :]
             self.wake = self._plan[-1]
 
-    def drive(self) -> list[Job]:
+    def drive(self) -> list[SimulatedJob]:
         """Time is `wake`: hear what ended, let newcomers in, start what comes next. Returns the jobs that ended."""
         self._take_leap(len(self._plan))
         ended = [self._take_out(request) for request in self._finished]
@@ -142,7 +142,7 @@ class Replica:
         for job, tokens in self.inbox:
             self.scheduler.add(self._request(job, tokens))
         self.inbox.clear()
-        self._let_land()
+        self._admit_transferred()
         self.wake = None
         while self.scheduler.has_work or self._in_flight:
             if self._make_plan() or self._turn():
@@ -205,7 +205,7 @@ class Replica:
             self.busy += self._free_at - began
         self._plan = []
 
-    def _request(self, job: Job, tokens: int) -> Request:
+    def _request(self, job: SimulatedJob, tokens: int) -> Request:
         job.lives += 1
         made = len(job.tokens) - job.prompt
         request = Request(
@@ -221,7 +221,7 @@ class Replica:
         self._ends[request.id] = tokens - made
         return request
 
-    def _take_out(self, request: Request) -> Job:
+    def _take_out(self, request: Request) -> SimulatedJob:
         """A life is over: what it made is the job's."""
         job = self.jobs.pop(request.id)
         del self._ends[request.id]
@@ -233,18 +233,18 @@ class Replica:
         job.tokens += [OUTPUT + job.number] * made
         return job
 
-    def _let_land(self) -> None:
+    def _admit_transferred(self) -> None:
         """Write the keys and values that have arrived into blocks, in order, as rows and memory come free."""
-        if not self.landing:
+        if not self.transferred:
             return
         kv, scheduler = self.scheduler.kv, self.scheduler
         free = kv.pool.num_free - int(self.spec.watermark * kv.pool.num_blocks)
         rows = self.spec.machine.max_rows - len(scheduler.running) - len(scheduler.waiting)
-        while self.landing and rows > 0:
-            tokens = len(self.landing[0].tokens)
+        while self.transferred and rows > 0:
+            tokens = len(self.transferred[0].tokens)
             if kv.blocks_for(tokens) > free and (scheduler.running or len(scheduler.waiting)):
                 return
-            job = self.landing.popleft()
+            job = self.transferred.popleft()
             request = self._request(job, job.output)
             kv.admit(request, kv.match(request))
             if kv.grow(request, tokens - 1) is not None:
@@ -254,12 +254,12 @@ class Replica:
             scheduler.add(request)
             free, rows = free - kv.blocks_for(tokens), rows - 1
 
-    def die(self, at: float) -> list[Job]:
+    def die(self, at: float) -> list[SimulatedJob]:
         """Everything in memory is lost, what clients have received is not. Returns the jobs to be taken elsewhere."""
         self._take_leap(bisect_left(self._plan, at))
-        lost = [job for job, _ in self.inbox] + list(self.landing)
+        lost = [job for job, _ in self.inbox] + list(self.transferred)
         self.inbox.clear()
-        self.landing.clear()
+        self.transferred.clear()
         alive = [*self.scheduler.requests.values(), *self._finished]
         for request in alive:
             late = len(request.metrics.token_times) - bisect_left(request.metrics.token_times, at)

@@ -1,4 +1,4 @@
-"""Outcome: what a simulated (or measured) run was like for its users and what it took."""
+"""SimulationResult: what a simulated (or measured) run was like for its users and what it took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.demand.workload import percentile
 
 if TYPE_CHECKING:
-    from tokenmill.plan.simulator.replica import Job, Replica
+    from tokenmill.plan.simulator.replica import Replica, SimulatedJob
 
 # Gaps between tokens are counted in classes 2 % wide, from 10 microseconds to 1000 seconds.
 _EDGES = np.exp(np.arange(math.log(1e-5), math.log(1e3), 0.02))
@@ -24,7 +24,7 @@ Gaps = np.ndarray[tuple[int], np.dtype[np.float32]]  # four bytes per token are 
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """One request that ended."""
 
     arrival: float
@@ -41,9 +41,9 @@ class Served:
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     gpus_per_replica: int = 1
-    served: list[Served] = field(default_factory=list)
+    served: list[ServedRequest] = field(default_factory=list)
     seconds: float = 0.0
     replica_seconds: float = 0.0  # that replicas were there
     busy_seconds: float = 0.0  # that they worked
@@ -57,14 +57,14 @@ class Outcome:
     coverage: dict[float, float] = field(default_factory=dict)  # of predicted lengths, where a policy predicts
     _gaps: Any = field(default_factory=lambda: np.zeros(len(_EDGES) + 1, dtype=np.int64), repr=False)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SimulatedJob) -> None:
         """A job is done: keep its figures, not its tokens."""
         times = np.array(job.times)
         gaps = np.diff(times)
         np.add.at(self._gaps, np.searchsorted(_EDGES, gaps), 1)
         self.preemptions += job.preemptions
         self.served.append(
-            Served(
+            ServedRequest(
                 job.arrival,
                 job.prompt,
                 job.output,

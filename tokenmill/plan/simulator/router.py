@@ -9,14 +9,14 @@ from typing import Protocol
 
 from tokenmill.errors import ConfigError
 from tokenmill.kv.prefix import IdentityChains
-from tokenmill.plan.simulator.replica import Job, Replica
+from tokenmill.plan.simulator.replica import Replica, SimulatedJob
 
 CHUNK = 512  # tokens per identity in the router's map: coarser than blocks, so that the map stays small
 REMEMBERED = 1_000_000  # identities
 
 
 class Router(Protocol):
-    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
         """One of the replicas that take work (never none). `replica.load` is the tokens of all that is on it."""
         ...
 
@@ -29,7 +29,7 @@ class RandomChoice(Router):
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
         return self._random.choice(replicas)
 
 
@@ -37,7 +37,7 @@ class RoundRobin(Router):
     def __init__(self, seed: int = 0) -> None:
         self._turn = seed
 
-    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
         self._turn += 1
         return replicas[self._turn % len(replicas)]
 
@@ -47,7 +47,7 @@ class LeastLoaded(Router):
 
     def __init__(self, seed: int = 0) -> None: ...
 
-    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
         return min(replicas, key=_load)
 
 
@@ -62,7 +62,7 @@ class PrefixAware(Router):
         self._chains = IdentityChains(CHUNK)
         self._sent: OrderedDict[bytes, dict[int, None]] = OrderedDict()  # identity -> replicas, the latest last
 
-    def choose(self, job: Job, replicas: Sequence[Replica]) -> Replica:
+    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
         chain: list[bytes] = []
         self._chains.extend(chain, "", job.tokens, (len(job.tokens) - 1) // CHUNK)
         best, job.found = min(replicas, key=_load), 0

@@ -6,14 +6,14 @@ import random
 
 from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.simulator.cluster import Cluster, ClusterSpec, Report
-from tokenmill.plan.simulator.replica import OUTPUT, Job
-from tokenmill.plan.simulator.result import Outcome
+from tokenmill.plan.simulator.replica import OUTPUT, SimulatedJob
+from tokenmill.plan.simulator.result import SimulationResult
 
 
-def jobs_of(workload: Workload) -> list[Job]:
+def jobs_of(workload: Workload) -> list[SimulatedJob]:
     """Jobs, their prompts not made yet."""
     columns = zip(workload.arrivals, workload.prompts, workload.outputs)
-    return [Job(number, at, [], prompt, output) for number, (at, prompt, output) in enumerate(columns)]
+    return [SimulatedJob(number, at, [], prompt, output) for number, (at, prompt, output) in enumerate(columns)]
 
 
 def prompt_tokens(workload: Workload, number: int) -> list[int]:
@@ -28,7 +28,9 @@ def prompt_tokens(workload: Workload, number: int) -> list[int]:
     return tokens + [OUTPUT + number] * (length - len(tokens))
 
 
-def simulate(spec: ClusterSpec, workload: Workload, report: Report = lambda done, total, what: None) -> Outcome:
+def simulate(
+    spec: ClusterSpec, workload: Workload, report: Report = lambda done, total, what: None
+) -> SimulationResult:
     """Serve the workload on the cluster. Prompts are made when they arrive: all at once would not fit into memory."""
     return Cluster(spec, lambda job: prompt_tokens(workload, job.number), report).run(jobs_of(workload))
 

@@ -35,7 +35,7 @@ RATE_NAMES = tuple(field.name for field in fields(Rates) if field.name != "overl
 
 
 @dataclass(frozen=True)
-class Form:
+class ElementBytes:
     """How numbers are stored, in bytes."""
 
     weight: float  # per parameter of linear layers, scales included
@@ -81,7 +81,7 @@ class Roofline:
     """Seconds of a step of one copy of a model. `split` says over how many GPUs the copy is divided."""
 
     shape: ModelShape
-    form: Form
+    element_bytes: ElementBytes
     rates: Rates
     split: Split = ONE_GPU
     link: Link | None = None
@@ -92,7 +92,7 @@ class Roofline:
             return 0.0
         rates, shape, ranks = self.rates, self.shape, self.split.tensor * self.split.expert
         device = self._products(facts) + self._attention(facts) + self._exchanges(facts)
-        device += facts.tokens * shape.traffic * self.form.activation / rates.traffic_bytes / ranks
+        device += facts.tokens * shape.traffic * self.element_bytes.activation / rates.traffic_bytes / ranks
         device += facts.sampled * shape.vocab * rates.logit_s / ranks
         device += rates.step_s + shape.layers * rates.layer_s + (facts.decode_rows + facts.chunks) * rates.row_s
         host = shape.layers * rates.eager_s if facts.chunks else 0.0
@@ -100,20 +100,20 @@ class Roofline:
 
     def _products(self, facts: Facts) -> float:
         """Ranks of an expert split read every other weight for their own share of the rows."""
-        shape, form, rates, ranks = self.shape, self.form, self.rates, self.split.tensor
+        shape, element_bytes, rates, ranks = self.shape, self.element_bytes, self.rates, self.split.tensor
         every = ranks * self.split.expert
-        read = (shape.linear * form.weight + shape.stacked * form.other) / ranks
-        read += shape.experts_read(facts.tokens) * form.other / every
+        read = (shape.linear * element_bytes.weight + shape.stacked * element_bytes.other) / ranks
+        read += shape.experts_read(facts.tokens) * element_bytes.other / every
         products = shape.linear / rates.linear_flops + (shape.active - shape.linear) / rates.stacked_flops
         seconds = _either(read / rates.weight_bytes, 2.0 * facts.tokens * products / every)
         if facts.sampled:
-            head = shape.head * form.head / ranks / rates.weight_bytes
+            head = shape.head * element_bytes.head / ranks / rates.weight_bytes
             seconds += _either(head, 2.0 * facts.sampled * shape.head / every / rates.linear_flops)
         return seconds
 
     def _attention(self, facts: Facts) -> float:
         shape, rates = self.shape, self.rates
-        key = shape.kv_elements * self.form.kv * shape.kv_share(self.split.tensor) / self.split.expert
+        key = shape.kv_elements * self.element_bytes.kv * shape.kv_share(self.split.tensor) / self.split.expert
         seconds = facts.decode_context * key / rates.kv_bytes
         if facts.chunks:
             flops = facts.prefill_pairs * shape.pair_flops / (self.split.tensor * self.split.expert)
@@ -125,7 +125,7 @@ class Roofline:
         split, shape, link = self.split, self.shape, self.link
         if split.gpus == 1 or link is None:
             return 0.0
-        rows = facts.tokens * shape.hidden * self.form.activation
+        rows = facts.tokens * shape.hidden * self.element_bytes.activation
         seconds = 0.0
         if split.tensor > 1:
             share = 2 * (split.tensor - 1) / split.tensor

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenmill.engine.step import Step
 from tokenmill.plan.planner.fit import fit
 from tokenmill.plan.solve.gpus import GPUS, parse_gpus, rates_of, recognize
-from tokenmill.plan.solve.roofline import Form, Link, Roofline, facts_for
+from tokenmill.plan.solve.roofline import ElementBytes, Link, Roofline, facts_for
 from tokenmill.plan.solve.shape import Split
 from tokenmill.step_time import Facts, facts_of
 
 EIGHT = plan_models.shape("llama3-8b")
-COST = Roofline(EIGHT, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))
+COST = Roofline(EIGHT, ElementBytes(2, 2, 2), rates_of(GPUS["h200"], "dense"))
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.lists(st.none() | st.integers(1, 250), min_size=1, max_size=3))
@@ -51,7 +51,7 @@ LOADS = st.builds(
 @given(LOADS, st.sampled_from(Facts._fields), st.sampled_from(["llama3-8b", "qwen3-30b-a3b"]))
 def test_more_of_anything_never_takes_less_time(load, what, model):
     shape = plan_models.shape(model)
-    cost = Roofline(shape, Form(2, 2, 2), rates_of(GPUS["h200"], "dense"))
+    cost = Roofline(shape, ElementBytes(2, 2, 2), rates_of(GPUS["h200"], "dense"))
     more = load._replace(**{what: getattr(load, what) * 2 + 1})
     assert cost.seconds(more) >= cost.seconds(load)
 

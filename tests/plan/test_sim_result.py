@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 
 from tokenmill.bench.figures import Answer
 from tokenmill.plan.demand.slo import Slo, parse_slo
-from tokenmill.plan.simulator.replica import Job
-from tokenmill.plan.simulator.result import Outcome
+from tokenmill.plan.simulator.replica import SimulatedJob
+from tokenmill.plan.simulator.result import SimulationResult
 
 
 def outcome_of(*requests, refused=0):
     """Requests that arrived at 0, as lists of their tokens' times."""
-    outcome = Outcome(seconds=10.0, refused=refused)
+    outcome = SimulationResult(seconds=10.0, refused=refused)
     for number, times in enumerate(requests):
-        outcome.add(Job(number, 0.0, [], 5, len(times), times=list(times)))
+        outcome.add(SimulatedJob(number, 0.0, [], 5, len(times), times=list(times)))
     return outcome
 
 
