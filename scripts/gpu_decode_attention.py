@@ -24,10 +24,11 @@ import triton.testing  # noqa: E402
 from cases import AttentionCase, attention_case  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
+from tokenmill.ops.device_facts import multiprocessors  # noqa: E402
 from tokenmill.ops.triton import attention_decode  # noqa: E402
 from tokenmill.ops.triton.attention import attention  # noqa: E402
 from tokenmill.ops.triton.attention_shared import prefix_attention  # noqa: E402
-from tokenmill.ops.triton.config import Tile, multiprocessors  # noqa: E402
+from tokenmill.ops.triton.config import Tile  # noqa: E402
 from tokenmill.ops.triton.kv_codes import as_kernels_take_it  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask  # noqa: E402
 

@@ -25,10 +25,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tokenmill.ops.device_facts import HOPPER_ATTENTION, usable
 from tokenmill.ops.triton import activation, attention_fresh, gemm_small, launch, norm, quantize, rope, sample
 from tokenmill.ops.triton.attention import attention
 from tokenmill.ops.triton.gemm_small import GemvShape, choose_shape, counters_for, small_gemm
-from tokenmill.ops.triton.versions import ATTENTION, usable
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -74,7 +74,7 @@ class Model:
         self.gains = torch.rand(size.layers, 2, size.hidden, device=device, dtype=BF16) + 0.5
         self.head_gain = torch.rand(size.dim, device=device, dtype=BF16) + 0.5
         self.table = torch.rand(4096, size.dim, device=device) * 2 - 1
-        self.arrivals = torch.zeros(counters_for(size.vocab), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(counters_for(size.vocab), dtype=torch.int32, device=device)
 
     def _matrix(self, columns: int, inner: int, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = torch.empty(columns, inner, device=device, dtype=BF16).normal_(0, inner**-0.5)
@@ -138,7 +138,7 @@ class State:
             x = self._product("gate_up", layer, self._normed(x, residual, second))
             x = self._product("down", layer, self._activated(x))
         x, residual = norm.add_rms_norm(x, residual, model.gains[0, 0], 1e-6)
-        logits = small_gemm(x, model.lm_head, arrivals=model.arrivals)
+        logits = small_gemm(x, model.lm_head, counters=model.counters)
         self.residual, self.tokens = residual, sample.sample(logits, self.sampling)
 
     def _normed(self, x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -156,7 +156,7 @@ class State:
         weight, scale = layer[name]
         x_scale = x[1] if len(x) > 1 else None
         return small_gemm(
-            x[0], weight, scale=scale, x_scale=x_scale, arrivals=self.model.arrivals, dtype=BF16,
+            x[0], weight, scale=scale, x_scale=x_scale, counters=self.model.counters, dtype=BF16,
             shape=self.shapes.get(name),
         )  # fmt: skip
 
@@ -322,7 +322,7 @@ def host() -> list[str]:
         (quantize, "_act_mul_kernel", eight.step),
         (attention_fresh, "_gather_kernel", lambda: attention(prompt, k_cache, v_cache, batch, Mask(), 0.09)),
     ]
-    if usable(ATTENTION, torch.device("cuda", torch.cuda.current_device())):
+    if usable(HOPPER_ATTENTION, torch.device("cuda", torch.cuda.current_device())):
         wanted.append((attention_fresh._hopper(), "hopper_kernel", wanted[-1][2]))
     lines = [f"{'kernel':40s} {'Triton':>8s} {'cheap':>8s}   us of Python per launch"]
     for module, name, work in wanted:

@@ -25,16 +25,16 @@ import torch
 import torch.nn.functional as F
 from gpu_gemm import BF16, FLOAT8, LLAMA, Layers, Timer, call_all  # which finds the package
 
-from tokenmill.ops.triton import gemm_fp8, gemm_hopper, quantize
-from tokenmill.ops.triton.gemm_fp8 import fp8_gemm_quantized
+from tokenmill.ops.matmul import select_matmul
+from tokenmill.ops.matmul_torch import quantize_rows
+from tokenmill.ops.triton import gemm_hopper, matmul, quantize
 from tokenmill.ops.triton.gemm_hopper import BLOCK_M, SHAPES, HopperShape, choose_hopper_shape, hopper_gemm
-from tokenmill.ops.triton.gemm_int8 import int8_gemm
 from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.ops.types import QuantizedRows
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import act_mul_for
-from tokenmill.quant.schemes.row_scaled import quantize_rows
-from tokenmill.quant.schemes.scheme import Dense, Linear, QuantScheme
-from tokenmill.quant.schemes.w8a8 import W8A8
+from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
+from tokenmill.quant.schemes.scheme import Linear, QuantScheme
 
 SIZES = LLAMA[:4]  # columns, inner
 ROWS = [1, 16, 64, 128, 256, 512, 1024, 4096, 16384]
@@ -68,7 +68,7 @@ class Case:
         codes, scale = quantize.quantize_rows(wide, KINDS[self.kind])
         self.weights = codes.view(self.copies, self.columns, self.inner)
         self.scale = scale[: self.columns] * self.inner**-0.5
-        self.arrivals = torch.zeros(counters_for(4 * self.columns), dtype=torch.int32, device="cuda")
+        self.counters = torch.zeros(counters_for(4 * self.columns), dtype=torch.int32, device="cuda")
         self.resize(self.rows)
 
     def resize(self, rows: int) -> None:
@@ -76,17 +76,18 @@ class Case:
         self.rows, (self.x, self.x_scale) = rows, quantize.quantize_rows(x, KINDS[self.kind])
 
     def rule(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        product = int8_gemm if self.kind == "int8" else fp8_gemm_quantized
-        return product(self.x, self.x_scale, weight, self.scale, bias, self.arrivals, BF16)
+        storage = {"weight": weight, "scale": self.scale, "counters": self.counters}
+        scheme = W8A8() if self.kind == "int8" else Fp8()
+        return Linear(scheme, storage, bias)(QuantizedRows(self.x, self.x_scale, BF16))
 
     def small(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        given = {"scale": self.scale, "x_scale": self.x_scale, "arrivals": self.arrivals}
+        given = {"scale": self.scale, "x_scale": self.x_scale, "counters": self.counters}
         return small_gemm(self.x, weight, bias, dtype=BF16, **given)
 
     def hopper(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, shape: HopperShape | None = None
     ) -> torch.Tensor:
-        return hopper_gemm(self.x, self.x_scale, weight, self.scale, bias, self.arrivals, BF16, shape)
+        return hopper_gemm(self.x, self.x_scale, weight, self.scale, bias, self.counters, BF16, shape)
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
         if self.kind == "int8":
@@ -103,7 +104,7 @@ class Case:
         found = []
         for shape in SWEEP:
             tiles = row_tiles * -(-self.columns // shape.block_n)
-            if shape.splits > 1 and (2 * tiles > self.arrivals.numel() or tiles * shape.splits > 264):
+            if shape.splits > 1 and (2 * tiles > self.counters.numel() or tiles * shape.splits > 264):
                 continue
             if shape.group != 16 and row_tiles <= 16:
                 continue  # hardly another order
@@ -226,7 +227,7 @@ def check(case: Case, shape: HopperShape | None) -> str:
             return f"{name}: error {error:.5f}"
         if not all(torch.equal(way(weight, bias), got) for _ in range(5)):
             return f"{name}: another result in another run"
-        if case.arrivals.any():
+        if case.counters.any():
             return f"{name}: counters are not back at zero"
         results.append(got)
     if case.kind == "int8" and not all(torch.equal(other, results[0]) for other in results):
@@ -306,7 +307,7 @@ def products(watch: Watch) -> None:
                 ways["rule"] = rule = min(rule, watch.microseconds(case.rule, weights))  # as warm as the others
                 ways = {name: us for name, us in ways.items() if us == us}
                 best = min(ways, key=lambda name: ways[name])
-                ruled = compact(choose_hopper_shape(rows, columns, inner, case.arrivals.numel(), x.device))
+                ruled = compact(choose_hopper_shape(rows, columns, inner, case.counters.numel(), x.device))
                 speed = f"{flops / rule / 1e6:5.0f}, {columns * inner / rule / 1e6:4.2f}"
                 line += f" | {kind} {rule:7.1f} ({speed}) lib {ways.get('library', float('nan')):7.1f}"
                 shapes = sorted((us, name) for name, us in ways.items() if "/" in name)[:2]
@@ -344,7 +345,7 @@ class Partly(Layers):
         self.ready = []
         for layer, (_, inner) in zip(stacks[0], SIZES):
             x = torch.randn(rows, inner, device="cuda", dtype=BF16)
-            self.ready.append(layer.scheme.quantize(x, layer.storage))  # type: ignore[attr-defined]
+            self.ready.append(layer.matmul(BF16).quantize(x, layer.storage))
         self.norms, self.output, self.activation = (piece not in left_out for piece in PIECES)
 
     def __call__(self, number: torch.Tensor) -> None:
@@ -378,9 +379,13 @@ def pieces(watch: Watch, stacks: dict[str, list[list[Linear]]]) -> None:
             with without_pdl(gemm_hopper._kernel, *QUANTIZERS):
                 line += f" none with {watch.microseconds(Partly(rows, given), numbers):5.1f}"
             if name == "fp8":
-                fills, gemm_fp8._fills = gemm_fp8._fills, lambda *given: False
-                line += f" no library {watch.microseconds(Partly(rows, given), numbers):5.1f}"
-                gemm_fp8._fills = fills
+                kernels = matmul.KERNELS
+                matmul.KERNELS = tuple(one for one in kernels if one.name != "float8 in the matrix library")
+                select_matmul.cache_clear()
+                ours = [stack(Fp8()) for _ in given]
+                line += f" no library {watch.microseconds(Partly(rows, ours), numbers):5.1f}"
+                matmul.KERNELS = kernels
+                select_matmul.cache_clear()
             print(line, flush=True)
 
 

@@ -30,8 +30,9 @@ from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape,
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
 from tokenmill.quant.forms import Form
-from tokenmill.quant.schemes.fp8 import Fp8
-from tokenmill.quant.schemes.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.row_scaled import Fp8
+from tokenmill.quant.schemes.scheme import Linear, QuantScheme
 from tokenmill.quant.schemes.weight_only import WeightOnly
 
 BF16 = torch.bfloat16
@@ -75,14 +76,14 @@ class Case:
         zeros = [None] * copies if not form.zeros else torch.randint(-8, 8, scale.shape, device=CUDA, dtype=torch.int8)
         self.codes = [Codes(words[i], scale[i], zeros[i], form.kind) for i in range(copies)]
         self.numbers = torch.arange(copies)[:, None]  # what the timer walks over
-        self.arrivals = torch.zeros(counters_for(columns), dtype=torch.int32, device=CUDA)
+        self.counters = torch.zeros(counters_for(columns), dtype=torch.int32, device=CUDA)
         self.resize(rows)
 
     def resize(self, rows: int) -> None:
         self.x = torch.randn(rows, self.inner, device=CUDA, dtype=BF16)
 
     def ours(self, number: torch.Tensor, shape: Shape | None = None) -> torch.Tensor:
-        return weight_only_gemm(self.x, self.codes[int(number)], arrivals=self.arrivals, shape=shape)
+        return weight_only_gemm(self.x, self.codes[int(number)], counters=self.counters, shape=shape)
 
     def through_floats(self, number: torch.Tensor) -> torch.Tensor:
         return F.linear(self.x, widened(self.codes[int(number)], self.x.dtype))
@@ -192,7 +193,7 @@ def check(case: Case, shape: Shape | None, dtype: torch.dtype) -> str:
         return f"error {error:.5f}"
     if not all(torch.equal(case.ours(first, shape), got) for _ in range(3)):
         return "another result in another run"
-    if case.arrivals.any():
+    if case.counters.any():
         return "counters are not back at zero"
     if shape is None and not torch.equal(widened(case.codes[0], dtype), case.plain(dtype)):
         return "widened to other values"
@@ -210,7 +211,7 @@ def int4_table(timer: Timer) -> None:
         dense = torch.randn(8, columns, inner, device=CUDA, dtype=BF16)
         for rows in ROWS:
             case.resize(rows)
-            plain = timer.microseconds(partial(multiply_dense, case.x, case.arrivals), dense)
+            plain = timer.microseconds(partial(multiply_dense, case.x, case.counters), dense)
             rule = timer.microseconds(case.ours, case.numbers)
             tried = {
                 s: timer.microseconds(partial(case.ours, shape=s), case.numbers)
@@ -227,8 +228,8 @@ def int4_table(timer: Timer) -> None:
         del case, dense
 
 
-def multiply_dense(x: torch.Tensor, arrivals: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return Dense().matmul(x, {"weight": weight, "arrivals": arrivals}, None)
+def multiply_dense(x: torch.Tensor, counters: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return Linear(Dense(), {"weight": weight, "counters": counters})(x)
 
 
 def rate(case: Case, us: float) -> str:

@@ -13,9 +13,7 @@ from tokenmill.ops.kv_forms import KV_FORMS, KVScales
 from tokenmill.ops.triton import activation, attention_invariant, moe, moe_invariant, moe_route, norm, rope
 from tokenmill.ops.triton import quantize as rows_of_eight_bits
 from tokenmill.ops.triton.attention import attention
-from tokenmill.ops.triton.gemm_fp8 import fp8_gemm_quantized
 from tokenmill.ops.triton.gemm_hopper import SHAPES, hopper_gemm
-from tokenmill.ops.triton.gemm_int8 import int8_gemm
 from tokenmill.ops.triton.gemm_invariant import invariant_gemm
 from tokenmill.ops.triton.gemm_one_row import one_row_gemm
 from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
@@ -144,15 +142,15 @@ def plain_gemm_cases() -> Iterator[Case]:
         for columns, inner in ((6144, 4096), (4096, 14336)):
             x, weight = new(rows, inner), new(columns, inner)
             counters = new(counters_for(columns), dtype=torch.int32)
-            yield f"small_gemm {rows} x {columns} x {inner}", partial(small_gemm, x, weight, arrivals=counters)
+            yield f"small_gemm {rows} x {columns} x {inner}", partial(small_gemm, x, weight, counters=counters)
 
 
 def quantized_gemm_cases() -> Iterator[Case]:
     for rows in (1, 8, 64):
         for columns, inner in ((6144, 4096), (4096, 14336)):
             at = f"{rows} x {columns} x {inner}"
-            yield f"int8 {at}", partial(eight_bits, int8_gemm, rows, columns, inner, INT8)
-            yield f"fp8 {at}", partial(eight_bits, fp8_gemm_quantized, rows, columns, inner, FP8)
+            yield f"int8 {at}", partial(eight_bits, small_tiles, rows, columns, inner, INT8)
+            yield f"fp8 {at}", partial(eight_bits, small_tiles, rows, columns, inner, FP8)
     x, weight, scale = new(1, 4096), new(6144, 4096, dtype=FP8), new(6144, dtype=FP32)
     yield "fp8 weights, bfloat16 row", partial(small_gemm, x, weight, scale=scale)
     forms = (("int4", 128, False), ("int4", 128, True), ("int4", 32, False), ("int8", 0, False), ("fp8", 0, False))
@@ -162,7 +160,7 @@ def quantized_gemm_cases() -> Iterator[Case]:
             at = f"{kind} groups of {group}{' with zeros' if zeros else ''} {columns} x {inner}"
             counters = new(counters_for(columns), dtype=torch.int32)
             for rows in (1, 16, 128):
-                call = partial(weight_only_gemm, new(rows, inner), codes, None, arrivals=counters)
+                call = partial(weight_only_gemm, new(rows, inner), codes, None, counters=counters)
                 yield f"weight only {at}, {rows} rows", call
             yield f"widened {at}", partial(widened, codes, BF16)
 
@@ -276,6 +274,18 @@ def eight_bits(op: Callable[..., Any], rows: int, columns: int, inner: int, dtyp
     counters = new(counters_for(columns), dtype=torch.int32)
     values, weight = new(rows, inner, dtype=dtype), new(columns, inner, dtype=dtype)
     op(values, scales[0], weight, scales[1], None, counters, BF16, **options)
+
+
+def small_tiles(
+    values: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: None,
+    counters: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    small_gemm(values, weight, bias, scale=scale, x_scale=x_scale, counters=counters, dtype=dtype)
 
 
 def coded(columns: int, inner: int, kind: str, group: int, zeros: bool = False) -> Codes:

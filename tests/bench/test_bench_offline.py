@@ -109,7 +109,7 @@ def test_bytes_and_operations_of_a_run_by_hand() -> None:
 
 
 def test_the_ceiling_of_products_is_the_fastest_way_to_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenmill.quant.schemes.scheme import Dense
+    from tokenmill.quant.schemes.dense import Dense
 
     class Slow(Dense):
         def matmul(self, x: torch.Tensor, storage: object, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]

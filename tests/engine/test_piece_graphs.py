@@ -167,11 +167,11 @@ def test_padding_stays_finite_and_writes_no_keys(model: str) -> None:
 
 def test_where_kernels_change_there_is_a_size() -> None:
     """A step that is padded must not be multiplied by a kernel that is slow for as few tokens as it has."""
-    from tokenmill.ops.triton import gemm_fp8, gemm_int8, gemm_small, gemm_weight_only, moe, moe_route
+    from tokenmill.ops.triton import gemm_small, gemm_weight_only, matmul, moe, moe_route
 
     sizes = token_sizes(1024)
     for few in (
-        gemm_small.NARROW_ROWS, gemm_fp8.WIDE_INPUT_ROWS, gemm_fp8.TILED_ROWS - 1, gemm_int8.HOPPER_ROWS - 1,
+        gemm_small.NARROW_ROWS, matmul.WIDE_INPUT_ROWS, matmul.TILED_ROWS - 1,
         gemm_weight_only.FEW_ROWS, gemm_weight_only.MOST_ROWS, gemm_weight_only.MOST_ROWS_OF_COSTLY,
         moe.FEW_TOKENS, moe_route.FEW_TOKENS,
     ):  # fmt: skip

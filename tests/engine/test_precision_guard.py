@@ -16,7 +16,8 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
 from tokenmill.model.weights.names import recipes
 from tokenmill.model.widened import WidenedWeights
-from tokenmill.quant.schemes.scheme import Dense, Schemes
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.scheme import Schemes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

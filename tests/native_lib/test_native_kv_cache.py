@@ -12,8 +12,9 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.errors import ConfigError
 from tokenmill.ops import reference
 from tokenmill.ops.native import library, ops
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Packed
-from tokenmill.quant.schemes.scheme import Dense, Schemes
+from tokenmill.quant.schemes.scheme import Schemes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -80,11 +80,11 @@ def test_sinks_and_wide_dtypes_are_read_from_the_cache(triton_device):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_hopper_kernel_equals_reference(dim, block_n, triton_device, monkeypatch):
+    from tokenmill.ops.device_facts import HOPPER_ATTENTION, usable
     from tokenmill.ops.triton import attention_fresh
     from tokenmill.ops.triton.config import Tile
-    from tokenmill.ops.triton.versions import ATTENTION, usable
 
-    if not usable(ATTENTION, torch.device(triton_device)):
+    if not usable(HOPPER_ATTENTION, torch.device(triton_device)):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(attention_fresh, "_GATHER", 64)
     shape = attention_fresh.Launch(Tile(128, block_n, 4, 2), hopper=True)

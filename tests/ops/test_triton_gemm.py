@@ -32,7 +32,7 @@ def check(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert error < unit, f"{error} is more than the rounding of the result"
 
 
-def arrivals_of(columns: int, device: str) -> torch.Tensor:
+def counters_of(columns: int, device: str) -> torch.Tensor:
     from tokenmill.ops.triton.gemm_small import counters_for
 
     return torch.zeros(counters_for(columns), dtype=torch.int32, device=device)
@@ -48,7 +48,7 @@ def test_dense_products_equal_plain_torch(size, with_bias, dtype, triton_device)
     x = randn(rows, inner, device=triton_device).to(dtype)
     weight = randn(columns, inner, device=triton_device, seed=1).to(dtype)
     bias = randn(columns, device=triton_device, seed=2).to(dtype) if with_bias else None
-    got = small_gemm(x, weight, bias, arrivals=arrivals_of(columns, triton_device))
+    got = small_gemm(x, weight, bias, counters=counters_of(columns, triton_device))
     check(got, product(x, weight, bias))
 
 
@@ -84,13 +84,13 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(inner, splits, triton
 
     x = randn(5, inner, device=triton_device).half()
     weight = randn(200, inner, device=triton_device, seed=1).half()
-    arrivals = arrivals_of(200, triton_device)
+    counters = counters_of(200, triton_device)
     shape = GemmShape(block_n=64, block_k=64, splits=splits, num_warps=4, num_stages=2)
-    first = small_gemm(x, weight, arrivals=arrivals, shape=shape)
+    first = small_gemm(x, weight, counters=counters, shape=shape)
     check(first, product(x, weight))
     for _ in range(3):
-        assert torch.equal(small_gemm(x, weight, arrivals=arrivals, shape=shape), first)
-        assert not arrivals.any()
+        assert torch.equal(small_gemm(x, weight, counters=counters, shape=shape), first)
+        assert not counters.any()
 
 
 def test_rows_may_be_slices_of_something_wider(triton_device):
@@ -119,9 +119,9 @@ def test_the_rule_uses_only_shapes_that_can_be_launched():
 
 
 def check_quantized(values, scale, expected: torch.Tensor) -> None:
-    from tokenmill.quant.schemes import row_scaled
+    from tokenmill.ops.matmul_torch import quantize_rows
 
-    plain = row_scaled.quantize_rows(expected)
+    plain = quantize_rows(expected)
     torch.testing.assert_close(scale, plain.scale, rtol=1e-3, atol=0)
     # A quotient at the edge between two floats may fall either way; the interpreter also errs where a carry is due.
     want = plain.values.float()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmill.ops import reference
-from tokenmill.quant.schemes.row_scaled import LIMITS, quantize_rows
+from tokenmill.ops.matmul_torch import LIMITS, quantize_rows
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")
@@ -25,7 +25,7 @@ def randn(*shape: int, device: str, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def arrivals_of(columns: int, device: str) -> torch.Tensor:
+def counters_of(columns: int, device: str) -> torch.Tensor:
     from tokenmill.ops.triton.gemm_small import counters_for
 
     return torch.zeros(counters_for(columns), dtype=torch.int32, device=device)
@@ -37,17 +37,21 @@ def product(x, weight, bias, scale, x_scale) -> torch.Tensor:
     return out if bias is None else out + bias
 
 
+def int8_gemm(x, x_scale, weight, scale, bias, counters, dtype: torch.dtype) -> torch.Tensor:
+    from tokenmill.ops.triton.gemm_small import small_gemm
+
+    return small_gemm(x, weight, bias, scale=scale, x_scale=x_scale, counters=counters, dtype=dtype)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_are_exact_sums_times_both_scales(size, with_bias, triton_device):
-    from tokenmill.ops.triton.gemm_int8 import int8_gemm
-
     rows, columns, inner = size
     x, weight = codes(rows, inner, device=triton_device, seed=1), codes(columns, inner, device=triton_device, seed=2)
     scale, x_scale = (randn(n, device=triton_device, seed=n).abs() for n in (columns, rows))
     bias = randn(columns, device=triton_device, seed=3) if with_bias else None
-    arrivals = arrivals_of(columns, triton_device)
-    got = int8_gemm(x, x_scale, weight, scale, bias, arrivals, torch.float32)
+    counters = counters_of(columns, triton_device)
+    got = int8_gemm(x, x_scale, weight, scale, bias, counters, torch.float32)
     torch.testing.assert_close(got, product(x, weight, bias, scale, x_scale), rtol=1e-6, atol=1e-3)
 
 
@@ -57,19 +61,17 @@ def test_parts_of_a_sum_are_integers_too(inner, splits, triton_device):
     from tokenmill.ops.triton.gemm_small import GemmShape, small_gemm
 
     x, weight = codes(5, inner, device=triton_device, seed=1), codes(200, inner, device=triton_device, seed=2)
-    ones, arrivals = torch.ones(200, device=triton_device), arrivals_of(200, triton_device)
+    ones, counters = torch.ones(200, device=triton_device), counters_of(200, triton_device)
     shape = GemmShape(block_n=64, block_k=64, splits=splits, num_warps=4, num_stages=2)
-    got = small_gemm(x, weight, scale=ones, x_scale=ones[:5], arrivals=arrivals, dtype=torch.float32, shape=shape)
+    got = small_gemm(x, weight, scale=ones, x_scale=ones[:5], counters=counters, dtype=torch.float32, shape=shape)
     assert torch.equal(got, (x.double() @ weight.double().T).float())
-    assert not arrivals.any()
+    assert not counters.any()
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(triton_device):
-    from tokenmill.ops.triton.gemm_int8 import int8_gemm
-
     x, weight = codes(40, 1024, device=triton_device, seed=1), codes(96, 1024, device=triton_device, seed=2)
     scale, x_scale = (randn(n, device=triton_device, seed=n).abs() / 100 for n in (96, 40))
-    rest = weight, scale, None, arrivals_of(96, triton_device), torch.float16
+    rest = weight, scale, None, counters_of(96, triton_device), torch.float16
     together = int8_gemm(x, x_scale, *rest)
     for count in (1, 7):
         assert torch.equal(int8_gemm(x[:count], x_scale[:count], *rest), together[:count])
@@ -80,10 +82,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others(triton_device):
 @pytest.mark.parametrize("size", [(70, 264, 528), (300, 520, 1040), (1200, 136, 400)], ids=str)
 def test_the_kernel_for_hopper_gives_the_same_bits(size, block_n, splits, triton_device):
     """Rows, columns and sums that fill no tile; parts that are not all of one length."""
+    from tokenmill.ops.device_facts import HOPPER, usable
     from tokenmill.ops.triton.gemm_small import small_gemm
-    from tokenmill.ops.triton.versions import EIGHT_BITS, usable
 
-    if not usable(EIGHT_BITS, torch.device(triton_device)):
+    if not usable(HOPPER, torch.device(triton_device)):
         pytest.skip("the interpreter does not know its language")
     from tokenmill.ops.triton.gemm_hopper import HopperShape, hopper_gemm
 
@@ -91,12 +93,12 @@ def test_the_kernel_for_hopper_gives_the_same_bits(size, block_n, splits, triton
     x, weight = codes(rows, inner, device=triton_device, seed=1), codes(columns, inner, device=triton_device, seed=2)
     scale, x_scale = (randn(n, device=triton_device, seed=n).abs() / 100 for n in (columns, rows))
     bias = randn(columns, device=triton_device, seed=3).bfloat16()
-    arrivals = torch.zeros(256, dtype=torch.int32, device=triton_device)
+    counters = torch.zeros(256, dtype=torch.int32, device=triton_device)
     shape = HopperShape(block_n, splits, 3, 2)
     expected = small_gemm(x, weight, bias, scale=scale, x_scale=x_scale, dtype=torch.bfloat16)
     for _ in range(3):
-        got = hopper_gemm(x, x_scale, weight, scale, bias, arrivals, torch.bfloat16, shape)
-        assert torch.equal(got, expected) and not arrivals.any()
+        got = hopper_gemm(x, x_scale, weight, scale, bias, counters, torch.bfloat16, shape)
+        assert torch.equal(got, expected) and not counters.any()
 
 
 def test_the_rule_for_hopper_uses_only_shapes_that_can_be_launched(monkeypatch):
@@ -163,19 +165,16 @@ def test_the_rule_for_hopper_picks_what_was_measured_best(size, monkeypatch):
     ],
 )  # fmt: skip
 def test_float8_goes_where_it_was_measured_fastest(rows, columns, inner, expected, monkeypatch):
-    """On the meta device, with the machine of the measurements; the library wants multiples of 16, ours of 8."""
-    from tokenmill.ops.triton import gemm_fp8, gemm_int8
+    """With the machine of the measurements; the library wants multiples of 16, ours of 8."""
+    from tokenmill.ops import device_facts
+    from tokenmill.ops.matmul import MatmulNeed, select_matmul
+    from tokenmill.ops.triton import matmul
 
-    called = []
-    monkeypatch.setattr(gemm_int8, "usable", lambda family, device: True)
-    monkeypatch.setattr(gemm_fp8, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gemm_fp8, "small_gemm", lambda *args, **given: called.append("small"))
-    monkeypatch.setattr("tokenmill.ops.triton.gemm_hopper.hopper_gemm", lambda *args: called.append("hopper"))
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **given: called.append("library"))
-    values, weight = (torch.empty(size, inner, dtype=FLOAT8, device="meta") for size in (rows, columns))
-    x_scale, scale = (torch.empty(size, device="meta") for size in (rows, columns))
-    gemm_fp8.fp8_gemm_quantized(values, x_scale, weight, scale, None, scale, torch.bfloat16)
-    assert called == [expected]
+    monkeypatch.setattr(device_facts, "gpu_misfit", lambda of, device: "")
+    monkeypatch.setattr(matmul, "multiprocessors", lambda device: 132)
+    need = MatmulNeed("fp8", columns, inner, torch.bfloat16, torch.device("cuda", 0))
+    name = select_matmul.__wrapped__(need).kernel(rows).name
+    assert {"small": "small tiles", "hopper": "warp-specialised", "library": "matrix library"}[expected] in name
 
 
 def check_rows(values, scale, expected: torch.Tensor, fixed: torch.Tensor | None) -> None:

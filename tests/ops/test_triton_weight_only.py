@@ -76,11 +76,11 @@ def test_products_equal_those_of_the_widened_weight(rows, form, dtype, triton_de
 
     inner = 384 if rows % 2 else 640
     groups = random_groups(80, inner, form)
-    codes, arrivals = stored(groups, form, triton_device)
+    codes, counters = stored(groups, form, triton_device)
     x = (randn(rows, inner, device=triton_device) / 16).to(dtype)
     bias = randn(80, device=triton_device, seed=2).to(dtype) if rows != 7 else None
-    check(weight_only_gemm(x, codes, bias, arrivals=arrivals), x, groups, bias)
-    assert not arrivals.any()
+    check(weight_only_gemm(x, codes, bias, counters=counters), x, groups, bias)
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -104,14 +104,14 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, rows, t
     form = Form("int4", 64) if kind == "int4" else Form("int8")
     inner = 11 * 16 * (4 if kind == "int4" else 2)
     groups = random_groups(144, inner, form)
-    codes, arrivals = stored(groups, form, triton_device)
+    codes, counters = stored(groups, form, triton_device)
     x = (randn(rows, inner, device=triton_device) / 16).half()
     shape = GemmShape(block_n=64, block_k=1, splits=splits, num_warps=4, num_stages=2)
-    first = weight_only_gemm(x, codes, arrivals=arrivals, shape=shape)
+    first = weight_only_gemm(x, codes, counters=counters, shape=shape)
     check(first, x, groups)
     for _ in range(2):
-        assert torch.equal(weight_only_gemm(x, codes, arrivals=arrivals, shape=shape), first)
-        assert not arrivals.any()
+        assert torch.equal(weight_only_gemm(x, codes, counters=counters, shape=shape), first)
+        assert not counters.any()
 
 
 @pytest.mark.parametrize("form", [Form("int4", 128, True), Form("int4", 32), Form("int8")], ids=lambda form: form.name)
@@ -254,7 +254,7 @@ def compile_all() -> dict[str, dict[str, object]]:
     for at, (kind, group, zeros) in enumerate(KINDS):
         half = "*bf16" if at != 2 else "*fp16"
         pointers = {"x": half, "words": "*i16", "scale": "*fp32", "bias": half, "out": half, "partial": "*fp32"}
-        pointers |= {"arrivals": "*i32", "zeros": "*i8" if zeros else None}
+        pointers |= {"counters": "*i32", "zeros": "*i8" if zeros else None}
         parts = 4 if kind == "int4" else 2
         step = max(1, (group or 128) // (16 * parts))
         known = {"KIND": kind, "PARTS": parts, "GROUP": group, "STEP": step, "TILES": 80, "PDL": True, "BANDS": 4}

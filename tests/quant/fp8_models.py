@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
+from tokenmill.ops.matmul import MatmulKernel, only
+from tokenmill.ops.matmul_torch import FLOAT8, multiply_float8, quantize_rows
 from tokenmill.ops.registry import Need, select
 from tokenmill.ops.types import AttentionBatch
-from tokenmill.quant.schemes.fp8 import Fp8
-from tokenmill.quant.schemes.row_scaled import quantize_rows
+from tokenmill.quant.schemes.row_scaled import Fp8
+
+ON_BOTH_SIDES = MatmulKernel(
+    "float8 on both sides", ("fp8",), lambda need: multiply_float8, inputs=FLOAT8, quantize=quantize_rows
+)
 
 
 class QuantizedInputs(Fp8):
     """What many rows meet on a GPU: inputs in 8 bits too."""
 
-    def matmul(self, x, storage, bias):
-        return super().matmul(quantize_rows(x), storage, bias)
+    def matmul(self, storage, dtype):
+        return only(ON_BOTH_SIDES, super().matmul(storage, dtype).need)
 
 
 def logits_of(spec, weights, ids: list[int]) -> torch.Tensor:  # [len(ids), vocab]

@@ -9,8 +9,8 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.quant.forms import Form, Layout, parse_layout
 from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes, describe
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Packed
-from tokenmill.quant.schemes.scheme import Dense
 
 SHAPES = {f"layers.{index}.{name}": (96, 64) for index in range(4) for name in ("qkv", "o", "gate_up", "down")}
 HEAD = SHAPES | {"lm_head": (100, 64)}

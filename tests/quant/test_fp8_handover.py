@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_models import logits_of
+from fp8_models import ON_BOTH_SIDES, logits_of
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
+from tokenmill.ops.matmul import NO_LIMIT, Matmul, MatmulKernel
+from tokenmill.ops.matmul_torch import multiply_float8, quantize_rows
 from tokenmill.ops.registry import Need, select
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.ops.types import QuantizedRows
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import act_mul_for, add_norm_for
-from tokenmill.quant.schemes.row_scaled import quantize_rows
-from tokenmill.quant.schemes.scheme import Dense, Linear, QuantizedRows, Schemes
+from tokenmill.quant.schemes.row_scaled import Fp8
+from tokenmill.quant.schemes.scheme import Linear, Schemes
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -44,14 +47,26 @@ class OnBothSides(Fp8):
     def __init__(self, asks: bool) -> None:
         self.asks, self.handed_over = asks, 0
 
-    def wants_quantized(self, storage, rows, dtype):
-        return self.asks and rows > 1
+    def matmul(self, storage, dtype):
+        """asks: says so, and is handed such rows; otherwise they are rounded inside."""
+        need = super().matmul(storage, dtype).need
+        alone = MatmulKernel("one row", ("fp8",), lambda need: multiply_float8)
+        inside = MatmulKernel("rounds", ("fp8",), lambda need: rounds_inside)
+        return Noting(self, need, [(1, alone), (NO_LIMIT, ON_BOTH_SIDES if self.asks else inside)])
 
-    def matmul(self, x, storage, bias):
-        self.handed_over += isinstance(x, QuantizedRows)
-        if isinstance(x, torch.Tensor) and x.shape[0] > 1:
-            x = quantize_rows(x)
-        return super().matmul(x, storage, bias)
+
+def rounds_inside(x, storage, bias):
+    return multiply_float8(quantize_rows(x), storage, bias)
+
+
+class Noting(Matmul):
+    def __init__(self, scheme: OnBothSides, *given) -> None:
+        super().__init__(*given)
+        self.scheme = scheme
+
+    def __call__(self, x, storage, bias):
+        self.scheme.handed_over += isinstance(x, QuantizedRows)
+        return super().__call__(x, storage, bias)
 
 
 @pytest.mark.parametrize("case", CASES)

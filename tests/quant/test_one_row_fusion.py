@@ -3,16 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_models import logits_of
+from fp8_models import QuantizedInputs, logits_of
 from small_models import CONFIG
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
+from tokenmill.ops.matmul import MatmulKernel, dense_need, only
+from tokenmill.ops.matmul_torch import multiply_dense
 from tokenmill.ops.registry import Need, select
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
-from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes
+from tokenmill.quant.schemes.scheme import Linear, Schemes
 
 LLAMA = CONFIG | {"num_hidden_layers": 3}
 
@@ -25,15 +27,17 @@ class Fusing(Dense):
         self.gates = gates
         self.calls: list[tuple[bool, str]] = []  # normed, activation
 
-    def fuses(self, storage, dtype, gated=False) -> bool:
-        return self.gates or not gated
+    def matmul(self, storage, dtype):
+        need = dense_need(storage["weight"], dtype)
+        fusing = {"fuse": lambda need: self.fused, "gates": lambda need: self.gates}
+        return only(MatmulKernel("fuses", ("dense",), lambda need: multiply_dense, **fusing), need)
 
     def fused(self, x, storage, bias, act=""):
         self.calls.append((isinstance(x, Unnormed), act))
         if isinstance(x, Unnormed):
             x.total.copy_(x.residual + x.update)
             x = F.rms_norm(x.total, x.total.shape[-1:], x.weight, x.eps)
-        out = self.matmul(x, storage, bias)
+        out = multiply_dense(x, storage, bias)
         if not act:
             return out
         gate, up = out.chunk(2, -1)
@@ -83,13 +87,9 @@ def test_a_norm_of_another_precision_is_not_left_to_the_product():
 
 
 def test_rows_for_a_reader_that_quantizes_are_activated_apart():
-    class Wants(Fp8):
-        def wants_quantized(self, storage, rows, dtype):
-            return True
-
     fusing = Fusing()
     x = torch.randn(1, 32)
-    rows = gate_up_for(linear(Wants(), 16, 32), ops(), linear(fusing, 64, 32), x, "silu")
+    rows = gate_up_for(linear(QuantizedInputs(), 16, 32), ops(), linear(fusing, 64, 32), x, "silu")
     assert not isinstance(rows, torch.Tensor) and fusing.calls == []
     rows = gate_up_for(linear(Dense(), 16, 32), ops(), linear(fusing, 64, 32), x, "silu")
     assert isinstance(rows, torch.Tensor) and rows.shape == (1, 32) and fusing.calls == [(False, "silu")]

@@ -12,6 +12,7 @@ from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.schemes.packed import Packed, can_hold
+from tokenmill.quant.schemes.scheme import Linear
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def stored(form: Form, weight: torch.Tensor) -> torch.Tensor:
     scheme = Packed(form)
     storage = scheme.allocate(*weight.shape, torch.float32, CPU)
     scheme.write(storage, 0, weight)
-    return scheme.matmul(torch.eye(weight.shape[1]), storage, None).T
+    return Linear(scheme, storage)(torch.eye(weight.shape[1])).T
 
 
 FORMS = [Form("int8"), Form("w8a8"), Form("int4"), Form("int4", 64), Form("int4", 32, zeros=True)]
@@ -49,7 +50,7 @@ def test_codes_of_a_checkpoint_are_kept():
         scheme = Packed(Form("int4", 64, zeros is not None))
         storage = scheme.allocate(17, 128, torch.float32, CPU)
         scheme.write_groups(storage, 0, groups)
-        got = scheme.matmul(torch.eye(128), storage, None).T
+        got = Linear(scheme, storage)(torch.eye(128)).T
         assert (got - groups.widen(torch.float32)).abs().max() < (1e-6 if zeros is None else 8e-3)
 
 
@@ -59,7 +60,7 @@ def test_eight_bits_per_row_with_zeros_become_floats():
     scheme = Packed()
     storage = scheme.allocate(5, 64, torch.float32, CPU)
     scheme.write_groups(storage, 0, groups)
-    assert torch.equal(scheme.matmul(torch.eye(64), storage, None).T, groups.widen(torch.float32))
+    assert torch.equal(Linear(scheme, storage)(torch.eye(64)).T, groups.widen(torch.float32))
 
 
 def test_the_bytes_are_the_bytes_planned():

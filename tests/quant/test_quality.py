@@ -7,9 +7,8 @@ from fp8_models import QuantizedInputs, logits_of
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.load import load_weights
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
 from tokenmill.quant.schemes.scheme import Schemes
-from tokenmill.quant.schemes.w8a8 import W8A8
 
 TEXT = (
     "The mill stood where the river bends, and its wheel had turned for two hundred years. In spring the water ran "

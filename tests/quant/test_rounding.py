@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenmill.errors import ConfigError
 from tokenmill.quant.forms import Form, parse_form
 from tokenmill.quant.rounding import GRIDS, find_scales, group_blocks, round_to_nearest
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.row_scaled import Fp8
 
 NAMES = ["int4-g32", "int4-g64", "int4-g128", "int4-g32-zeros", "int8", "w8a8", "fp8"]
 

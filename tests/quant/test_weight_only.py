@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.errors import ConfigError
+from tokenmill.ops.types import QuantizedRows
 from tokenmill.quant.forms import Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
-from tokenmill.quant.schemes.scheme import Linear, QuantizedRows, TakesGroups
+from tokenmill.quant.schemes.scheme import Linear, TakesGroups
 from tokenmill.quant.schemes.weight_only import WeightOnly, why_not
 
 CPU = torch.device("cpu")

@@ -123,8 +123,7 @@ def _roof(config: EngineConfig) -> Roof:
 def _products(schemes: Schemes) -> list[QuantScheme]:
     """The ways to multiply that are not plain; what a quantized file packs is taken to have 4 bits."""
     from tokenmill.quant.schemes.packed import Packed
-    from tokenmill.quant.schemes.scheme import Dense
 
-    several = {id(one): one for one in (schemes.default, *schemes.named.values()) if not isinstance(one, Dense)}
+    several = {id(one): one for one in (schemes.default, *schemes.named.values()) if not one.floats}
     as_packed = Packed() if schemes.exact else Packed(AS_IN_FILES)
-    return [as_packed if isinstance(one, Packed) and one.form is None else one for one in several.values()]
+    return [as_packed if one.as_in_file else one for one in several.values()]

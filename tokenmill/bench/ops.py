@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,10 +15,10 @@ from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import CAUSAL, AttentionBatch, SampleBatch
 from tokenmill.quant.forms import Form
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Packed
-from tokenmill.quant.schemes.scheme import Dense, QuantScheme
-from tokenmill.quant.schemes.w8a8 import W8A8
+from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
+from tokenmill.quant.schemes.scheme import Linear, QuantScheme
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # inputs are used in turn until this much lies between two uses, more than any cache holds
@@ -155,8 +156,7 @@ class _Maker:
             for _ in copies(moved):
                 storage = scheme.allocate(out, inner, self.dtype, self.device)
                 scheme.write(storage, 0, self.random(out, inner))
-                x = self.random(rows, inner)
-                work.append(lambda x=x, storage=storage: scheme.matmul(x, storage, None))  # type: ignore[misc]
+                work.append(partial(Linear(scheme, storage), self.random(rows, inner)))
             yield Case(f"{scheme.name} {name} {inner}x{out}, {rows} tokens", moved, 2 * rows * out * inner, work)
 
     def mixture(self, tokens: int, moe: MoESpec) -> Case:

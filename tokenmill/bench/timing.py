@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from tokenmill.quant.schemes.scheme import QuantScheme
+from tokenmill.quant.schemes.scheme import Linear, QuantScheme
 
 Work = Callable[[], object]
 
@@ -78,7 +79,7 @@ def _product_speed(
     for scheme in schemes:
         storage = scheme.allocate(size, size, dtype, device)
         scheme.write(storage, 0, b)
-        products.append(lambda scheme=scheme, storage=storage: scheme.matmul(a, storage, None))  # type: ignore[misc]
+        products.append(partial(Linear(scheme, storage), a))
     return 2 * size**3 / min(seconds([one], device, budget, best=not big) for one in products)
 
 

@@ -28,19 +28,19 @@ from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.families import spec_from_config
-from tokenmill.model.layers import WeightStore
+from tokenmill.model.layers import WeightStore, linears
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, read_config
 from tokenmill.model.weights.source import ModelFiles, resolve
+from tokenmill.ops.device_facts import outdated
 from tokenmill.ops.kv_forms import KV_FORMS, form_for
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.plan.solve.settings import Settings, solve
 from tokenmill.quant.schemes.choose import Place, describe
-from tokenmill.quant.schemes.invariant import InvariantDense
-from tokenmill.quant.schemes.packed import Packed
+from tokenmill.quant.schemes.dense import InvariantDense
 from tokenmill.quant.schemes.scheme import Schemes
 from tokenmill.sampling.grammar import Grammars
 
@@ -130,7 +130,8 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
         *settings.reasons,
         *_ops_lines(ops),
         *warmed,
-        *(f"passed over  {line}" for line in passed_over(ops, spec, dtype, schemes, device)),
+        *matmul_lines(decoder),
+        *(f"passed over  {line}" for line in passed_over(decoder)),
     ]
     return Built(engine, tokenizer, spec, settings, files, report, slower)
 
@@ -181,9 +182,10 @@ def join(
         and device.type == "cuda"
         and None in decoder.spec.windows,
     )
-    recordable = decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None)
-    if device.type == "cpu":  # a tape holds only native ops, products included
-        recordable = recordable and _is_packed(decoder)
+    matmuls = (one.matmul(decoder.weights.dtype) for one in linears(decoder.weights, decoder.spec.num_layers))
+    recordable = decoder.ops.capture_safe(with_moe=decoder.spec.moe is not None) and all(
+        matmul.recordable for matmul in matmuls
+    )
     graphs = config.cuda_graphs and recordable
     runner = TorchRunner(
         decoder,
@@ -227,8 +229,8 @@ def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[
 
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, schemes: Schemes, device: torch.device) -> tuple[torch.dtype, str]:
     if wanted == "auto":
-        if isinstance(schemes.default, Packed) and not schemes.exact:
-            return torch.float16, "half the bytes to read, and far finer than the packed weights"
+        if schemes.default.kv_dtype is not None and not schemes.exact:
+            return schemes.default.kv_dtype, "half the bytes to read, and far finer than the packed weights"
         return dtype, "as the model computes"
     if wanted in KV_FORMS:
         return KV_FORMS[wanted].dtype, "as set; codes with scales of their own for every token and head"
@@ -315,14 +317,6 @@ def load(
     )
 
 
-def _is_packed(decoder: Decoder) -> bool:
-    """Whether all products of a step are the native library's."""
-    weights = decoder.weights
-    layers = (weights.layer(index) for index in range(decoder.spec.num_layers))
-    linear = [weights.lm_head, *(one for layer in layers for one in layer.linears())]
-    return all(isinstance(one.scheme, Packed) for one in linear)
-
-
 def why_slower(native: Library | str | None, config: EngineConfig, device: torch.device) -> str | None:
     """What keeps a model from the fastest kernels of its device though nobody asked for that, and what to do."""
     if isinstance(native, str):
@@ -333,8 +327,6 @@ def why_slower(native: Library | str | None, config: EngineConfig, device: torch
             "request is several times as slow; leave dtype out, and weights stay as they were saved all the same"
         )
     if device.type == "cuda" and config.ops in (None, "triton"):
-        from tokenmill.ops.triton.versions import outdated
-
         return outdated(device)
     return None
 
@@ -355,19 +347,22 @@ def _ops_lines(ops: Ops) -> list[str]:
     return [f"ops          {name}: {', '.join(names)}" for name, names in by_name.items()]
 
 
-def passed_over(ops: Ops, spec: DecoderSpec, dtype: torch.dtype, schemes: Schemes, device: torch.device) -> list[str]:
-    """What this model would use on a GPU, were it not for the release of Triton or the GPU itself."""
-    if device.type != "cuda" or not any(one.name == "triton" for one in ops.chosen.values()):
-        return []
-    from tokenmill.ops.triton import versions
+def matmul_lines(decoder: Decoder) -> list[str]:
+    """Which kernels multiply with which weights, by number of rows."""
+    counts: dict[tuple[str, str], int] = {}
+    for linear in linears(decoder.weights, decoder.spec.num_layers):
+        matmul = linear.matmul(decoder.weights.dtype)
+        kind = matmul.need.name, matmul.describe()
+        counts[kind] = counts.get(kind, 0) + 1
+    several = len(counts) > 1
+    return [f"matmul       {name}{f' ({n})' if several else ''}: {how}" for (name, how), n in counts.items()]
 
-    kinds = {schemes.of(name).name for name in linear_shapes(spec)}
-    wanted = {
-        versions.ATTENTION: dtype.itemsize == 2 and ops.chosen["attention"].name == "triton",
-        versions.MOE: dtype.itemsize == 2 and spec.moe is not None and ops.chosen["moe"].name == "triton",
-        versions.EIGHT_BITS: bool(kinds & {"w8a8", "fp8"}),
-        versions.ONE_ROW: any(kind.startswith("int4") for kind in kinds),
-        versions.QUICK_LAUNCH: True,
-        versions.PDL: True,
-    }
-    return versions.passed_over([family for family, is_wanted in wanted.items() if is_wanted], device)
+
+def passed_over(decoder: Decoder) -> list[str]:
+    """What this model would use, were it not for the device, the release of Triton, its dtypes or its sizes."""
+    weights, spec = decoder.weights, decoder.spec
+    found = decoder.ops.passed_over(weights.device, weights.dtype, with_moe=spec.moe is not None)
+    for linear in linears(weights, spec.num_layers):
+        matmul = linear.matmul(weights.dtype)
+        found += [f"{matmul.need.name}, {line}" for line in matmul.passed_over]
+    return list(dict.fromkeys(found))

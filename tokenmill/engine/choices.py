@@ -11,16 +11,14 @@ from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
 from tokenmill.model.weights.dummy import packed_dummies
 from tokenmill.model.weights.load import packed_as_stored, stored_forms
 from tokenmill.model.weights.quantized import QuantizedCheckpoint
+from tokenmill.ops.device_facts import GEMM, misfit
 from tokenmill.ops.kv_forms import form_for
 from tokenmill.plan.solve.hardware import Hardware, cpu_hardware
 from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
 from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
 from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes
-from tokenmill.quant.schemes.device import has_small_gemm
-from tokenmill.quant.schemes.invariant import InvariantDense
-from tokenmill.quant.schemes.packed import Packed
-from tokenmill.quant.schemes.scheme import Dense, QuantScheme, Schemes
-from tokenmill.quant.schemes.weight_only import WeightOnly
+from tokenmill.quant.schemes.dense import Dense, InvariantDense
+from tokenmill.quant.schemes.scheme import Schemes
 
 _ROOM = 0.7  # of the free memory: what weights may take where the cache is to have room, too
 
@@ -88,9 +86,8 @@ def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device)
         reason = f"{spec.architecture} projects its latent attention with products that depend on the batch"
     elif spec.moe is not None and (spec.moe.groups > 1 or dtype == torch.float64):
         reason = f"{spec.architecture} in {str(dtype).removeprefix('torch.')} routes with a product that depends on it"
-    elif device.type == "cuda" and not has_small_gemm(device):
-        name = torch.cuda.get_device_name(device)
-        reason = f"it needs Triton and a Hopper GPU or later, and this is {name}"
+    elif device.type == "cuda" and (why_not := misfit(GEMM, device)):
+        reason = f"it {why_not} ({torch.cuda.get_device_name(device)})"
     elif device.type == "cuda" and dtype == torch.float64:
         reason = "its products are there for bfloat16, float16 and float32, not for float64"
     if reason is not None:
@@ -120,7 +117,7 @@ def model_bytes(
         vocab=spec.vocab_size,
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
         flops_per_token=2.0 * spec.active_parameters,
-        scratch=max(_scratch_bytes(schemes.of(name), *shape, widest) for name, shape in shapes.items()),
+        scratch=max(schemes.of(name).scratch_bytes(*shape, widest) for name, shape in shapes.items()),
         guard=_guard_bytes(spec) if guarded else 0,
         guard_per_token=spec.activation_elements * (widest.itemsize - itemsize),
     )
@@ -131,13 +128,13 @@ def matrix_bytes(
 ) -> dict[str, int]:
     """Bytes of the embedding and of every linear layer, by canonical name."""
     as_stored: dict[str, int] = {}
-    if isinstance(schemes.default, Packed):
+    if schemes.default.as_in_file:
         as_stored = packed_dummies(spec, dtype) if checkpoint is None else packed_as_stored(spec, checkpoint)
     found = {}
     for name, param in spec.parameters().items():
         if param.kind in ("linear", "embedding"):
             scheme, (rows, columns) = schemes.of(name), param.shape
-            if isinstance(scheme, Packed) and scheme.form is None:
+            if scheme.as_in_file:
                 found[name] = as_stored[name]
             elif param.kind == "linear":
                 found[name] = scheme.nbytes(rows, columns, dtype)
@@ -156,10 +153,6 @@ def _guard_bytes(spec: DecoderSpec) -> int:
             counts[layer] = counts.get(layer, 0) + param.numel
     matrices = [param.numel for param in spec.parameters().values() if param.kind in ("linear", "embedding")]
     return guard_bytes(max(matrices), max(stacked.values(), default=0), max(small.values(), default=0))
-
-
-def _scratch_bytes(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -> int:
-    return scheme.scratch_bytes(rows, columns, dtype) if isinstance(scheme, WeightOnly) else 0
 
 
 def hardware_of(device: torch.device) -> Hardware:

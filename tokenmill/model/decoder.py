@@ -23,9 +23,9 @@ from tokenmill.model.rope import rope_table
 from tokenmill.model.spec import DecoderSpec, MLASpec
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.registry import Ops
-from tokenmill.ops.types import AttentionBatch, Mask
+from tokenmill.ops.types import AttentionBatch, Mask, Rows
 from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
-from tokenmill.quant.schemes.scheme import Linear, Rows
+from tokenmill.quant.schemes.scheme import Linear
 
 Watch = Callable[[int, torch.Tensor], None]  # sees each layer's result, [tokens, hidden]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's queries [tokens, heads, dim] -> what its heads found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 
 from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
-from tokenmill.quant.schemes.packed import Packed
-from tokenmill.quant.schemes.scheme import Dense, Linear, QuantScheme
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.scheme import Linear, QuantScheme, TakesRows
 
 Weight = torch.Tensor | Linear
 
@@ -95,6 +95,8 @@ class ResidentWeights:
         like = self.final_norm if isinstance(self.embed, Linear) else self.embed
         self.dtype, self.device = like.dtype, like.device
         self._layers = [layer_weights(spec, weights, index) for index in range(spec.num_layers)]
+        for linear in linears(self, spec.num_layers):
+            linear.matmul(self.dtype)  # chosen now, not in a step
 
     def layer(self, index: int) -> LayerWeights:
         return self._layers[index]
@@ -102,15 +104,20 @@ class ResidentWeights:
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, torch.Tensor):
             return F.embedding(ids, self.embed)
-        assert isinstance(self.embed.scheme, Packed)  # no other scheme is asked to store an embedding
-        return self.embed.scheme.take_rows(self.embed.storage, ids)
+        scheme = cast(TakesRows, self.embed.scheme)  # no other is asked to store an embedding
+        return scheme.take_rows(self.embed.storage, ids)
+
+
+def linears(weights: WeightStore, num_layers: int) -> list[Linear]:
+    """Every linear layer, head included."""
+    return [*(one for index in range(num_layers) for one in weights.layer(index).linears()), weights.lm_head]
 
 
 def allocate(
     spec: DecoderSpec, param: ParamSpec, dtype: torch.dtype, device: torch.device, scheme: QuantScheme
 ) -> Weight:
     """Uninitialized room for one parameter of `spec.parameters()`, biases included (as tensors of their own)."""
-    if param.kind == "linear" or (param.kind == "embedding" and isinstance(scheme, Packed)):
+    if param.kind == "linear" or (param.kind == "embedding" and scheme.stores_embeddings):
         rows, columns = param.shape
         return Linear(scheme, scheme.allocate(rows, columns, dtype, device))
     if spec.stored_wide(param.kind) and dtype != torch.float64:

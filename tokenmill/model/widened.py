@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from tokenmill.model.layers import LayerWeights, WeightStore
-from tokenmill.quant.schemes.scheme import Dense, Linear, QuantizedRows, Storage
+from tokenmill.ops.matmul import Matmul, MatmulKernel, dense_need, only
+from tokenmill.ops.types import QuantizedRows, Storage
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.scheme import Linear
 
 SMALL = 1 << 16  # elements: smaller tensors have no room of their own
 
@@ -50,7 +54,7 @@ class WidenedWeights:
             if part is None:
                 return part
             if isinstance(part, Linear):
-                scheme = self._scheme if isinstance(part.scheme, Dense) else part.scheme
+                scheme = self._scheme if part.scheme.floats else part.scheme
                 bias = None if part.bias is None else part.bias.float()
                 return Linear(scheme, part.storage, bias)  # type: ignore[return-value]
             if not isinstance(part, torch.Tensor):
@@ -74,18 +78,24 @@ class Widening(Dense):
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
-        self._at_once = at_once
+        self._kernel = MatmulKernel("widened in parts", ("dense",), lambda need: partial(_widened, at_once))
 
-    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)  # `wants_quantized` said no
-        weight = storage["weight"]
-        rows, columns = weight.shape
-        count = max(1, self._at_once // (4 * columns))
-        if rows <= count or weight.dtype == torch.float32:
-            return F.linear(x, weight.float(), bias)
-        out = x.new_empty(*x.shape[:-1], rows)
-        for first in range(0, rows, count):
-            last = first + count
-            part = F.linear(x, weight[first:last].float(), None if bias is None else bias[first:last])
-            out[..., first:last] = part
-        return out
+    def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
+        return only(self._kernel, dense_need(storage["weight"], dtype))
+
+
+def _widened(
+    at_once: int, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None
+) -> torch.Tensor:
+    assert isinstance(x, torch.Tensor)
+    weight = storage["weight"]
+    rows, columns = weight.shape
+    count = max(1, at_once // (4 * columns))
+    if rows <= count or weight.dtype == torch.float32:
+        return F.linear(x, weight.float(), bias)
+    out = x.new_empty(*x.shape[:-1], rows)
+    for first in range(0, rows, count):
+        last = first + count
+        part = F.linear(x, weight[first:last].float(), None if bias is None else bias[first:last])
+        out[..., first:last] = part
+    return out

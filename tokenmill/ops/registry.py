@@ -1,4 +1,7 @@
-"""One registry of ops: which implementations exist, what each can do, and which one is used and why."""
+"""One registry of ops: which implementations exist, what each can do, and which one is used and why.
+
+The products of linear layers are chosen in the same way, but by number of rows: ops/matmul.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 
 from tokenmill.errors import ConfigError
+from tokenmill.ops.device_facts import LAUNCH_FEATURES, Feature, Requirement, misfit, passed_over
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +35,9 @@ class Implementation:
     # A query's bits depend on its own inputs alone: not on other rows, on their number, nor on how rows are chunked.
     batch_invariant: bool = False
     kv_forms: tuple[str, ...] = ()  # quantized KV caches it reads or writes, by the names of ops/kv_forms.py
+    requires: Requirement | None = None  # of the GPU and of Triton
+    features: tuple[Feature, ...] = ()  # faster ways inside of it, which it takes where the device has them
+    optional: bool = False  # an op that whoever calls it can do without
     rank: int = 0  # the highest rank that fits is chosen
 
 
@@ -44,6 +51,9 @@ class Need:
     block_size: int = 16
     batch_invariant: bool = False  # only implementations that declare it
     kv_form: str | None = None  # how the KV cache is quantized; None: it holds floats
+
+
+Refused = tuple[str, Implementation, str]  # an op, what could be better for it, and why it does not fit
 
 
 class Ops:
@@ -62,9 +72,10 @@ class Ops:
     logprobs: Callable[..., torch.Tensor]
     shape: Callable[..., None]
 
-    def __init__(self, chosen: dict[str, Implementation], reasons: dict[str, str]) -> None:
+    def __init__(self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: list[Refused]) -> None:
         self.chosen = chosen
         self.reasons = reasons
+        self.refused = refused  # better ones that do not fit
         for op, implementation in chosen.items():
             setattr(self, op, implementation.fn)
 
@@ -74,6 +85,17 @@ class Ops:
 
     def report(self) -> list[str]:
         return [f"{op}: {implementation.name} ({self.reasons[op]})" for op, implementation in self.chosen.items()]
+
+    def passed_over(self, device: torch.device, dtype: torch.dtype, with_moe: bool) -> list[str]:
+        """What would be faster, why it is not used, and what is done instead; in the words of who was passed over."""
+        by_reason: dict[tuple[str, str], list[str]] = {}
+        for op, implementation, reason in self.refused:
+            by_reason.setdefault((implementation.name, reason), []).append(op)
+        lines = [f"{name} ({', '.join(ops)}): {reason}" for (name, reason), ops in by_reason.items()]
+        used = [one for op, one in self.chosen.items() if op != "moe" or with_moe]
+        inside = [one for used_one in used for one in used_one.features if one.dtypes is None or dtype in one.dtypes]
+        launched = LAUNCH_FEATURES if any(one.name == "triton" for one in used) else ()
+        return [*lines, *passed_over([*dict.fromkeys(inside), *launched], device)]
 
 
 def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
@@ -88,11 +110,15 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
         raise ConfigError(f"ops is {prefer!r}; on {need.device} there are {', '.join(sorted(names))}")
     if isinstance(prefer, dict) and (unknown := prefer.keys() - by_op.keys()):
         raise ConfigError(f"ops names {', '.join(sorted(unknown))}; the ops are {', '.join(by_op)}")
-    chosen, reasons = {}, {}
+    chosen, reasons, refused = {}, {}, []
     for op, candidates in by_op.items():
         wanted = prefer.get(op) if isinstance(prefer, dict) else prefer
-        chosen[op], reasons[op] = _choose(op, candidates, need, wanted, strict=isinstance(prefer, dict))
-    return Ops(chosen, reasons)
+        misfits = [(op, one, why_not) for one in candidates if (why_not := _misfit(one, need))]
+        if len(misfits) < len(candidates) or not all(one.optional for one in candidates):
+            chosen[op], reasons[op] = _choose(op, candidates, need, wanted, strict=isinstance(prefer, dict))
+            misfits = [one for one in misfits if one[1].rank > chosen[op].rank]
+        refused += misfits if wanted is None else []
+    return Ops(chosen, reasons, refused)
 
 
 def implementations(device: str) -> Iterable[Implementation]:
@@ -143,6 +169,8 @@ def _misfit(candidate: Implementation, need: Need) -> str:
         return f"no {str(need.dtype).removeprefix('torch.')}"
     if need.batch_invariant and not candidate.batch_invariant:
         return "not batch-invariant"
+    if candidate.requires is not None and (reason := misfit(candidate.requires, torch.device(need.device))):
+        return reason
     if candidate.op in ("attention", "rope_kv_write"):
         low, high = candidate.head_dims
         if not low <= need.head_dim <= high:

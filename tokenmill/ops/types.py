@@ -1,4 +1,4 @@
-"""Arguments shared by the ops: the batch an attention op sees, the mask it applies, sampling inputs, a row to norm."""
+"""Arguments shared by the ops: the batch an attention op sees, the mask it applies, sampling inputs, rows of inputs."""
 
 from __future__ import annotations
 
@@ -109,3 +109,29 @@ class Unnormed:
     weight: torch.Tensor  # [in]
     eps: float
     total: torch.Tensor  # [1, in]: where the sum goes
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Activations that are float8 or int8 already, with a scale per row: what a fused norm or activation hands over."""
+
+    values: torch.Tensor  # [..., in] float8 or int8
+    scale: torch.Tensor  # [...] float32
+    dtype: torch.dtype  # of the model, and so of the product
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def flatten(self, first: int, last: int) -> QuantizedRows:
+        """As of a tensor; the last dimension stays."""
+        assert (first, last) == (0, -2)
+        return QuantizedRows(self.values.flatten(0, -2), self.scale.flatten(), self.dtype)
+
+    def widen(self) -> torch.Tensor:  # [..., in]
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return (self.values.to(wide) * self.scale[..., None]).to(self.dtype)
+
+
+Rows = torch.Tensor | QuantizedRows | Unnormed  # [..., in]: what a linear layer takes
+Storage = dict[str, torch.Tensor]  # of a linear layer's weight, by names that its scheme and its kernels know

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenmill.ops.weight_words import dequantize
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -25,8 +27,4 @@ class Groups:
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:  # [rows, columns]
         """The matrix that these numbers stand for; computed in float32, or wider."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        codes = self.codes.to(wide).view(*self.scale.shape, -1)  # [rows, groups, group]
-        if self.zeros is not None:
-            codes = codes - self.zeros.to(wide)[..., None]
-        return (codes * self.scale.to(wide)[..., None]).flatten(1).to(dtype)
+        return dequantize(self.codes, self.scale, self.zeros, dtype)

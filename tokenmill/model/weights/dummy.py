@@ -10,8 +10,9 @@ import torch
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec, ParamSpec
 from tokenmill.quant.forms import FLOATS
-from tokenmill.quant.schemes.packed import Packed, float_bytes
-from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.packed import float_bytes
+from tokenmill.quant.schemes.scheme import Linear, Schemes
 
 _CHUNK = 1 << 25  # elements made at once, so that nothing but the weights themselves needs room
 
@@ -60,9 +61,9 @@ def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, saved: torch.dty
     if isinstance(weight, Linear):
         rows, columns = param.shape
         parts = _drawn(rows, columns, dtype, deviation, generator)
-        if isinstance(weight.scheme, Packed):
-            # Written in one part, since each has its own panels; without a form it is kept in the type it comes in.
-            comes = saved if weight.scheme.form is None else dtype
+        if weight.scheme.in_one_part:
+            # Without a form it is kept in the type it comes in.
+            comes = saved if weight.scheme.as_in_file else dtype
             whole = torch.empty(rows, columns, dtype=comes, device=generator.device)
             for first, part in parts:
                 whole[first : first + len(part)] = part

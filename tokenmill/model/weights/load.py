@@ -13,8 +13,9 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, TypedCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
 from tokenmill.quant.forms import Form
-from tokenmill.quant.schemes.packed import Blocks, Packed, can_pack, float_bytes, packed_bytes
-from tokenmill.quant.schemes.scheme import Dense, Linear, Schemes, TakesGroups
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.packed import Blocks, can_pack, float_bytes, packed_bytes
+from tokenmill.quant.schemes.scheme import Linear, Schemes, TakesBlocks, TakesGroups
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -96,7 +97,8 @@ def _blocks(checkpoint: Checkpoint, name: str, piece: Piece) -> Blocks | None:
 
 
 def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, as_stored: bool) -> None:
-    if isinstance(weight, Linear) and isinstance(weight.scheme, Packed) and weight.scheme.form is None:
+    if isinstance(weight, Linear) and weight.scheme.as_in_file:
+        assert isinstance(weight.scheme, TakesBlocks)
         blocks = _blocks(checkpoint, name, piece)
         if blocks is not None:
             weight.scheme.write_blocks(weight.storage, piece.first, blocks)
@@ -122,7 +124,7 @@ def _kept_dtype(weight: Weight) -> torch.dtype | None:
     """Of the floats that a tensor becomes without any other change; None: a scheme takes it as it is stored."""
     if not isinstance(weight, Linear):
         return weight.dtype
-    return weight.storage["weight"].dtype if isinstance(weight.scheme, Dense) else None
+    return weight.storage["weight"].dtype if weight.scheme.floats else None
 
 
 def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:

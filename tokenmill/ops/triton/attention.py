@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenmill.ops.device_facts import HOPPER_ATTENTION
 from tokenmill.ops.kv_forms import KVScales, channels
 from tokenmill.ops.triton.attention_decode import decode_attention
 from tokenmill.ops.triton.attention_prefill import prefill_attention
@@ -36,4 +37,12 @@ def attention(
 
 # Batches of singles may be captured in a graph; chunks copy a list of tiles from the host, so they may not.
 # The number of splits depends on the whole batch, so a row's last bits do too.
-IMPLEMENTATIONS = (declare(attention, head_dims=(1, MAX_HEAD_DIM), batch_invariant=False, kv_forms=tuple(FORMS)),)
+IMPLEMENTATIONS = (
+    declare(
+        attention,
+        head_dims=(1, MAX_HEAD_DIM),
+        batch_invariant=False,
+        kv_forms=tuple(FORMS),
+        features=(HOPPER_ATTENTION,),
+    ),
+)

@@ -21,13 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.triton.config import (
     DECODE_WORKSPACE_BYTES,
     MAX_HEAD_DIM,
     Tile,
     declare,
-    multiprocessors,
     partial_bytes,
     power_of_two,
     split_head,

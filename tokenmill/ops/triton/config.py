@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from tokenmill.ops.device_facts import Feature, Requirement, multiprocessors
 from tokenmill.ops.registry import Implementation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +31,9 @@ def declare(
     head_dims: tuple[int, int] = (1, 1 << 20),
     batch_invariant: bool = True,
     kv_forms: tuple[str, ...] = (),
+    features: tuple[Feature, ...] = (),
+    requires: Requirement | None = None,
+    optional: bool = False,
 ) -> Implementation:
     """The capabilities of a Triton op; it is named as the op that it implements."""
     return Implementation(
@@ -43,6 +46,9 @@ def declare(
         capture_safe=True,
         batch_invariant=batch_invariant,
         kv_forms=kv_forms,
+        features=features,
+        requires=requires,
+        optional=optional,
         rank=10,
     )
 
@@ -174,10 +180,3 @@ def prefix_splits(
     room = DECODE_WORKSPACE_BYTES // partial_bytes(heads, value_dim) - own_parts
     wanted = max(1, multiprocessors(device) // programs)
     return max(0, min(wanted, _MOST_PREFIX_SPLITS, room // rows))
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 2  # the interpreter: few, so that small tests reach both sides of the rules

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenmill.ops.triton.config import multiprocessors
+from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.gluon_names import thread_barrier, tma_load, tma_store
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 
@@ -80,25 +80,25 @@ def hopper_gemm(
     weight: torch.Tensor,  # [columns, inner], of the same dtype
     scale: torch.Tensor,  # [columns] float32
     bias: torch.Tensor | None,  # [columns]
-    arrivals: torch.Tensor,  # [2 * tiles] int32 zeros, zero again afterwards, where there are parts
+    counters: torch.Tensor,  # [2 * tiles] int32 zeros, zero again afterwards, where there are parts
     dtype: torch.dtype,  # of the result
     shape: HopperShape | None = None,  # by default chosen by rule
 ) -> torch.Tensor:  # [rows, columns]
     (rows, inner), columns = values.shape, weight.shape[0]
-    shape = shape or choose_hopper_shape(rows, columns, inner, arrivals.numel(), values.device)
+    shape = shape or choose_hopper_shape(rows, columns, inner, counters.numel(), values.device)
     out = torch.empty(rows, columns, dtype=dtype, device=values.device)
     row_tiles, turns = ceil_div(rows, BLOCK_M), ceil_div(inner, BLOCK_K)
     tiles = row_tiles * ceil_div(columns, shape.block_n)
     splits = ceil_div(turns, ceil_div(turns, shape.splits))  # no part may be empty
     partial = None
     if splits > 1:
-        assert arrivals.numel() >= 2 * tiles
+        assert counters.numel() >= 2 * tiles
         sums = torch.int32 if values.dtype == torch.int8 else torch.float32
         partial = torch.empty(splits, tiles, BLOCK_M * shape.block_n, dtype=sums, device=values.device)
     items = tiles * splits
     _kernel[(min(items, multiprocessors(values.device)),)](
         _tiled(values, [64, BLOCK_K]), _tiled(weight, [shape.block_n, BLOCK_K]), _tiled(out, [64, 128]),
-        x_scale, scale, bias, partial, arrivals, rows, columns, row_tiles, items, turns,
+        x_scale, scale, bias, partial, counters, rows, columns, row_tiles, items, turns,
         SPLITS=splits, BLOCK_N=shape.block_n, STAGES=shape.stages, GROUP=shape.group, num_warps=4,
     )  # fmt: skip
     return out
@@ -123,7 +123,7 @@ def _kernel(
     scale,  # [columns]
     bias,  # [columns] or None
     partial,  # [SPLITS, tiles, 2, 64 * BLOCK_N] int32 or float32; or None
-    arrivals,  # [tiles, 2]
+    counters,  # [tiles, 2]
     rows,
     columns,
     row_tiles,
@@ -149,9 +149,9 @@ def _kernel(
     fence_async_shared()
     # fmt: off
     gl.warp_specialize([
-        (_multiply, (out, x_scale, scale, bias, partial, arrivals, a_tiles, b_tiles, staging.index(0), bars,
+        (_multiply, (out, x_scale, scale, bias, partial, counters, a_tiles, b_tiles, staging.index(0), bars,
                      rows, columns, row_tiles, items, turns, 0, SPLITS, BLOCK_N, STAGES, GROUP, PDL)),
-        (_multiply, (out, x_scale, scale, bias, partial, arrivals, a_tiles, b_tiles, staging.index(1), bars,
+        (_multiply, (out, x_scale, scale, bias, partial, counters, a_tiles, b_tiles, staging.index(1), bars,
                      rows, columns, row_tiles, items, turns, 1, SPLITS, BLOCK_N, STAGES, GROUP, PDL)),
         (_load, (x, weight, a_tiles, b_tiles, bars, columns, row_tiles, items, turns,
                  SPLITS, BLOCK_N, STAGES, GROUP, PDL)),
@@ -212,7 +212,7 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    out, x_scale, scale, bias, partial, arrivals, a_tiles, b_tiles, staging, bars,
+    out, x_scale, scale, bias, partial, counters, a_tiles, b_tiles, staging, bars,
     rows, columns, row_tiles, items, turns,
     HALF: gl.constexpr,  # which 64 rows of a tile
     SPLITS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
@@ -252,7 +252,7 @@ def _multiply(
             for i in gl.static_range(BLOCK_N // 128):
                 gl.store(mine + item % SPLITS * part + i * (64 * 128) + cells, halves[i], cache_modifier=".cg")
             thread_barrier()  # every thread's sums are written before the arrival is counted
-            counter = arrivals + tile * 2 + HALF
+            counter = counters + tile * 2 + HALF
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
                 gl.store(counter, 0)  # ready for the next launch
                 for i in gl.static_range(BLOCK_N // 128):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.ops.triton.config import multiprocessors
+from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.launch import quick_launch
 
 ALIGNMENT = 16  # bytes: of the rows of both operands, because they are copied by the tensor copy engine

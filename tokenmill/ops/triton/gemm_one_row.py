@@ -22,17 +22,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenmill.ops.triton.config import multiprocessors, power_of_two
+from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.gluon_names import copy_async, reinterpret, thread_barrier
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 from tokenmill.ops.triton.moe_hopper import activate
 from tokenmill.ops.triton.weight_codes import TILE, Codes, int4_lines
 from tokenmill.ops.types import Unnormed
 
-DTYPES = (torch.bfloat16, torch.float16)
 TILE_COLUMNS = gl.constexpr(64)  # of codes of four bits
 TILE_BYTES = 512 + 32  # of codes and scales
-MOST_TILES = 1024  # of a band, so that the inputs fit into shared memory
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 TILES = (8, 4)  # of a warp in a stage: with fewer, threads wait for each other more than they multiply
 
@@ -45,14 +44,6 @@ class OneShape:
     num_warps: int
     tiles: int
     stages: int
-
-
-def takes(codes: Codes, dtype: torch.dtype, gated: bool = False) -> bool:
-    """Whether a row can be multiplied with these here; gated: with an activation, so that no band has gate and up."""
-    bands, tiles, _ = codes.words.shape
-    plain = codes.kind == "int4" and codes.zeros is None and codes.group in (64, 128)
-    fits = tiles % (4 * min(TILES)) == 0 and tiles <= MOST_TILES and not (gated and bands % 2)
-    return plain and dtype in DTYPES and fits
 
 
 @lru_cache(maxsize=256)

@@ -15,16 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import multiprocessors, power_of_two
+from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 
 # Where a plain product is faster here than in the matrix library, as measured on an H200 (scripts/gpu_gemm.py).
 NARROW_COLUMNS, NARROW_INNER, NARROW_ROWS = 4096, 2048, 32  # few output columns, a long sum: the library splits badly
 VOCABULARY_COLUMNS, VOCABULARY_ROWS = 100_000, (8, 64)
+MOST_FASTEST_ROWS = max(NARROW_ROWS, *VOCABULARY_ROWS)
 MAX_SPLITS = 8
 MOST_ROWS_OF_A_TILE = 128
 PREFETCHED_TURNS = tl.constexpr(4)
-LEAST_TILE = 64  # output columns of the smallest tile: `arrivals` needs one counter for each such tile
+LEAST_TILE = 64  # output columns of the smallest tile: each has a split-K counter
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class GemmShape:
 
 
 def counters_for(columns: int) -> int:
-    """How many `arrivals` a matrix with this many output columns may need."""
+    """How many split-K counters a matrix with this many output columns may need."""
     return -(-columns // LEAST_TILE)
 
 
@@ -59,7 +61,7 @@ def small_gemm(
     *,
     scale: torch.Tensor | None = None,  # [columns] float32: what an eight-bit weight row is multiplied with
     x_scale: torch.Tensor | None = None,  # [rows] float32
-    arrivals: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
+    counters: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
     dtype: torch.dtype | None = None,  # of the result, by default x's
     shape: GemvShape | GemmShape | None = None,  # by default chosen by rule
 ) -> torch.Tensor:  # [rows, columns]
@@ -70,25 +72,21 @@ def small_gemm(
     out = torch.empty(rows, columns, dtype=dtype or x.dtype, device=x.device)
     if shape is None:
         itemsizes = x.dtype.itemsize, weight.dtype.itemsize
-        shape = choose_shape(rows, columns, inner, *itemsizes, x.device, may_split=arrivals is not None)
+        shape = choose_shape(rows, columns, inner, *itemsizes, x.device, may_split=counters is not None)
     if isinstance(shape, GemvShape):
         _launch_gemv(x, weight, bias, scale, x_scale, out, shape)
     else:
-        _launch_gemm(x, weight, bias, scale, x_scale, out, arrivals, shape)
+        _launch_gemm(x, weight, bias, scale, x_scale, out, counters, shape)
     return out
 
 
-def beats_library(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a plain product should come here: a single row always, several where the library wastes bandwidth."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1:
-        return False
-    rows, inner = x.shape
-    if rows == 0 or inner % 64 or x.stride(0) % 8:
-        return False
-    columns = weight.shape[0]
+def fastest_rows(columns: int, inner: int) -> tuple[tuple[int, int], ...]:
+    """Numbers of rows, first and last, of a plain product that should come here: one always, and several where the
+    library wastes bandwidth.
+    """
     if columns >= VOCABULARY_COLUMNS:
-        return rows == 1 or VOCABULARY_ROWS[0] <= rows <= VOCABULARY_ROWS[1]
-    return rows == 1 or (rows <= NARROW_ROWS and columns <= NARROW_COLUMNS and inner >= NARROW_INNER)
+        return (1, 1), VOCABULARY_ROWS
+    return ((1, NARROW_ROWS if columns <= NARROW_COLUMNS and inner >= NARROW_INNER else 1),)
 
 
 @lru_cache(maxsize=1024)
@@ -170,7 +168,7 @@ def _launch_gemm(
     scale: torch.Tensor | None,
     x_scale: torch.Tensor | None,
     out: torch.Tensor,
-    arrivals: torch.Tensor | None,
+    counters: torch.Tensor | None,
     shape: GemmShape,
 ) -> None:
     rows, inner = x.shape
@@ -180,12 +178,12 @@ def _launch_gemm(
     splits = shape.splits if row_tiles == 1 else 1  # more rows than a tile: there is enough to do
     partial = None
     if splits > 1:
-        assert arrivals is not None and arrivals.numel() >= tiles
+        assert counters is not None and counters.numel() >= tiles
         sums = torch.int32 if x.dtype == torch.int8 else torch.float32
         partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=sums, device=x.device)
     turns = ceil_div(ceil_div(inner, shape.block_k), splits)
     _gemm_kernel[(row_tiles, tiles, splits)](
-        x, weight, bias, scale, x_scale, out, partial, arrivals, rows, columns, inner, turns, x.stride(0),
+        x, weight, bias, scale, x_scale, out, partial, counters, rows, columns, inner, turns, x.stride(0),
         SPLITS=splits, BLOCK_M=block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
         EVEN_K=inner % (shape.block_k * splits) == 0, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
@@ -259,7 +257,7 @@ def _gemm_kernel(
     x_scale,  # [rows] or None
     out,  # [rows, columns]
     partial,  # [SPLITS, tiles, BLOCK_N, BLOCK_M] float32 (int32 of int8) or None
-    arrivals,  # [tiles] int32 or None
+    counters,  # [tiles] int32 or None
     rows,
     columns,
     inner,
@@ -308,8 +306,8 @@ def _gemm_kernel(
         part = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
         tl.store(mine + split * part, acc, cache_modifier=".cg")
         tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + tile, 0)  # ready for the next launch
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counters + tile, 0)  # ready for the next launch
             acc = tl.load(mine, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 acc += tl.load(mine + other * part, cache_modifier=".cg")

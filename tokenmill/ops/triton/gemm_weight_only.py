@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import multiprocessors, power_of_two
+from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
@@ -34,7 +35,7 @@ def weight_only_gemm(
     codes: Codes,
     bias: torch.Tensor | None = None,  # [columns]
     *,
-    arrivals: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
+    counters: torch.Tensor | None = None,  # [counters_for(columns)] int32 zeros, zero again afterwards; None: no parts
     shape: FewShape | GemmShape | None = None,  # by default chosen by rule
 ) -> torch.Tensor:  # [rows, columns]
     rows = x.shape[0]
@@ -42,21 +43,21 @@ def weight_only_gemm(
     out = torch.empty(rows, codes.columns, dtype=x.dtype, device=x.device)
     if shape is None:
         bands, tiles, _ = codes.words.shape
-        shape = choose_shape(rows, bands, tiles, codes.step, codes.kind, x.device, may_split=arrivals is not None)
+        shape = choose_shape(rows, bands, tiles, codes.step, codes.kind, x.device, may_split=counters is not None)
     if isinstance(shape, FewShape):
         launch_few(x, codes, bias, out, shape)
     elif shape.splits > 1:
         # A counter belongs to a tile, so rows of several tiles take turns; later ones find the codes in the cache.
         for part, result in zip(x.split(MOST_ROWS_OF_A_TILE), out.split(MOST_ROWS_OF_A_TILE), strict=True):
-            _launch_gemm(part, codes, bias, result, arrivals, shape)
+            _launch_gemm(part, codes, bias, result, counters, shape)
     else:
-        _launch_gemm(x, codes, bias, out, arrivals, shape)
+        _launch_gemm(x, codes, bias, out, counters, shape)
     return out
 
 
-def most_rows(codes: Codes) -> int:
+def most_rows(zeros: bool, group: int) -> int:
     """Of a product here; with more, the library with the widened weight is faster."""
-    return MOST_ROWS_OF_COSTLY if codes.zeros is not None or codes.group == 32 else MOST_ROWS
+    return MOST_ROWS_OF_COSTLY if zeros or group == 32 else MOST_ROWS
 
 
 def widened(codes: Codes, dtype: torch.dtype) -> torch.Tensor:  # [columns, inner]
@@ -118,7 +119,7 @@ def _launch_gemm(
     codes: Codes,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    arrivals: torch.Tensor | None,
+    counters: torch.Tensor | None,
     shape: GemmShape,
 ) -> None:
     rows = x.shape[0]
@@ -132,10 +133,10 @@ def _launch_gemm(
     splits = ceil_div(all_turns, turns)  # none of them without a turn
     partial = None
     if splits > 1:
-        assert arrivals is not None and arrivals.numel() >= blocks
+        assert counters is not None and counters.numel() >= blocks
         partial = torch.empty(splits, blocks * shape.block_n * block_m, dtype=torch.float32, device=x.device)
     _gemm_kernel[(row_blocks, blocks, splits)](
-        x, codes.words, codes.scale, codes.zeros, bias, out, partial, arrivals,
+        x, codes.words, codes.scale, codes.zeros, bias, out, partial, counters,
         rows, bands, tiles, codes.scale.shape[1], all_turns, turns, x.stride(0),
         KIND=codes.kind, PARTS=codes.parts, GROUP=codes.group, STEP=codes.step, STEPS=shape.block_k // codes.step,
         SPLITS=splits, BLOCK_M=block_m, BANDS=shape.block_n // 16,
@@ -153,7 +154,7 @@ def _gemm_kernel(
     bias,  # [16 * bands] or None
     out,  # [rows, 16 * bands]
     partial,  # [SPLITS, programs, BLOCK_N, BLOCK_M] float32 or None
-    arrivals,  # [programs] int32 or None
+    counters,  # [programs] int32 or None
     rows,
     bands,
     tiles,
@@ -240,8 +241,8 @@ def _gemm_kernel(
         part_cells = tl.num_programs(1).to(tl.int64) * CELLS
         tl.store(parts + split * part_cells, acc, cache_modifier=".cg")
         tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        if tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + block, 0)  # ready for the next launch
+        if tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counters + block, 0)  # ready for the next launch
             acc = tl.load(parts, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 acc += tl.load(parts + other * part_cells, cache_modifier=".cg")

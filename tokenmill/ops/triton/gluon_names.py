@@ -1,6 +1,6 @@
 """What the Hopper kernels call, under one name each: Gluon renamed some of it between releases.
 
-Imported only where such a kernel is used (versions.py): not every Triton has this language.
+Imported only where such a kernel is used (ops/device_facts.py): not every Triton has this language.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tokenmill.ops.device_facts import PDL as OVERLAP
+from tokenmill.ops.device_facts import QUICK_LAUNCH, release_misfit, usable
 from tokenmill.ops.triton.specializations import COLLECTING, hash_callees_first
-from tokenmill.ops.triton.versions import PDL as OVERLAP
-from tokenmill.ops.triton.versions import QUICK_LAUNCH, release_misfit, usable
 
 Describe = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 

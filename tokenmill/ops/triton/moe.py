@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.device_facts import HOPPER_MOE, usable
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe_few import few, few_shapes
 from tokenmill.ops.triton.moe_grouped import Shape, down_rows, gate_up_rows
 from tokenmill.ops.triton.moe_route import group_by_expert
-from tokenmill.ops.triton.versions import MOE, usable
 
 # Up to this many tokens hardly share experts, and whole rows of weights are on their way at once without any loop.
 FEW_TOKENS = 4
@@ -74,7 +74,7 @@ def grouped(
 
 def hopper_fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether there are products for this device and these sizes in moe_hopper.py."""
-    if not usable(MOE, x.device):
+    if not usable(HOPPER_MOE, x.device):
         return False
     from tokenmill.ops.triton.moe_hopper import fits
 
@@ -134,4 +134,4 @@ def _join_kernel(
     tl.store(out + token * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
 
 
-IMPLEMENTATIONS = (declare(moe, batch_invariant=False),)
+IMPLEMENTATIONS = (declare(moe, batch_invariant=False, features=(HOPPER_MOE,)),)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.ops.triton.config import multiprocessors
+from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe_few import activate
 from tokenmill.ops.triton.moe_route import Groups

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.ops.triton.config import multiprocessors
+from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.gluon_names import copy_async, thread_barrier, tma_load
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 from tokenmill.ops.triton.moe_route import Groups

@@ -42,7 +42,7 @@ def route_few(
     weights, chosen = _choices(tokens, top_k, x.device)
     scores = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     _few_kernel[(tokens, experts)](
-        x, router, scores, _arrivals(x.device), weights, chosen, x.stride(0), router.stride(0), scale,
+        x, router, scores, _counters(x.device), weights, chosen, x.stride(0), router.stride(0), scale,
         HIDDEN=hidden, DEPTH=min(power_of_two(hidden), 2048), EXPERTS=experts, BLOCK=power_of_two(experts),
         TOP_K=top_k, COLUMNS=power_of_two(top_k), NORMALIZE=normalize, num_warps=1,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def route_few(
 
 
 @lru_cache
-def _arrivals(device: torch.device) -> torch.Tensor:  # [FEW_TOKENS]
+def _counters(device: torch.device) -> torch.Tensor:  # [FEW_TOKENS]
     """Counts the scores of a token; every launch leaves zeros behind. Launches of one device follow each other."""
     return torch.zeros(FEW_TOKENS, dtype=torch.int32, device=device)
 
@@ -66,7 +66,7 @@ def _few_kernel(
     x,  # [tokens, HIDDEN]
     router,  # [EXPERTS, HIDDEN]
     scores,  # [tokens, EXPERTS]
-    arrivals,  # [tokens]
+    counters,  # [tokens]
     weights,  # [tokens, TOP_K]
     chosen,  # [tokens, TOP_K]
     stride_token,
@@ -96,8 +96,8 @@ def _few_kernel(
         total += row * tl.load(x + token * stride_token + start + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(scores + token * EXPERTS + expert, tl.sum(total, 0), cache_modifier=".cg")
     tl.debug_barrier()  # the score is written before the arrival is counted
-    if tl.atomic_add(arrivals + token, 1, sem="acq_rel") == EXPERTS - 1:
-        tl.store(arrivals + token, 0)  # ready for the next launch
+    if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
+        tl.store(counters + token, 0)  # ready for the next launch
         all_experts = tl.arange(0, BLOCK)[None, :]
         known = all_experts < EXPERTS
         all_scores = tl.load(

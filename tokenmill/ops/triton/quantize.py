@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import power_of_two
+from tokenmill.ops.device_facts import GEMM
+from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import tanh
 
@@ -207,3 +208,7 @@ def encode(wide, fixed, dtype: tl.constexpr):
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+# Only products of our own read rows that are quantized on the way.
+IMPLEMENTATIONS = tuple(declare(fn, requires=GEMM, optional=True) for fn in (add_rms_norm_quantized, act_mul_quantized))

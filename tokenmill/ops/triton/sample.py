@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import declare, multiprocessors
+from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import gumbel, noise_key
 from tokenmill.ops.triton.sample_filtered import sample_filtered

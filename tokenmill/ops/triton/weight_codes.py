@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from tokenmill.ops.triton.versions import release
+from tokenmill.ops.device_facts import release
 
 TILE = 16  # rows of a tile, and words of each of them
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenmill.errors import ConfigError
+from tokenmill.ops.device_facts import GEMM, misfit, usable
 from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
-from tokenmill.quant.schemes.device import has_small_gemm
-from tokenmill.quant.schemes.fp8 import Fp8
+from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import BLOCK, Packed, can_hold
-from tokenmill.quant.schemes.scheme import Dense, QuantScheme, Schemes
+from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
+from tokenmill.quant.schemes.scheme import QuantScheme, Schemes
+from tokenmill.quant.schemes.weight_only import WeightOnly
 
 CPU_GROUP = 32  # int4: on CPUs every block of 32 holds a scale in any case
 _EXACT = Form("fp32")
@@ -76,7 +78,7 @@ def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits:
         if not place.native:
             return Layout(), "without the native library, small weights would be widened for every product"
         return Layout(Form("int8")), "half to a quarter of the bytes for every token, and next to no change"
-    if not has_small_gemm(place.device):
+    if not usable(GEMM, place.device):
         return Layout(), "this GPU has no kernels for it"
     if not fits:
         return Layout(Form("int4")), "memory is short"
@@ -111,13 +113,9 @@ def _scheme(form: Form, place: Place, plain: QuantScheme) -> QuantScheme:
     if form.kind in FLOATS:
         return Dense(getattr(torch, FLOATS[form.kind]))
     if form.kind == "w8a8":
-        from tokenmill.quant.schemes.w8a8 import W8A8
-
         return W8A8()
     if form.kind == "fp8" and form.group is None:
         return Fp8()
-    from tokenmill.quant.schemes.weight_only import WeightOnly
-
     return WeightOnly(form)  # float8 too, where columns have scales in groups: float8 products do not know them
 
 
@@ -132,9 +130,7 @@ def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes:
 
 
 def _check_device(layout: Layout, place: Place) -> None:
-    if layout == Layout() or place.device.type != "cuda" or has_small_gemm(place.device):
+    if layout == Layout() or place.device.type != "cuda" or usable(GEMM, place.device):
         return
     name = torch.cuda.get_device_name(place.device)
-    raise ConfigError(
-        f"quantization is {layout.name!r}, which needs Triton and a Hopper GPU or later, but this is {name}; unset it"
-    )
+    raise ConfigError(f"quantization is {layout.name!r}, which {misfit(GEMM, place.device)} ({name}); unset it")

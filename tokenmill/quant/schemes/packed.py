@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.ops.matmul import Matmul, MatmulNeed, select_matmul
+from tokenmill.ops.native.arena import Arena
+from tokenmill.ops.native.blocks import rounded
 from tokenmill.ops.native.formats import OF_GGUF
+from tokenmill.ops.native.library import library
+from tokenmill.ops.native.matmul import PackedStorage
+from tokenmill.ops.native.matrix import OF_DTYPE, PackedMatrix
+from tokenmill.ops.types import Storage
 from tokenmill.quant.forms import FLOATS, Form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS
-from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
-
-if TYPE_CHECKING:
-    from tokenmill.ops.native.arena import Arena
-    from tokenmill.ops.native.matrix import PackedMatrix
+from tokenmill.quant.schemes.storage import SchemeDefaults
 
 BLOCK = 32  # columns of a block of small numbers
 F32, Q4_0, Q4_1, Q8_0 = 0, 2, 3, 8  # as GGUF numbers its types
@@ -33,14 +35,6 @@ class Blocks:
     order: npt.NDArray[np.int32] | None = None  # row r is row order[r] of raw; None: as they come
 
 
-class PackedStorage(dict[str, torch.Tensor]):
-    """The panels of a matrix, as tensors, and what multiplies with them."""
-
-    def __init__(self, matrix: PackedMatrix) -> None:
-        super().__init__()
-        self.matrix = matrix
-
-
 def can_pack(blocks: Blocks) -> bool:
     format = OF_GGUF.get(blocks.type_id)
     return format is not None and blocks.shape[1] % format.values == 0
@@ -53,12 +47,10 @@ def packed_bytes(type_id: int, rows: int, columns: int) -> int:
 
 def float_bytes(dtype: torch.dtype | None, rows: int, columns: int) -> int:
     """Bytes of a matrix of floats that is packed; None: of a type that is not known, and not wider than float32."""
-    from tokenmill.ops.native.matrix import OF_DTYPE
-
     return OF_DTYPE.get(dtype or torch.float32, OF_DTYPE[torch.float32]).form.nbytes(rows, columns)
 
 
-class Packed:
+class Packed(SchemeDefaults):
     """Rows in the form they have in the file: 4, 5, 6 or 8 bits with scales, or 16- and 32-bit floats.
 
     With a form, floats are rounded to it as they are written; else weights are represented exactly. Inputs of
@@ -67,6 +59,9 @@ class Packed:
     """
 
     name = "packed"
+    stores_embeddings = True
+    in_one_part = True
+    kv_dtype: torch.dtype | None = torch.float16  # half the bytes to read, and far finer than the packed weights
 
     def __init__(self, form: Form | None = None, beside: Packed | None = None) -> None:
         """beside: the matrices of both lie in memory in the order they are read."""
@@ -74,12 +69,9 @@ class Packed:
         self._shared: list[Arena] = [] if beside is None else beside._shared  # one arena, made when it is needed
         if form is not None:
             self.name = f"packed {form.name}"
+        self.as_in_file = form is None
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedStorage:
-        from tokenmill.ops.native.arena import Arena
-        from tokenmill.ops.native.library import library
-        from tokenmill.ops.native.matrix import PackedMatrix
-
         if not self._shared:
             self._shared.append(Arena(library()))
         return PackedStorage(PackedMatrix(rows, columns, self._shared[0]))
@@ -95,17 +87,11 @@ class Packed:
     def input_bytes(self, columns: int) -> int:
         return columns // 32 * (48 + 48) + columns * 4  # blocks, room for outliers, floats for dense parts (formats.h)
 
-    def wants_quantized(self, storage: Storage, rows: int, dtype: torch.dtype) -> bool:
-        return False
-
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
         form = self.form
         if form is not None and form.kind in FLOATS:
             weight = weight.to(getattr(torch, FLOATS[form.kind]))
         elif form is not None and weight.shape[1] % (form.group or BLOCK) == 0:
-            from tokenmill.ops.native.blocks import rounded
-            from tokenmill.ops.native.library import library
-
             # A scale per block takes no more room than one per row would: every block has its own in any case.
             kind = _block_type(GRIDS[form.kind].bits, form.zeros)
             raw = rounded(library(), weight, OF_GGUF[kind], form.group or BLOCK)
@@ -127,12 +113,9 @@ class Packed:
         matrix.append_blocks(blocks.raw, OF_GGUF[blocks.type_id], blocks.shape[0], blocks.order)
         self._show(storage)
 
-    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
+    def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         matrix = _matrix(storage)
-        if x.dim() == 2:
-            return matrix.matmul(x, bias)
-        return matrix.matmul(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], matrix.rows)
+        return select_matmul(MatmulNeed("packed", matrix.rows, matrix.columns, dtype, torch.device("cpu")))
 
     def take_rows(self, storage: Storage, ids: torch.Tensor) -> torch.Tensor:  # [n] -> [n, in]
         """Some rows as floats: an embedding that is packed, too."""

@@ -1,54 +1,33 @@
-"""RowScaled: what the schemes with eight bits on both sides share: a scale per weight row, and one per input row."""
+"""Eight bits on both sides, a scale per weight row and one per input row: w8a8 (int8) and fp8 (e4m3)."""
 
 from __future__ import annotations
 
 import torch
 
+from tokenmill.ops.matmul import Matmul, MatmulNeed, select_matmul
+from tokenmill.ops.matmul_torch import FLOAT8, quantize_rows
+from tokenmill.ops.types import Storage
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.schemes.device import arrivals_for, has_small_gemm
-from tokenmill.quant.schemes.scheme import QuantizedRows, Storage
+from tokenmill.quant.schemes.storage import SchemeDefaults, counters_beside
 
-FLOAT8 = torch.float8_e4m3fn
-LIMITS = {FLOAT8: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
-_COUNTED_ROW_TILES = 4  # sums are cut into parts up to several hundred rows
 _CHUNK = 1 << 24  # elements quantized at once while loading, so that the wide copy stays small
 
 
-def quantize_rows(
-    x: torch.Tensor,  # [..., in]
-    dtype: torch.dtype = FLOAT8,  # or int8
-    fixed: torch.Tensor | None = None,  # [] float32: the scale of every row
-) -> QuantizedRows:
-    """Each row divided by its own scale, so that its largest magnitude becomes the largest code; or all by one.
-
-    A row with something that is not finite keeps a scale that is not: so are its products, and whoever looks sees it.
-    """
-    low, high = LIMITS[dtype]
-    wide = x.float()
-    top = wide.abs().amax(-1)
-    if fixed is None:
-        scale = torch.where(top == 0, 1.0, top / high)
-    else:
-        scale = torch.where(top.isfinite(), fixed, top)
-    codes = wide / scale[..., None]
-    codes = codes.round() if dtype == torch.int8 else codes
-    return QuantizedRows(codes.clamp(low, high).to(dtype), scale, x.dtype)
-
-
-class RowScaled:
+class RowScaled(SchemeDefaults):
     """Codes of one dtype on both sides, a float32 scale per output channel, and per token or one for all of them.
 
     A checkpoint may hold the scale of the inputs (static). The parts of a fused matrix share their input, so the
     largest of their scales counts: nothing is clipped that one of them kept.
     """
 
+    name: str
     code_dtype: torch.dtype
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
         return {
             "weight": torch.empty(rows, columns, dtype=self.code_dtype, device=device),
             "scale": torch.empty(rows, dtype=torch.float32, device=device),
-            **arrivals_for(_COUNTED_ROW_TILES * rows, device),
+            **counters_beside(MatmulNeed(self.name, rows, columns, dtype, device)),
         }
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -78,12 +57,29 @@ class RowScaled:
             known = storage.get("input_scale")
             storage["input_scale"] = given if known is None else torch.maximum(known, given)
 
-    def quantize(self, x: torch.Tensor, storage: Storage) -> QuantizedRows:  # [..., in]
-        """An input as `matmul` wants it."""
-        fixed = storage.get("input_scale")
-        if x.dtype == torch.float64 or not has_small_gemm(x.device):
-            return quantize_rows(x, self.code_dtype, fixed)
-        from tokenmill.ops.triton import quantize
+    def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
+        (rows, columns), device = storage["weight"].shape, storage["weight"].device
+        static = "input_scale" in storage
+        return select_matmul(MatmulNeed(self.name, rows, columns, dtype, device, static_inputs=static))
 
-        values, scale = quantize.quantize_rows(x.flatten(0, -2), self.code_dtype, fixed)
-        return QuantizedRows(values.view(x.shape), scale.view(x.shape[:-1]), x.dtype)
+
+class W8A8(RowScaled):
+    """int8 weights; inputs always int8, with a scale per token, or with that of the checkpoint.
+
+    Sums are integers and therefore exact: a row gives the same bits in any batch, whichever kernel computes it.
+    """
+
+    name = "w8a8"
+    code_dtype = torch.int8
+
+
+class Fp8(RowScaled):
+    """e4m3 weights; inputs with a scale per token, or with that of the checkpoint.
+
+    Without a scale from the checkpoint few rows are multiplied as they are (the weights are all that is read); only
+    many rows are quantized, to use the float8 tensor cores. On CPUs and in wider dtypes the weight is widened for each
+    product: slow, exact. Inputs with a scale of the checkpoint are rounded everywhere.
+    """
+
+    name = "fp8"
+    code_dtype = FLOAT8

@@ -1,45 +1,35 @@
-"""QuantScheme: who owns the storage of a linear layer's weight and computes with it."""
+"""QuantScheme: who owns the storage of a linear layer's weight, and says what a product needs to know of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 
-from tokenmill.ops.types import Unnormed
+from tokenmill.ops.matmul import Matmul
+from tokenmill.ops.types import Rows, Storage, Unnormed
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.schemes.device import arrivals_for, has_small_gemm
+from tokenmill.quant.schemes.dense import Dense
 
-Storage = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class QuantizedRows:
-    """Activations that are float8 or int8 already, with a scale per row: what a fused norm or activation hands over."""
-
-    values: torch.Tensor  # [..., in] float8 or int8
-    scale: torch.Tensor  # [...] float32
-    dtype: torch.dtype  # of the model, and so of the product
-
-    def widen(self) -> torch.Tensor:  # [..., in]
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return (self.values.to(wide) * self.scale[..., None]).to(self.dtype)
-
-
-Rows = torch.Tensor | QuantizedRows | Unnormed  # [..., in]
+if TYPE_CHECKING:
+    from tokenmill.quant.schemes.packed import Blocks
 
 
 class QuantScheme(Protocol):
-    """How a [out, in] matrix is stored and multiplied.
+    """How a [out, in] matrix is stored, and what multiplies with it.
 
     A scheme holds no tensors: it allocates a storage, which the linear layer then owns and passes back.
-    Rows arrive in any order while loading, each exactly once; `matmul` is called only when all have arrived.
+    Rows arrive in any order while loading, each exactly once; `matmul` is asked for only when all have arrived.
     """
 
     name: str
+    floats: bool  # the storage's "weight" is the matrix, in floats
+    stores_embeddings: bool  # it is a TakesRows, so that an embedding may be stored as a linear layer is
+    as_in_file: bool  # a TakesBlocks: weights stay as the checkpoint has them, which also says what they take
+    in_one_part: bool  # rows that are written together are stored together: best are all of a matrix
+    kv_dtype: torch.dtype | None  # of the KV cache beside weights that were rounded; None: as the model computes
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage: ...
 
@@ -48,23 +38,19 @@ class QuantScheme(Protocol):
         ...
 
     def input_bytes(self, columns: int) -> int:
-        """Bytes per token of the copy that `matmul` makes of its input."""
+        """Bytes per token of the copy that a product makes of its input."""
         ...
 
-    def wants_quantized(self, storage: Storage, rows: int, dtype: torch.dtype) -> bool:
-        """Whether `matmul` would quantize so many rows itself: whoever makes them may then hand them over quantized."""
+    def scratch_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Bytes that a product needs while it runs, whatever the number of tokens."""
         ...
 
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
         """Store weight [n, in] as rows first_row, ..., converting it to the storage's own form and device."""
         ...
 
-    def matmul(
-        self,
-        x: torch.Tensor | QuantizedRows,  # [..., in]
-        storage: Storage,
-        bias: torch.Tensor | None,  # [out]
-    ) -> torch.Tensor:  # [..., out]
+    def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
+        """What multiplies inputs of this dtype with what is stored, of the kernels of ops/matmul.py."""
         ...
 
 
@@ -76,60 +62,18 @@ class TakesGroups(Protocol):
 
 
 @runtime_checkable
-class FusesOneRow(Protocol):
-    """A scheme whose product of one row takes in the norm before it, and the activation behind it."""
+class TakesBlocks(Protocol):
+    """A scheme that stores the blocks of a GGUF file as they are."""
 
-    def fuses(self, storage: Storage, dtype: torch.dtype, gated: bool = False) -> bool: ...
+    def write_blocks(self, storage: Storage, first_row: int, blocks: Blocks) -> None: ...
 
-    def fused(
-        self,
-        x: torch.Tensor | Unnormed,  # [1, in]
-        storage: Storage,
-        bias: torch.Tensor | None,  # [out]
-        act: str = "",  # "silu" or "gelu_tanh": the first half of the result gates the second
-    ) -> torch.Tensor:  # [1, out] or [1, out / 2]
+
+@runtime_checkable
+class TakesRows(Protocol):
+    """A scheme that can store an embedding, too: its rows come back as floats."""
+
+    def take_rows(self, storage: Storage, ids: torch.Tensor) -> torch.Tensor:  # [n] -> [n, in]
         ...
-
-
-class Dense:
-    """The weight as it is, in the model's dtype or in one of its own, in which it is then multiplied."""
-
-    name = "dense"
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
-        if dtype is not None:
-            self.name = f"dense {str(dtype).removeprefix('torch.')}"
-
-    def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        weight = torch.empty(rows, columns, dtype=self.dtype or dtype, device=device)
-        return {"weight": weight, **arrivals_for(rows, device)}
-
-    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return rows * columns * (self.dtype or dtype).itemsize
-
-    def input_bytes(self, columns: int) -> int:
-        return 0 if self.dtype is None else columns * self.dtype.itemsize
-
-    def wants_quantized(self, storage: Storage, rows: int, dtype: torch.dtype) -> bool:
-        return False
-
-    def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
-        storage["weight"][first_row : first_row + weight.shape[0]].copy_(weight)
-
-    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-        weight = storage["weight"]
-        if isinstance(x, QuantizedRows):
-            x = x.widen()
-        if x.dtype != weight.dtype:
-            wide = F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-            return wide.to(x.dtype)
-        if x.dim() == 2 and has_small_gemm(x.device):
-            from tokenmill.ops.triton.gemm_small import beats_library, small_gemm
-
-            if beats_library(x, weight):
-                return small_gemm(x, weight, bias, arrivals=storage.get("arrivals"))
-        return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -139,20 +83,40 @@ class Linear:
     scheme: QuantScheme
     storage: Storage
     bias: torch.Tensor | None = None
+    _matmuls: dict[torch.dtype, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def matmul(self, dtype: torch.dtype) -> Matmul:
+        """What multiplies inputs of this dtype; chosen once."""
+        found = self._matmuls.get(dtype)
+        if found is None:
+            found = self._matmuls[dtype] = self.scheme.matmul(self.storage, dtype)
+        return found
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        return self.fused(x) if isinstance(x, Unnormed) else self.scheme.matmul(x, self.storage, self.bias)
+        if isinstance(x, Unnormed):
+            return self.fused(x)
+        return self.matmul(x.dtype)(x, self.storage, self.bias)
 
     def fuses(self, rows: int, dtype: torch.dtype, gated: bool = False) -> bool:
         """Whether `fused` may be called for so many rows; gated: with an activation."""
-        return rows == 1 and isinstance(self.scheme, FusesOneRow) and self.scheme.fuses(self.storage, dtype, gated)
+        if rows != 1:
+            return False
+        matmul = self.matmul(dtype)
+        return matmul.fused is not None and (matmul.gates or not gated)
 
-    def fused(self, x: torch.Tensor | Unnormed, act: str = "") -> torch.Tensor:
-        assert isinstance(self.scheme, FusesOneRow)
-        return self.scheme.fused(x, self.storage, self.bias, act)
+    def fused(
+        self,
+        x: torch.Tensor | Unnormed,  # [1, in]
+        act: str = "",  # "silu" or "gelu_tanh": the first half of the result gates the second
+    ) -> torch.Tensor:  # [1, out] or [1, out / 2]
+        """The product of one row, with the norm before it and the activation behind it."""
+        run = self.matmul(x.update.dtype if isinstance(x, Unnormed) else x.dtype).fused
+        assert run is not None
+        return run(x, self.storage, self.bias, act)
 
-    def wants_quantized(self, rows: int, dtype: torch.dtype) -> bool:
-        return self.scheme.wants_quantized(self.storage, rows, dtype)
+    def inputs(self, rows: int, dtype: torch.dtype) -> torch.dtype | None:
+        """The codes that so many rows are rounded to, so that they may be handed over like that; None: none."""
+        return self.matmul(dtype).inputs(rows)
 
 
 @dataclass(frozen=True)

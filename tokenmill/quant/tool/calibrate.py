@@ -12,11 +12,13 @@ import torch
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
 from tokenmill.model.layers import LayerWeights, Weight, WeightStore, layer_weights
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.ops.matmul import Matmul, MatmulKernel, dense_need, only
+from tokenmill.ops.matmul_torch import FLOAT8, multiply_dense, quantize_rows
 from tokenmill.ops.registry import Need, Ops, select
-from tokenmill.ops.types import AttentionBatch
+from tokenmill.ops.types import AttentionBatch, QuantizedRows, Storage
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.schemes.row_scaled import FLOAT8, quantize_rows
-from tokenmill.quant.schemes.scheme import Dense, Linear, QuantizedRows, Storage
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.scheme import Linear
 from tokenmill.quant.tool.joints import Params
 from tokenmill.quant.tool.layer_source import LayerSource
 
@@ -36,29 +38,32 @@ class Moments:
         return Moments(self.gram / scale / scale[:, None], self.mean / scale, self.largest / scale)
 
 
-class Tap(Dense):
+class Changed(Dense):
+    """A dense layer whose inputs somebody sees, or changes, before they are multiplied."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._kernel = MatmulKernel("changed inputs", ("dense",), lambda need: self._multiply)
+        self._change = change
+
+    def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
+        return only(self._kernel, dense_need(storage["weight"], dtype))
+
+    def _multiply(
+        self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return multiply_dense(self._change(x), storage, bias)
+
+
+def tap(show: Callable[[torch.Tensor], None]) -> Changed:
     """A dense layer that shows its inputs to somebody before it multiplies them."""
 
-    def __init__(self, show: Callable[[torch.Tensor], None]) -> None:
-        super().__init__()
-        self._show = show
+    def shown(x: torch.Tensor) -> torch.Tensor:
+        show(x)
+        return x
 
-    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        self._show(x)
-        return super().matmul(x, storage, bias)
-
-
-class RoundedInputs(Dense):
-    """What a layer of 8-bit weights and inputs computes, in floats: the weight is widened, each input is rounded."""
-
-    def __init__(self, kind: str, scale: torch.Tensor | None) -> None:
-        super().__init__()
-        self._kind, self._scale = kind, scale
-
-    def matmul(self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return super().matmul(round_inputs(x, self._kind, self._scale), storage, bias)
+    return Changed(shown)
 
 
 def round_inputs(x: torch.Tensor, kind: str, scale: torch.Tensor | None = None) -> torch.Tensor:  # [..., in]
@@ -70,7 +75,9 @@ def widened(weight: torch.Tensor, groups: Groups | None) -> Linear:
     """A linear layer that computes in floats what these groups stand for; without any, with the weight itself."""
     if groups is None:
         return Linear(Dense(), {"weight": weight})
-    scheme = Dense() if groups.inputs is None else RoundedInputs(groups.inputs, groups.input_scale)
+    scheme = Dense()
+    if groups.inputs is not None:  # 8-bit inputs, too: each is rounded
+        scheme = Changed(partial(round_inputs, kind=groups.inputs, scale=groups.input_scale))
     return Linear(scheme, {"weight": groups.widen(torch.float32)})
 
 
@@ -99,7 +106,7 @@ class Calibration:
             sums[name] = now
 
         linears = {
-            name: Linear(Tap(partial(show, name)), {"weight": params[name]}) for name in self._linear_names(index)
+            name: Linear(tap(partial(show, name)), {"weight": params[name]}) for name in self._linear_names(index)
         }
         self._pass(index, params, linears, keep=False)
         tokens = self.hidden.shape[0] * self.hidden.shape[1]

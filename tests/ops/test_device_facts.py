@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenmill.quant.schemes import device as devices
+from tokenmill.ops import device_facts
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_gpus_with_little_shared_memory_multiply_with_the_library(monkeypatch, c
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert devices.has_small_gemm.__wrapped__(torch.device("cuda", 0)) is expected
-    assert not devices.has_small_gemm.__wrapped__(torch.device("cpu"))
+    assert device_facts.usable.__wrapped__(device_facts.GEMM, torch.device("cuda", 0)) is expected
+    assert not device_facts.usable.__wrapped__(device_facts.GEMM, torch.device("cpu"))

@@ -1,0 +1,257 @@
+"""Kernels that a release of Triton, a GPU or a weight cannot have are not used, and say why; all compile for Hopper."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import TINY
+
+triton = pytest.importorskip("triton")
+
+from tokenmill.config import EngineConfig  # noqa: E402
+from tokenmill.engine import build  # noqa: E402
+from tokenmill.errors import ConfigError  # noqa: E402
+from tokenmill.model.families import spec_from_config  # noqa: E402
+from tokenmill.ops import device_facts  # noqa: E402
+from tokenmill.ops.device_facts import HOPPER, HOPPER_ATTENTION, HOPPER_MOE, PDL, QUICK_LAUNCH  # noqa: E402
+from tokenmill.ops.matmul import MatmulKernel, MatmulNeed, matmul_kernels, select_matmul  # noqa: E402
+from tokenmill.ops.registry import Need, select  # noqa: E402
+from tokenmill.ops.triton import attention_fresh, moe  # noqa: E402
+from tokenmill.quant.schemes.dense import Dense  # noqa: E402
+from tokenmill.quant.schemes.row_scaled import W8A8, Fp8  # noqa: E402
+from tokenmill.quant.schemes.scheme import Linear  # noqa: E402
+from tokenmill.quant.schemes.weight_only import Form, WeightOnly  # noqa: E402
+
+GPU = torch.device("cuda", 0)
+BF16 = torch.bfloat16
+REMEMBERED = device_facts.usable, device_facts.multiprocessors, select_matmul
+KNOWN = ("3.6.0", "3.6.0+git1234", "3.7.1", "3.8.0", "3.9.0")
+UNKNOWN = ("3.5.1", "3.10.0", "4.6.0", "main")
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
+ONE_ROW, WARP_SPECIALISED = "one int4 row", "eight bits on both sides, warp-specialised"
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Another release of Triton, and a GPU."""
+
+    def set_up(release: str = "3.7.1", capability: tuple[int, int] = (9, 0), shared: int = 232448) -> None:
+        properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=shared)
+        monkeypatch.setattr(triton, "__version__", release)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        for one in REMEMBERED:
+            one.cache_clear()
+
+    yield set_up
+    for one in REMEMBERED:
+        one.cache_clear()
+
+
+def need_of(weight: str, out_features: int = 256, in_features: int = 1024, dtype: torch.dtype = BF16, **rest):
+    return MatmulNeed(weight, out_features, in_features, dtype, GPU, **rest)
+
+
+INT4 = need_of("int4", group=128, tiled=True)
+
+
+@pytest.mark.parametrize("feature", [HOPPER_ATTENTION, HOPPER_MOE], ids=lambda feature: feature.name)
+def test_a_feature_says_why_it_is_passed_over(feature, pretend):
+    for release in KNOWN:
+        pretend(release)
+        assert device_facts.usable(feature, GPU) and device_facts.passed_over([feature], GPU) == []
+    for release in UNKNOWN:
+        pretend(release)
+        assert not device_facts.usable(feature, GPU)
+        expected = f"{feature.name}: needs Triton 3.6 to 3.9 and this is {release}; {feature.instead}"
+        assert device_facts.passed_over([feature], GPU) == [expected]
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        pretend("3.7.1", capability)
+        assert not device_facts.usable(feature, GPU)
+        (line,) = device_facts.passed_over([feature], GPU)
+        assert f"needs a Hopper GPU and this has compute capability {capability[0]}.0" in line
+    assert not device_facts.usable(feature, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("need", "name", "rows"),
+    [(INT4, ONE_ROW, 1), (need_of("w8a8"), WARP_SPECIALISED, 65), (need_of("fp8"), WARP_SPECIALISED, 65)],
+    ids=lambda given: getattr(given, "weight", given),
+)
+def test_a_kernel_of_products_says_why_it_is_passed_over(need, name, rows, pretend):
+    for release in KNOWN:
+        pretend(release)
+        chosen = select_matmul(need)
+        assert chosen.kernel(rows).name == name and chosen.passed_over == ()
+    for release in UNKNOWN:
+        pretend(release)
+        chosen = select_matmul(need)
+        instead = chosen.kernel(rows).name
+        assert instead != name
+        (line,) = chosen.passed_over
+        assert line.startswith(f"{name}: needs Triton 3.6 to 3.9 and this is {release}; instead for ")
+        assert line.endswith(instead)
+    pretend(capability=(10, 0))
+    (line,) = select_matmul(need).passed_over
+    assert f"{name}: needs a Hopper GPU and this has compute capability 10.0" in line
+
+
+def test_gpus_without_our_kernels_multiply_with_torch_and_say_so(pretend):
+    for given, reason in (
+        ({"capability": (8, 0)}, "needs a Hopper GPU or a later one and this has compute capability 8.0"),
+        ({"capability": (12, 0), "shared": 101376}, "needs 160 KiB of shared memory and this GPU has 99"),
+    ):
+        pretend(**given)
+        for need, name in ((INT4, "dequantized by torch"), (need_of("dense"), "the matrix library")):
+            chosen = select_matmul(need)
+            assert {kernel.name for _, kernel in chosen.serving} == {name}
+            assert chosen.passed_over and all(reason in line or "Hopper GPU and" in line for line in chosen.passed_over)
+
+
+def test_what_does_not_fit_a_weight_is_told(pretend):
+    pretend()
+    for need, reason in (
+        (need_of("int4", group=32, tiled=True), "only for groups of 64 and 128 without zeros"),
+        (need_of("int4", in_features=1152, group=128, tiled=True), "its 1152 inputs are no multiple of 1024"),
+        (need_of("int4", out_features=100, group=128), "its codes do not fill whole tiles"),
+    ):
+        chosen = select_matmul(need)
+        assert chosen.fused is None and any(f"{ONE_ROW}: {reason}" in line for line in chosen.passed_over)
+
+
+def test_every_number_of_rows_has_a_kernel_that_declares_it(pretend):
+    """Whatever the weight, from no rows to any number."""
+    pretend()
+    for device in (GPU, torch.device("cpu")):
+        for weight in ("dense", "int4", "int8", "grouped fp8", "fp8", "w8a8"):
+            for dtype in (torch.float32, BF16):
+                need = MatmulNeed(weight, 4096, 4096, dtype, device, group=128, tiled=True)
+                chosen = select_matmul(need)
+                for rows in (0, 1, 2, 4, 5, 64, 65, 128, 129, 192, 193, 5000):
+                    kernel = chosen.kernel(rows)
+                    assert kernel.rows[0] <= rows <= kernel.rows[1] and dtype in kernel.dtypes
+
+
+def test_where_nothing_fits_every_reason_is_told():
+    with pytest.raises(ConfigError, match="nothing multiplies a packed weight of 8 x 32 here: native: no bfloat16"):
+        select_matmul(MatmulNeed("packed", 8, 32, BF16, torch.device("cpu")))
+
+
+def test_on_a_cpu_only_native_products_can_be_recorded(pretend):
+    cpu = torch.device("cpu")
+    assert not select_matmul(MatmulNeed("dense", 8, 32, torch.float32, cpu)).recordable
+    assert select_matmul(MatmulNeed("packed", 8, 32, torch.float32, cpu)).recordable
+    pretend()
+    assert select_matmul(need_of("dense")).recordable and select_matmul(INT4).recordable
+
+
+def test_split_k_counters_are_enough_for_every_kernel(pretend):
+    pretend()
+    kernels: list[MatmulKernel] = list(matmul_kernels("cuda"))
+    for scheme in (Dense(), W8A8(), Fp8(), WeightOnly(Form("int4", 128))):
+        storage = scheme.allocate(256, 1024, BF16, torch.device("cpu"))
+        assert "counters" not in storage
+        need = scheme.matmul(storage, BF16).need
+        most = max(kernel.counters(256) for kernel in kernels if need.weight in kernel.weights)
+        assert most == (16 if need.weight in ("w8a8", "fp8") else 4)
+
+
+def test_ways_to_launch_have_their_own_needs(pretend):
+    pretend("3.10.0", (10, 0))
+    assert device_facts.release_misfit(QUICK_LAUNCH) and device_facts.usable(PDL, GPU)
+    pretend("3.7.1", (8, 6))
+    assert not device_facts.release_misfit(QUICK_LAUNCH) and not device_facts.usable(PDL, GPU)
+
+
+@pytest.mark.parametrize("release", ["3.7.1", "3.5.1"])
+def test_every_choice_of_a_kernel_asks(release, pretend, monkeypatch):
+    pretend(release)
+
+    def usable(feature, device):  # for tensors of a GPU that is not there
+        return device_facts.misfit(feature, GPU) == ""
+
+    for module in (attention_fresh, moe):
+        monkeypatch.setattr(module, "usable", usable)
+    experts = (torch.empty(*size, dtype=BF16, device="meta") for size in ((64, 128), (4, 256, 128), (4, 128, 128)))
+    chosen = [
+        attention_fresh.launch_shape(128, GPU).hopper,
+        moe.hopper_fits(*experts),
+        any(kernel.requires is HOPPER for _, kernel in select_matmul(need_of("w8a8")).serving),
+        select_matmul(INT4).fused is not None,
+    ]
+    assert chosen == [release in KNOWN] * 4
+
+
+@pytest.mark.parametrize(
+    ("weight", "changes", "expected"),
+    [
+        ("dense", {}, {HOPPER_ATTENTION.name}),
+        ("w8a8", {}, {HOPPER_ATTENTION.name, f"w8a8, {WARP_SPECIALISED}"}),
+        ("fp8", {}, {HOPPER_ATTENTION.name, f"fp8, {WARP_SPECIALISED}"}),
+        ("int4", {}, {HOPPER_ATTENTION.name, f"int4-g128, {ONE_ROW}"}),
+        ("dense", EXPERTS, {HOPPER_ATTENTION.name, HOPPER_MOE.name}),
+    ],
+)
+def test_the_report_tells_what_concerns_the_model(weight, changes, expected, pretend):
+    spec = spec_from_config(TINY | changes)
+    scheme = SimpleNamespace(
+        matmul=lambda storage, dtype: select_matmul(need_of(weight, group=128 * (weight == "int4"), tiled=True))
+    )
+
+    def decoder() -> SimpleNamespace:
+        layer = SimpleNamespace(linears=lambda: [Linear(scheme, {})])
+        weights = SimpleNamespace(device=GPU, dtype=BF16, lm_head=Linear(scheme, {}), layer=lambda index: layer)
+        ops = select(Need("cuda", BF16, spec.attention_head_dim, 16))
+        return SimpleNamespace(spec=spec, weights=weights, ops=ops)
+
+    pretend("3.7.1")
+    assert build.passed_over(decoder()) == []
+    pretend("3.5.1")
+    assert {line.split(":")[0] for line in build.passed_over(decoder())} == {*expected, QUICK_LAUNCH.name}
+    (line,) = build.matmul_lines(decoder())
+    assert line.startswith(f"matmul       {weight}")
+
+
+def test_a_release_that_costs_speed_is_told_unasked(pretend):
+    config = EngineConfig(model="any")
+    pretend("3.5.1")
+    told = build.why_slower(None, config, GPU)
+    assert told is not None and "warp-specialised attention needs Triton 3.6 to 3.9 and this is 3.5.1" in told
+    pretend("3.5.1", (8, 0))  # another release would not help
+    assert build.why_slower(None, config, GPU) is None
+    pretend("3.7.1")
+    assert build.why_slower(None, config, GPU) is None
+
+
+def test_the_hopper_kernels_compile(tmp_path):
+    """Down to machine code, with the Triton that is installed; the one-row product has its own test."""
+    only = "hopper (attention qwen3-0.6b|moe silu torch.bfloat16|gemm torch.int8 .*block_n=128, splits=2)"
+    made = compiled(only, tmp_path)
+    assert len(made) == 8
+    assert all(one["wgmma"] > 0 for name, one in made.items() if ": hopper_kernel" in name or ": _kernel" in name)
+
+
+def test_inputs_of_few_rows_stay_in_registers(tmp_path):
+    """Lanes load what they multiply: a release that spreads them another way sends all of it through shared memory."""
+    (made,) = compiled("weight only int8 groups of 0 6144 x 4096, 1 rows", tmp_path).values()
+    assert made["spills"] == 0 and made["shared"] <= 4096
+
+
+def compiled(only: str, folder: Path) -> dict[str, dict[str, int]]:
+    """What the kernels of these cases became; in another process, because this one has the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(SCRIPT), "--only", only, "--save", str(folder / "made.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "made.json").read_text())

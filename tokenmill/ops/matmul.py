@@ -1,0 +1,239 @@
+"""The product of a linear layer: which kernels exist, what each declares it can do, and which serves how many rows."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tokenmill.errors import ConfigError
+from tokenmill.ops.device_facts import Requirement, misfit
+from tokenmill.ops.types import QuantizedRows, Storage, Unnormed
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NO_LIMIT = 1 << 62
+ANY_ROWS = (0, NO_LIMIT)
+Span = tuple[int, int]  # numbers of rows, both ends included
+
+Run = Callable[[torch.Tensor | QuantizedRows, Storage, torch.Tensor | None], torch.Tensor]  # x, weight, bias
+RunFused = Callable[[torch.Tensor | Unnormed, Storage, torch.Tensor | None, str], torch.Tensor]  # and an activation
+Quantize = Callable[[torch.Tensor, torch.dtype, torch.Tensor | None], QuantizedRows]  # x, dtype of codes, fixed scale
+
+
+@dataclass(frozen=True)
+class MatmulNeed:
+    """What a linear layer asks of its product: how its weight is stored, and where which inputs are multiplied."""
+
+    weight: str  # dense, int4, int8, grouped fp8, fp8, w8a8, packed: what `Storage` holds is up to it
+    out_features: int
+    in_features: int
+    dtype: torch.dtype  # of the inputs, and of the result
+    device: torch.device
+    group: int = 0  # inputs that share a scale; 0: all of a row
+    zeros: bool = False
+    tiled: bool = False  # small codes lie in tiles (ops/weight_words.py)
+    weight_dtype: torch.dtype | None = None  # of a dense weight; None: as the inputs
+    static_inputs: bool = False  # inputs are rounded with a scale of the checkpoint
+    batch_invariant: bool = False
+    out_dtype: torch.dtype | None = None  # None: as the inputs
+
+    @property
+    def name(self) -> str:
+        """How the weight is stored, in a few words."""
+        group = f"-g{self.group}" if self.group else ""
+        zeros = "-zeros" if self.zeros else ""
+        order = "" if self.tiled or self.weight not in ("int4", "int8", "grouped fp8") else ", in plain order"
+        static = ", static inputs" if self.static_inputs else ""
+        return f"{self.weight}{group}{zeros}{order}{static}"
+
+
+def dense_need(
+    weight: torch.Tensor,  # [out, in]
+    dtype: torch.dtype,  # of the inputs
+    *,
+    batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> MatmulNeed:
+    """Of a weight that is stored as it is."""
+    rows, columns = weight.shape
+    return MatmulNeed(
+        "dense", rows, columns, dtype, weight.device,
+        weight_dtype=weight.dtype, batch_invariant=batch_invariant, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def _fits(need: MatmulNeed) -> str:
+    return ""
+
+
+def _never(need: MatmulNeed) -> Sequence[Span]:
+    return ()
+
+
+@dataclass(frozen=True)
+class MatmulKernel:
+    """One way to multiply rows with a stored weight, with what it declares it can do."""
+
+    name: str
+    weights: tuple[str, ...]
+    make: Callable[[MatmulNeed], Run]  # called once for a layer: kernels are imported here, not in the step
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    requires: Requirement | None = None  # of the GPU and of Triton
+    shape_misfit: Callable[[MatmulNeed], str] = _fits  # why it cannot have this weight; empty where it can
+    rows: Span = ANY_ROWS  # that it can multiply
+    fastest: Callable[[MatmulNeed], Sequence[Span]] = _never  # rows for which it was measured to be
+    inputs: torch.dtype | None = None  # codes that inputs are rounded to; None: they are multiplied as they are
+    quantize: Quantize | None = None  # makes such inputs
+    fuse: Callable[[MatmulNeed], RunFused] | None = None  # of one row: with the norm before it, the activation behind
+    gates: Callable[[MatmulNeed], bool] = lambda need: False  # whether `fuse` can take in the activation
+    counters: Callable[[int], int] = lambda out_features: 0  # split-K counters that a weight needs beside it
+    recordable: tuple[str, ...] = ("cuda",)  # devices on which a step with it may be recorded
+    # A row's bits depend on its own inputs alone: not on other rows, nor on their number.
+    batch_invariant: bool = False
+    rank: int = 0  # where several are the fastest, or none is: the highest rank
+
+
+class Matmul:
+    """What multiplies one kind of linear layer: kernels by number of rows. Callable as run(x, storage, bias)."""
+
+    def __init__(self, need: MatmulNeed, serving: Sequence[tuple[int, MatmulKernel]], passed_over: Sequence[str] = ()):
+        """serving: the most rows that each kernel serves, in ascending order; the last has no limit."""
+        self.need = need
+        self.serving = tuple(serving)
+        self.passed_over = tuple(passed_over)
+        self.recordable = all(need.device.type in kernel.recordable for _, kernel in serving)
+        made = {kernel.name: kernel.make(need) for _, kernel in serving}
+        self._by_rows = [(most, made[kernel.name], kernel.inputs, kernel.quantize) for most, kernel in serving]
+        one = self.kernel(1)
+        self.fused = one.fuse(need) if one.fuse is not None else None
+        self.gates = self.fused is not None and one.gates(need)
+
+    def __call__(
+        self,
+        x: torch.Tensor | QuantizedRows,  # [..., in]
+        storage: Storage,
+        bias: torch.Tensor | None,  # [out]
+    ) -> torch.Tensor:  # [..., out]
+        shape = x.shape
+        if len(shape) != 2:
+            return self(x.flatten(0, -2), storage, bias).view(*shape[:-1], -1)
+        rows = shape[0]
+        for most, run, codes, quantize in self._by_rows:
+            if rows <= most:
+                if isinstance(x, QuantizedRows):
+                    x = x if codes is not None else x.widen()
+                elif codes is not None:
+                    assert quantize is not None
+                    x = quantize(x, codes, storage.get("input_scale"))
+                return run(x, storage, bias)
+        raise AssertionError("the last kernel has no limit")
+
+    def kernel(self, rows: int) -> MatmulKernel:
+        return next(kernel for most, kernel in self.serving if rows <= most)
+
+    def inputs(self, rows: int) -> torch.dtype | None:
+        """The codes that so many rows are rounded to: whoever makes them may hand them over so; None: as they are."""
+        for most, _, codes, _ in self._by_rows:
+            if rows <= most:
+                return codes
+        raise AssertionError("the last kernel has no limit")
+
+    def quantize(self, x: torch.Tensor, storage: Storage) -> QuantizedRows:  # [rows, in]
+        """An input as `inputs` says."""
+        for most, _, codes, quantize in self._by_rows:
+            if x.shape[0] <= most and codes is not None and quantize is not None:
+                return quantize(x, codes, storage.get("input_scale"))
+        raise AssertionError("inputs are multiplied as they are")
+
+    def describe(self) -> str:
+        """Which kernel serves how many rows."""
+        parts, first = [], 0
+        for most, kernel in self.serving:
+            if most:  # how no rows at all are multiplied says nothing
+                parts.append(kernel.name if len(self.serving) == 1 else f"{kernel.name} ({_rows((first, most))})")
+            first = most + 1
+        return ", ".join(parts) if len(parts) > 1 else self.kernel(1).name
+
+
+def only(kernel: MatmulKernel, need: MatmulNeed) -> Matmul:
+    """A product by one kernel, whatever the rows."""
+    return Matmul(need, [(NO_LIMIT, kernel)])
+
+
+@lru_cache(maxsize=1024)
+def select_matmul(need: MatmulNeed) -> Matmul:
+    """The kernels of a linear layer. Of those that fit, the ones that are the fastest for a number of rows serve it."""
+    fitting, refused = [], []
+    for kernel in matmul_kernels(need.device.type):
+        if need.weight in kernel.weights:
+            reason = _misfit(kernel, need)
+            if reason:
+                refused.append((kernel, reason))
+            else:
+                fitting.append((kernel, tuple(kernel.fastest(need))))
+    serving: list[tuple[int, MatmulKernel]] = []
+    bounds = {last for kernel, spans in fitting for _, last in (*spans, kernel.rows)}
+    bounds |= {first - 1 for kernel, spans in fitting for first, _ in (*spans, kernel.rows) if first}
+    for most in sorted(bounds):
+        can = [(kernel, spans) for kernel, spans in fitting if kernel.rows[0] <= most <= kernel.rows[1]]
+        if not can:
+            break
+        best = max(can, key=lambda one: (any(first <= most <= last for first, last in one[1]), one[0].rank))[0]
+        if serving and serving[-1][1] is best:
+            serving.pop()
+        serving.append((most, best))
+    if not serving or serving[-1][0] != NO_LIMIT:
+        reasons = "; ".join(f"{kernel.name}: {reason}" for kernel, reason in refused)
+        raise ConfigError(
+            f"nothing multiplies a {need.name} weight of {need.out_features} x {need.in_features} here: {reasons}"
+        )
+    chosen = Matmul(need, serving)
+    told = []
+    for kernel, reason in refused:
+        instead = chosen.kernel(max(kernel.rows[0], 1))
+        if kernel.rank > instead.rank:
+            told.append(f"{kernel.name}: {reason}; instead for {_rows(kernel.rows)}: {instead.name}")
+    chosen.passed_over = tuple(told)
+    return chosen
+
+
+def counters_of(need: MatmulNeed) -> int:
+    """How many split-K counters, all zero, a weight needs beside it, whichever kernels serve it."""
+    kernels = [one for one in matmul_kernels(need.device.type) if need.weight in one.weights and not _misfit(one, need)]
+    return max((kernel.counters(need.out_features) for kernel in kernels), default=0)
+
+
+def matmul_kernels(device: str) -> Iterable[MatmulKernel]:
+    """Every kernel that can be imported for this device."""
+    modules = ["tokenmill.ops.matmul_torch"]
+    if device == "cpu":
+        modules.append("tokenmill.ops.native.matmul")
+    elif importlib.util.find_spec("triton") is not None:
+        modules.append("tokenmill.ops.triton.matmul")
+    for module in modules:
+        yield from importlib.import_module(module).KERNELS
+
+
+def _misfit(kernel: MatmulKernel, need: MatmulNeed) -> str:
+    if need.device.type not in kernel.devices:
+        return f"runs on {'/'.join(kernel.devices)}, not {need.device.type}"
+    if need.batch_invariant and not kernel.batch_invariant:
+        return "not batch-invariant"
+    if need.dtype not in kernel.dtypes:
+        return f"no {str(need.dtype).removeprefix('torch.')}"
+    reason = "" if kernel.requires is None else misfit(kernel.requires, need.device)
+    return reason or kernel.shape_misfit(need)
+
+
+def _rows(span: Span) -> str:
+    first, last = max(span[0], 1), span[1]
+    if last == NO_LIMIT:
+        return "any number of rows" if first == 1 else f"{first} rows and more"
+    if first == last:
+        return "1 row" if first == 1 else f"{first} rows"
+    return f"up to {last} rows" if first == 1 else f"{first} to {last} rows"

@@ -1,0 +1,36 @@
+"""Products of packed weights by the native CPU library."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.ops.matmul import MatmulKernel
+from tokenmill.ops.native.matrix import PackedMatrix
+from tokenmill.ops.types import QuantizedRows, Storage
+
+
+class PackedStorage(Storage):
+    """The panels of a matrix, as tensors, and what multiplies with them."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+
+def _packed(x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(storage, PackedStorage) and isinstance(x, torch.Tensor)
+    return storage.matrix.matmul(x, bias)
+
+
+KERNELS = (
+    MatmulKernel(
+        "native",
+        ("packed",),
+        lambda need: _packed,
+        devices=("cpu",),
+        dtypes=(torch.float32,),
+        recordable=("cpu",),
+        batch_invariant=True,
+        rank=10,
+    ),
+)
