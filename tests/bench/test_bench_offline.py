@@ -109,11 +109,13 @@ def test_bytes_and_operations_of_a_run_by_hand() -> None:
 
 
 def test_the_ceiling_of_products_is_the_fastest_way_to_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenmill.ops.matmul import Matmul, MatmulKernel, dense_need, only
     from tokenmill.quant.schemes.dense import Dense
 
     class Slow(Dense):
-        def matmul(self, x: torch.Tensor, storage: object, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
-            return x @ x @ x @ x @ x
+        def matmul(self, storage: dict[str, torch.Tensor], dtype: torch.dtype) -> Matmul:
+            slow = MatmulKernel("slow", ("dense",), lambda need: lambda x, storage, bias: x @ x @ x @ x @ x)
+            return only(slow, dense_need(storage["weight"], dtype))
 
     def fake(variants: list[object], device: torch.device, budget: float = 0.3, *, best: bool = False) -> float:
         with torch.profiler.profile() as profile:
