@@ -16,9 +16,9 @@ from tokenmill.serve.engine_client.admission import (
     Breaker,
     Load,
     Overloaded,
-    StepCost,
 )
 from tokenmill.serve.settings import ServeSettings
+from tokenmill.step_time import Facts
 
 SETTINGS = ServeSettings(
     max_queued_tokens=1000, max_queued_requests=10, breaker_failures=3, breaker_window=10.0, breaker_seconds=5.0
@@ -30,8 +30,9 @@ def learned(base: float = 0.01, per_token: float = 0.0001, step_tokens: int = 50
     dice, admission = random.Random(1), Admission(SETTINGS)
     admission.max_step_tokens = step_tokens
     for _ in range(300):
-        tokens = dice.choice([1, 8, 64, step_tokens])
-        admission.cost.see(tokens, (base + per_token * tokens) * dice.uniform(0.95, 1.05))
+        decodes, prompt = dice.choice([(1, 0), (8, 0), (64, 0), (0, step_tokens), (8, step_tokens - 8)])
+        seconds = (base + per_token * (decodes + prompt)) * dice.uniform(0.95, 1.05)
+        admission.learn_step(decodes, prompt, seconds)
     return admission
 
 
@@ -39,28 +40,32 @@ def learned(base: float = 0.01, per_token: float = 0.0001, step_tokens: int = 50
 @given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3))
 def test_the_cost_of_a_step_is_learned(base: float, per_token: float) -> None:
     admission = learned(base, per_token)
-    for steps, tokens in [(1, 500), (100, 6400), (10, 5000)]:
+    for steps, tokens in [(1, 500), (10, 5000)]:
         true = base * steps + per_token * tokens
-        assert admission.cost.seconds(steps, tokens) == pytest.approx(true, rel=0.25, abs=base)
+        assert admission.prefill_seconds(tokens) == pytest.approx(true, rel=0.25, abs=base)
+    true = base * 100 + per_token * 6400
+    assert admission.drain_seconds(Load(0, 6400.0, 64)) == pytest.approx(true, rel=0.25, abs=base)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-6, 10)), min_size=1, max_size=50))
-def test_a_prediction_is_never_negative(steps: list[tuple[int, float]]) -> None:
-    cost = StepCost()
-    for tokens, seconds in steps:
-        cost.see(tokens, seconds)
-    base, per_token = cost.coefficients()
-    assert base >= 0 and per_token >= 0 and base + per_token > 0
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(1, 10_000), st.floats(1e-6, 10)), min_size=8, max_size=50))
+def test_a_prediction_is_never_negative(steps: list[tuple[int, int, float]]) -> None:
+    admission = Admission(SETTINGS)
+    for decodes, prompt, seconds in steps:
+        admission.learn_step(decodes, prompt, seconds)
+    prices = admission.step_time.linear
+    assert prices.base >= 0 and prices.per_row >= 0 and prices.per_prefill >= 0
+    assert prices.base + prices.per_row + prices.per_prefill > 0
+    assert admission.prefill_seconds(0) == 0.0 and admission.drain_seconds(Load()) == 0.0
 
 
 def test_a_machine_that_grew_slower_is_noticed() -> None:
-    cost = StepCost()
+    admission = Admission(SETTINGS)
     for _ in range(1000):
-        cost.see(10, 0.01)
+        admission.learn_step(10, 0, 0.01)
     for _ in range(1000):
-        cost.see(10, 0.1)
-    assert cost.seconds(1, 10) == pytest.approx(0.1, rel=0.05)
+        admission.learn_step(10, 0, 0.1)
+    assert admission.step_time.seconds(Facts(decode_rows=10)) == pytest.approx(0.1, rel=0.05)
 
 
 def test_the_drain_time_of_a_simulated_backlog_is_predicted() -> None:

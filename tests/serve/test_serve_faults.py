@@ -295,7 +295,7 @@ def test_a_waiting_request_is_dropped_once_its_deadline_cannot_be_met() -> None:
     async def main() -> None:
         async with opened({"step": 0.05}) as service:
             await answer(service, [8] * 2000, greedy(10))  # it learns what long prompts cost: eight steps
-            assert service._admission.cost.known
+            assert service._admission.step_time.known
             jobs = [asyncio.create_task(answer(service, [7], greedy(200))) for _ in range(64)]  # ten seconds
             await eventually(lambda: service._books.engine.running == 64)
             began = time.monotonic()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from tokenmill.errors import QueueFull, TokenmillError
 from tokenmill.serve.settings import ServeSettings
+from tokenmill.step_time import Facts, FittedStepTime
 
 RETRY_LEAST, RETRY_MOST = 1.0, 120.0  # seconds that a refused client is told to wait
-_FADE = 0.995  # per step: what was measured a few hundred steps ago hardly counts
-_ENOUGH = 8  # steps before a prediction may refuse anybody
+_FORGETTING = 0.995  # per step: what was measured a few hundred steps ago hardly counts
 
 
 class Overloaded(QueueFull):
@@ -41,49 +41,18 @@ class Load:
     rows: int = 1  # that would run at once
 
 
-class StepCost:
-    """Seconds of a step as base + per_token * tokens, fitted to the steps seen, the recent ones most."""
-
-    def __init__(self) -> None:
-        self._n = self._t = self._tt = self._s = self._st = 0.0
-
-    def see(self, tokens: int, seconds: float) -> None:
-        self._n = self._n * _FADE + 1
-        self._t = self._t * _FADE + tokens
-        self._tt = self._tt * _FADE + tokens * tokens
-        self._s = self._s * _FADE + seconds
-        self._st = self._st * _FADE + tokens * seconds
-
-    @property
-    def known(self) -> bool:
-        return self._n >= _ENOUGH
-
-    def coefficients(self) -> tuple[float, float]:
-        """(base, per_token), neither negative."""
-        if not self._n:
-            return 0.0, 0.0
-        spread = self._n * self._tt - self._t * self._t
-        per_token = (self._n * self._st - self._t * self._s) / spread if spread > 1e-9 * self._n * self._tt else 0.0
-        base = (self._s - per_token * self._t) / self._n
-        if per_token < 0 or spread <= 1e-9 * self._n * self._tt:
-            return self._s / self._n, 0.0
-        if base < 0:
-            return 0.0, self._st / self._tt
-        return base, per_token
-
-    def seconds(self, steps: float, tokens: float) -> float:
-        base, per_token = self.coefficients()
-        return base * steps + per_token * tokens
-
-
 class Admission:
     """The bounded queue: refuses with the time after which there should be room."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self.max_step_tokens = 1  # of the engine, once there is one
-        self.cost = StepCost()
+        self.step_time = FittedStepTime(forgetting=_FORGETTING)
         self._answer = 64.0  # tokens of a typical answer, learned
+
+    def learn_step(self, decodes: int, prefill_tokens: int, seconds: float) -> None:
+        if decodes or prefill_tokens:
+            self.step_time.learn(Facts(decode_rows=decodes, prefill_tokens=prefill_tokens), seconds)
 
     def learn_answer(self, tokens: int) -> None:
         self._answer += 0.05 * (tokens - self._answer)
@@ -94,16 +63,20 @@ class Admission:
 
     def drain_seconds(self, load: Load) -> float | None:
         """Predicted time to finish everything accepted; None: nothing measured yet."""
-        if not self.cost.known:
-            return None
         steps = load.output_tokens / max(1, load.rows) + math.ceil(load.queued_tokens / self.max_step_tokens)
-        return self.cost.seconds(steps, load.output_tokens + load.queued_tokens)
+        return self._seconds(steps, load.output_tokens, load.queued_tokens)
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """The least time to compute these prompt tokens; None: nothing measured yet."""
-        if not self.cost.known:
+        return self._seconds(math.ceil(tokens / self.max_step_tokens), 0, tokens)
+
+    def _seconds(self, steps: float, decodes: float, prefill_tokens: float) -> float | None:
+        """Of so many steps that do this together; None: nothing measured yet."""
+        if not self.step_time.known:
             return None
-        return self.cost.seconds(math.ceil(tokens / self.max_step_tokens), tokens)
+        if not steps:
+            return 0.0
+        return steps * self.step_time.seconds(Facts(decodes / steps, prefill_tokens=prefill_tokens / steps))
 
     def check(
         self,

@@ -322,9 +322,7 @@ class Service:
         tokens = sum(len(piece.tokens) for piece in message.pieces)
         if tokens:
             self._fruitless = 0
-        computed = message.decodes + message.prefill_tokens
-        if computed:
-            self._admission.cost.see(computed, message.seconds)
+        self._admission.learn_step(message.decodes, message.prefill_tokens, message.seconds)
         self._desk.deliver(message.at)
         self._broadcast.emit(StepEvent.of(message, now, lag, tokens))
 
