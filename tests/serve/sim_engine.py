@@ -21,7 +21,7 @@ from tokenmill.engine.step import Pending, Step
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.kv.manager import KVManager
 from tokenmill.serve.engine import wire
-from tokenmill.serve.engine.main import Served, main
+from tokenmill.serve.engine.main import LoadedEngine, main
 from tokenmill.step_time import LinearStepTime
 
 POISON = 1000  # the one token that the model knows but never says
@@ -64,7 +64,7 @@ class FaultyRunner(SimulatedRunner):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Served:
+def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> LoadedEngine:
     plan = json.loads(config.model)
     tell(0, 1, "loading weights")
     if (gate := plan.get("gate")) is not None:  # a file that says when to go on, after what is told here
@@ -85,8 +85,8 @@ def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Served
     scheduler = Scheduler(limits, KVManager(BLOCKS, BLOCK))
     engine = Engine(scheduler, FaultyRunner(plan), overlap=bool(config.overlap))
     sizes = (VOCAB + 1, MAX_LEN, [2], ROWS, STEP_TOKENS, BLOCK, BLOCKS)
-    hello = wire.Hello(wire.VERSION, os.getpid(), *sizes, "sim", "none", ["simulated"])
-    return Served(engine, hello, lambda tokens, pooling: embed(plan, tokens, pooling))
+    ready = wire.EngineReady(wire.VERSION, os.getpid(), *sizes, "sim", "none", ["simulated"])
+    return LoadedEngine(engine, ready, lambda tokens, pooling: embed(plan, tokens, pooling))
 
 
 def embed(plan: dict[str, Any], tokens: list[int], pooling: str) -> list[float]:

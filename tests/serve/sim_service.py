@@ -91,7 +91,7 @@ async def strike(service: Service, number: signal.Signals) -> None:
 
 async def assert_nothing_left(service: Service) -> None:
     """No request is known to the front or to the engine, and every block is free."""
-    assert not service._tickets and not service._remote.mirrors and not service._front._following
+    assert not service._active and not service._remote.sequences and not service._front._following
     view = await service.view() or await service.view()  # the first may have gone to an engine that was just replaced
     assert view is not None and not view.rows and not any(state >= 2 for state in view.blocks)
     stats = service.stats()

@@ -15,7 +15,7 @@ import openai
 import pytest
 from http_server import Server
 
-from tokenmill.serve.http.batch_runner import Batches
+from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.storage.jobs import JobStore
 from tokenmill.serve.storage.journal import Journal
 
@@ -127,7 +127,7 @@ def test_a_file_whose_upload_a_crash_cut_short_is_forgotten(tmp_path: Path) -> N
             raise AssertionError("there is nothing to ask")
 
         with Journal(path) as journal:
-            batches = Batches(JobStore(journal), ask)
+            batches = BatchRunner(JobStore(journal), ask)
             batches.start()
             assert not batches.store.jobs and not batches._tasks
 
@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_go_on_says_why(caplog: pytest.LogCaptureFixture) ->
         async def ask(*_: object) -> tuple[int, float | None, bytes]:
             raise KeyError("/v1/of/another/version")
 
-        batches = Batches(JobStore(), ask)
+        batches = BatchRunner(JobStore(), ask)
         noted = msgspec.json.encode({"kind": "batch", "endpoint": "/v1/of/another/version"})
         batches.begin(batches.store.create("b", [b'{"custom_id": "1", "body": {}}'], noted))
         while batches._tasks:

@@ -12,7 +12,7 @@ import pytest
 from http_server import Server, simulated
 from sim_service import assert_nothing_left, eventually, run
 
-from tokenmill.serve.http.origin_guard import Guard
+from tokenmill.serve.http.origin_guard import OriginGuard
 from tokenmill.serve.http_settings import HttpSettings
 
 PATH = "/v1/completions"
@@ -33,7 +33,7 @@ def refusal(headers: list[tuple[str, str]], method: str = "POST", **settings: An
     """The code with which a request is refused; None: it is let in."""
     scope = {"type": "http", "method": method, "path": PATH, "headers": []}
     scope["headers"] = [(name.encode(), value.encode()) for name, value in headers]
-    problem = Guard(None, HttpSettings(**settings))._problem(scope)  # type: ignore[arg-type]
+    problem = OriginGuard(None, HttpSettings(**settings))._problem(scope)  # type: ignore[arg-type]
     return None if problem is None else problem.code
 
 

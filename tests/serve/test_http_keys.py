@@ -15,7 +15,7 @@ from sim_service import eventually, run
 
 from tokenmill.errors import ConfigError
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.api_keys import KeyRing, add_key, hash_of, read_tenants
+from tokenmill.serve.http.api_keys import ApiKeys, add_key, hash_of, read_tenants
 from tokenmill.serve.http.tenants import Limits, Tenant
 
 PATH = "/v1/completions"
@@ -43,7 +43,7 @@ def test_the_file_holds_no_keys(tmp_path: Path) -> None:
     assert key not in file.read_text() and hash_of(key) in file.read_text()
     assert read_tenants(file) == {"alice": {"keys": [hash_of(key), hash_of(other)], "concurrency": 2}}
     assert file.stat().st_mode & 0o077 == 0
-    ring = KeyRing(file)
+    ring = ApiKeys(file)
     assert ring.tenant_of(key) is ring.tenant_of(other) and ring.tenant_of(key).limits == Limits(concurrency=2)
     for wrong in ("", None, "tm-guess", hash_of(key)):
         with pytest.raises(HttpError) as refused:
@@ -70,13 +70,13 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "keys.json"
     file.write_text(content)
     with pytest.raises(ConfigError):
-        KeyRing(file)
+        ApiKeys(file)
 
 
 def test_a_changed_file_is_read_anew_and_a_broken_one_is_not(tmp_path: Path) -> None:
     file, clock = tmp_path / "keys.json", Clock()
     first = add_key(file, "alice", {"concurrency": 1})
-    ring = KeyRing(file, clock)
+    ring = ApiKeys(file, clock)
     alice = ring.tenant_of(first)
     alice.enter()
     second = add_key(file, "bob", {})

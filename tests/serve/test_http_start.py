@@ -13,7 +13,7 @@ import pytest
 from http_server import http_around
 from sim_service import eventually, greedy, make, run, strike
 
-from tokenmill.serve.engine.startup import Stage
+from tokenmill.serve.engine.startup import StartupStage
 
 STAGES = [
     ["loading weights", 0, 134_515_008],
@@ -25,13 +25,13 @@ STAGES = [
 @pytest.mark.parametrize(
     ("stage", "said"),
     [
-        (Stage("starting the engine"), "starting the engine"),
-        (Stage("compiling kernels", 3, 12), "compiling kernels, 3 of 12"),
-        (Stage("downloading", 49_000_000, 98_000_000), "downloading, 50 %"),
-        (Stage("downloading", 99_000_000, 98_000_000), "downloading, 100 %"),
+        (StartupStage("starting the engine"), "starting the engine"),
+        (StartupStage("compiling kernels", 3, 12), "compiling kernels, 3 of 12"),
+        (StartupStage("downloading", 49_000_000, 98_000_000), "downloading, 50 %"),
+        (StartupStage("downloading", 99_000_000, 98_000_000), "downloading, 100 %"),
     ],
 )
-def test_a_stage_in_words(stage: Stage, said: str) -> None:
+def test_a_stage_in_words(stage: StartupStage, said: str) -> None:
     assert str(stage) == said
 
 

@@ -121,7 +121,7 @@ def test_a_batch_does_not_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
             tries, now = tries + 1, now + batch_runner.WINDOW / 3
             return 429, None, b'{"error": {}}'
 
-        several = batch_runner.Batches(store, ask, clock=lambda: now)
+        several = batch_runner.BatchRunner(store, ask, clock=lambda: now)
         item = json.dumps({"custom_id": "a", "body": {}}).encode()
         job = store.create("batch_1", [item], b'{"kind": "batch", "endpoint": "/v1/completions"}')
         several.begin(job)

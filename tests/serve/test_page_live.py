@@ -64,7 +64,7 @@ def count_views(service: Service) -> list[int]:
     asked: list[int] = []
     inner = service.view
 
-    async def view(timeout: float = 2.0) -> wire.View | None:
+    async def view(timeout: float = 2.0) -> wire.EngineSnapshot | None:
         asked.append(1)
         return await inner(timeout)
 

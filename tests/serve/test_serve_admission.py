@@ -13,7 +13,7 @@ from tokenmill.serve.engine_client.admission import (
     RETRY_LEAST,
     RETRY_MOST,
     Admission,
-    Breaker,
+    CircuitBreaker,
     Load,
     Overloaded,
 )
@@ -122,7 +122,7 @@ def test_what_an_answer_will_still_say_is_bounded_and_learned() -> None:
 
 
 def test_failures_within_the_window_open_the_breaker_and_others_do_not() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = CircuitBreaker(SETTINGS)
     assert not any(breaker.failed(at) for at in (0.0, 20.0, 40.0, 60.0))
     assert breaker.state(60.0) == "closed" and breaker.admit(60.0) is None
     assert not breaker.failed(61.0) and breaker.failed(62.0)
@@ -131,7 +131,7 @@ def test_failures_within_the_window_open_the_breaker_and_others_do_not() -> None
 
 
 def test_one_probe_at_a_time_and_its_answer_closes() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = CircuitBreaker(SETTINGS)
     for at in (0.0, 1.0, 2.0):
         breaker.failed(at)
     assert not breaker.succeeded(3.0) and breaker.state(3.0) == "open"  # too early to trust it
@@ -144,7 +144,7 @@ def test_one_probe_at_a_time_and_its_answer_closes() -> None:
 
 
 def test_a_failed_probe_opens_it_for_another_while() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = CircuitBreaker(SETTINGS)
     for at in (0.0, 1.0, 2.0):
         breaker.failed(at)
     assert breaker.admit(8.0) is None

@@ -32,8 +32,8 @@ def test_five_kills_under_64_streams_change_no_token(overlap: bool) -> None:
         async with opened({"step": 0.004}, overlap) as service:
             jobs = [asyncio.create_task(answer(service, p, params_of(i, 150))) for i, p in enumerate(PROMPTS)]
             for kill in range(5):
-                before = service._books.engine
-                await eventually(lambda before=before: service._books.engine is not before)  # it works
+                before = service._counters.engine
+                await eventually(lambda before=before: service._counters.engine is not before)  # it works
                 await strike(service, signal.SIGKILL)
                 await eventually(lambda kill=kill: service._supervisor.generation == kill + 2)
             outputs = await asyncio.gather(*jobs)
@@ -52,7 +52,7 @@ def test_kills_in_quick_succession_are_blamed_on_nobody() -> None:
     async def main() -> None:
         async with opened({"step": 0.02}, breaker_failures=100) as service:
             jobs = [asyncio.create_task(answer(service, p, greedy(20))) for p in PROMPTS[:16]]
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             for kill in range(5):
                 await strike(service, signal.SIGKILL)
                 await eventually(lambda kill=kill: service._supervisor.generation == kill + 2)
@@ -66,7 +66,7 @@ def test_a_hung_engine_is_replaced_and_its_requests_go_on() -> None:
     async def main() -> None:
         async with opened({"step": 0.004}, hang_seconds=2.0) as service:
             jobs = [asyncio.create_task(answer(service, p, greedy(100))) for p in PROMPTS[:16]]
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             old = service._supervisor.pid
             await strike(service, signal.SIGSTOP)
             began = time.monotonic()
@@ -106,7 +106,7 @@ def test_a_request_that_ends_engines_fails_alone_with_its_cause(how: str, cause:
         settings: dict[str, Any] = {"breaker_failures": 100, "hang_seconds": 1.0}
         async with opened({"step": 0.002, how: POISON}, **settings) as service:
             good = [asyncio.create_task(answer(service, p, greedy(60))) for p in PROMPTS[:12]]
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             bad = await answer(service, [5, POISON, 6], greedy(60))
             assert bad.outputs[0].finish_reason == "error" and bad.outputs[0].token_ids == []
             assert cause in bad.error and "alone" in bad.error
@@ -193,7 +193,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     async def main() -> None:
         async with opened({"step": 0.003}) as service:
             jobs = [asyncio.create_task(answer(service, p, greedy(60))) for p in PROMPTS[:20]]
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             draining = asyncio.create_task(service.drain(20))
             await asyncio.sleep(0)
             assert not service.ready() and service.live()
@@ -210,7 +210,7 @@ def test_drain_hands_back_what_it_cannot_finish_even_through_a_restart() -> None
     async def main() -> None:
         async with opened({"step": 0.05}) as service:
             jobs = [asyncio.create_task(answer(service, p, greedy(1000))) for p in PROMPTS[:5]]
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             await strike(service, signal.SIGKILL)
             began = time.monotonic()
             assert await service.drain(0.6) == 5
@@ -232,7 +232,7 @@ def test_an_engine_that_never_comes_back_opens_the_breaker_and_tells_the_cause(t
             kinds: list[str] = []
             service.subscribe(lambda event: kinds.append(event.kind) if isinstance(event, EngineEvent) else None)
             job = asyncio.create_task(answer(service, PROMPTS[3], greedy(2000)))
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             await strike(service, signal.SIGKILL)
             output = await job
             assert output.outputs[0].finish_reason == "error" and "4 times in a row" in output.error
@@ -286,7 +286,7 @@ def test_deadlines_are_kept_even_while_the_engine_is_away(tmp_path: Any) -> None
             output = [one async for one in stream][-1]
             assert output.outputs[0].finish_reason == "deadline" and "deadline passed" in output.error
             assert output.outputs[0].token_ids and time.monotonic() - began < 20
-            assert not service._remote.mirrors
+            assert not service._remote.sequences
 
     run(main())
 
@@ -297,7 +297,7 @@ def test_a_waiting_request_is_dropped_once_its_deadline_cannot_be_met() -> None:
             await answer(service, [8] * 2000, greedy(10))  # it learns what long prompts cost: eight steps
             assert service._admission.step_time.known
             jobs = [asyncio.create_task(answer(service, [7], greedy(200))) for _ in range(64)]  # ten seconds
-            await eventually(lambda: service._books.engine.running == 64)
+            await eventually(lambda: service._counters.engine.running == 64)
             began = time.monotonic()
             late = await answer(service, [9] * 2000, greedy(10), timeout=4)  # a busy machine may take 0.5 s a step
             assert late.outputs[0].finish_reason == "deadline" and "past its deadline" in late.error
@@ -314,7 +314,7 @@ def test_a_full_queue_refuses_with_the_time_it_takes_to_drain() -> None:
         async with opened({"step": 0.01}, max_queued_tokens=1000) as service:
             await asyncio.gather(*(answer(service, [5], greedy(20)) for _ in range(4)))  # it learns how fast it is
             jobs = [asyncio.create_task(answer(service, [7] * 10, greedy(60))) for _ in range(64)]
-            await eventually(lambda: service._books.engine.running == 64)  # all rows are taken
+            await eventually(lambda: service._counters.engine.running == 64)  # all rows are taken
             streams = [await service.submit([9] * 100, greedy(10)) for _ in range(10)]
             with pytest.raises(Overloaded, match="1000 prompt tokens are waiting") as refused:
                 await service.submit([9] * 100, greedy(10))
@@ -337,7 +337,7 @@ def test_events_tell_steps_requests_and_restarts() -> None:
             watcher = asyncio.create_task(_collect(service, seen))
             await asyncio.sleep(0)
             job = asyncio.create_task(answer(service, PROMPTS[30], greedy(80), request_id="mine"))
-            await eventually(lambda: service._books.engine.running)
+            await eventually(lambda: service._counters.engine.running)
             await strike(service, signal.SIGKILL)
             await job
             watcher.cancel()

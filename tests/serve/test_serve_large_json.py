@@ -28,7 +28,7 @@ PIECES = st.integers(8, 64)
 def test_pieces_make_the_whole(content: dict[str, Any], ascii_only: bool, indent: int | None, piece: int) -> None:
     body = json.dumps(content, ensure_ascii=ascii_only, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_json, "PIECE", piece)
+        patch.setattr(large_json, "CHUNK", piece)
         assert large_json.decode(b" " + body + b"\n") == msgspec.json.decode(body) == content
 
 
@@ -46,7 +46,7 @@ def test_what_is_no_json_is_none_in_pieces(content: dict[str, Any], data: st.Dat
             return "refused"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_json, "PIECE", piece)
+        patch.setattr(large_json, "CHUNK", piece)
         assert said(large_json.decode) == said(msgspec.json.decode), bytes(body)
 
 
@@ -61,7 +61,7 @@ def test_no_piece_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
         return decode(part)
 
     monkeypatch.setattr(large_json.msgspec.json, "decode", noted)
-    monkeypatch.setattr(large_json, "PIECE", 1000)
+    monkeypatch.setattr(large_json, "CHUNK", 1000)
     text = "The mill.\n" * 1000 + "水車は川" * 1000 + "\U0001f600" * 1000 + '\\"' * 3000
     content = {"messages": [{"role": "user", "content": text}], "ids": [*range(10_000)]}
     for ascii_only in (True, False):
@@ -81,7 +81,7 @@ def test_what_is_nested_deep_is_not_looked_through_at_every_level(monkeypatch: p
 
     counting = Counting()
     monkeypatch.setattr(large_json, "_object", counting)
-    monkeypatch.setattr(large_json, "PIECE", 1000)
+    monkeypatch.setattr(large_json, "CHUNK", 1000)
     body = b'{"a":' * 300 + b'"%b"' % (b"x" * 5000) + b"}" * 300
     assert large_json.decode(body) == msgspec.json.decode(body)
     assert counting.looked == large_json.DEEPEST

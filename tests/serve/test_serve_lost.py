@@ -17,7 +17,7 @@ import pytest
 
 from tokenmill.errors import ConfigError
 from tokenmill.serve.api import batches
-from tokenmill.serve.http.batch_runner import Batches
+from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.storage import journal as journal_module
 from tokenmill.serve.storage.jobs import Job, JobStore
 from tokenmill.serve.storage.journal import Journal, JournalFull
@@ -223,7 +223,7 @@ def test_a_batch_stops_where_the_disk_takes_no_more(
     caplog.set_level(logging.INFO, "tokenmill.serve")
 
     async def work(store: JobStore, job: Job) -> None:
-        batches = Batches(store, ask)
+        batches = BatchRunner(store, ask)
         batches.begin(job)
         await asyncio.wait_for(batches._tasks[job.id], 20)
 
@@ -248,7 +248,7 @@ def test_a_batch_goes_on_without_threads_for_the_disk(tmp_path: Path, monkeypatc
     async def work(store: JobStore, job: Job) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(store._journal._thread, "submit", no_thread)  # type: ignore[union-attr]
-            batches = Batches(store, ask)
+            batches = BatchRunner(store, ask)
             batches.begin(job)
             await asyncio.wait_for(batches._tasks[job.id], 20)
 
@@ -267,7 +267,7 @@ def test_a_batch_goes_on_without_threads_for_the_disk(tmp_path: Path, monkeypatc
 
 def test_a_cancel_that_failed_is_not_confirmed_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(store: JobStore, job: Job) -> None:
-        batches = Batches(store, ask)
+        batches = BatchRunner(store, ask)
         break_disk(monkeypatch, times=1)
         for _ in range(2):
             with pytest.raises(JournalFull):

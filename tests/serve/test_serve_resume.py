@@ -17,7 +17,7 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.serve.engine import wire
-from tokenmill.serve.engine_client.remote_engine import CRASH, KILL, Loss, RemoteEngine
+from tokenmill.serve.engine_client.remote_engine import CRASH_WEIGHT, KILL_WEIGHT, EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.settings import ServeSettings
 
@@ -89,7 +89,7 @@ def test_a_real_model_goes_on_with_exactly_the_tokens_of_an_undisturbed_run(tiny
         assert disturbed == undisturbed
         assert await all_of_them(lambda length: None) == undisturbed
         assert await service.embed(PROMPTS) == vectors
-        await eventually(lambda: not service._books.engine.running)
+        await eventually(lambda: not service._counters.engine.running)
         await service.stop()
 
     run(main())
@@ -113,14 +113,14 @@ class Bench:
     def key(self, name: str) -> int:
         return self.remote._keys[name]
 
-    def lose(self, *names: str, weight: int = CRASH) -> None:
-        self.remote.lose(Loss("it broke", weight, tuple(self.key(name) for name in names)))
+    def lose(self, *names: str, weight: int = CRASH_WEIGHT) -> None:
+        self.remote.lose(EngineLoss("it broke", weight, tuple(self.key(name) for name in names)))
         self.sent.clear()
         self.remote.attach(self.sent.append)
 
     def say(self, name: str, token: int = 5) -> None:
-        piece = wire.Piece(self.key(name), [token], opening=wire.Opening(0.0, 0))
-        self.remote.take_in(wire.Stepped(1, 0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, [piece]))
+        update = wire.SequenceUpdate(self.key(name), [token], admitted=wire.Admitted(0.0, 0))
+        self.remote.take_in(wire.StepDone(1, 0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, [update]))
 
     @property
     def submitted(self) -> list[int]:
@@ -167,8 +167,8 @@ def test_a_suspect_that_gets_on_alone_is_acquitted_and_the_next_one_has_the_engi
     bench.say("a")
     assert isinstance(bench.sent[1], wire.Cancel) and bench.sent[1].key == first
     assert bench.key("a") != first and bench.submitted == [first, bench.key("b")]
-    stale = wire.Piece(first, [9], finish="cancelled")  # what the engine still says of it
-    bench.remote.take_in(wire.Stepped(2, 0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, [stale]))
+    stale = wire.SequenceUpdate(first, [9], finish="cancelled")  # what the engine still says of it
+    bench.remote.take_in(wire.StepDone(2, 0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, [stale]))
     bench.say("b")
     assert set(bench.submitted[2:]) == {bench.key("a"), bench.key("c")}
     again = next(one for one in bench.sent[3:] if isinstance(one, wire.Submit) and one.sequences[0].output)
@@ -190,14 +190,14 @@ def test_a_kill_from_outside_weighs_half(company: int) -> None:
     bench = Bench()
     bench.add("a", "b")
     for _ in range(company):
-        bench.lose("a", "b", weight=KILL)
+        bench.lose("a", "b", weight=KILL_WEIGHT)
         assert len(bench.submitted) == 2
     if company == 3:
-        bench.lose("a", "b", weight=KILL)
+        bench.lose("a", "b", weight=KILL_WEIGHT)
         assert len(bench.submitted) == 1
-        bench.lose("a", weight=KILL)
+        bench.lose("a", weight=KILL_WEIGHT)
         assert not bench.remote.step() and bench.submitted == [bench.key("a")]
-        bench.lose("a", weight=KILL)
+        bench.lose("a", weight=KILL_WEIGHT)
         assert [one.request.id for one in bench.remote.step()] == ["a"]
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.serve.api.response_items import referenced, resolved
-from tokenmill.serve.api.responses import _Draft
-from tokenmill.serve.storage.stored_responses import Stored, StoredResponses
+from tokenmill.serve.api.responses import _ResponseBuilder
+from tokenmill.serve.storage.stored_responses import StoredResponse, StoredResponses
 
 
-def stored(id: str, size: int = 0, previous: str | None = None) -> Stored:
-    return Stored(id, previous, b"x" * size)
+def stored(id: str, size: int = 0, previous: str | None = None) -> StoredResponse:
+    return StoredResponse(id, previous, b"x" * size)
 
 
 class Clock:
@@ -96,26 +96,26 @@ def test_bounds_hold_whatever_happens(moves: list[tuple[str, int, int, str]]) ->
         assert sum(held.values()) <= 30_000 and held == dict(kept._bytes)
 
 
-def test_a_response_made_in_the_background_does_not_hold_its_call() -> None:
-    """A call has the whole prompt and answer, which nobody counts."""
+def test_a_response_made_in_the_background_does_not_hold_its_request() -> None:
+    """A request's context has the whole prompt and answer, which nobody counts."""
 
-    async def made() -> Stored:
-        draft: Any = _Draft.__new__(_Draft)
-        draft._kept, draft._stored = StoredResponses(10**6, 60.0), Stored("r1", None, b"[]")
-        draft._call = SimpleNamespace(
-            cancel=lambda: None, saw=lambda output: output, headers=dict, close=lambda status: None
+    async def made() -> StoredResponse:
+        builder: Any = _ResponseBuilder.__new__(_ResponseBuilder)
+        builder._kept, builder._stored = StoredResponses(10**6, 60.0), StoredResponse("r1", None, b"[]")
+        builder._context = SimpleNamespace(
+            cancel=lambda: None, record_output=lambda output: output, headers=dict, close=lambda status: None
         )
-        draft.told = lambda items, output: {}
-        draft.keep = lambda blocks, told: msgspec.Raw(b"{}")
+        builder.told = lambda items, output: {}
+        builder.keep = lambda blocks, told: msgspec.Raw(b"{}")
 
         async def done(*output: Any) -> None:
             """Both the stream's end and what is made of it."""
 
-        draft.finished = done
-        draft.go_on_alone(SimpleNamespace(last=done))
-        assert draft._stored.cancel is not None
-        await draft._stored.task
-        return draft._stored
+        builder.finished = done
+        builder.run_in_background(SimpleNamespace(last=done))
+        assert builder._stored.cancel is not None
+        await builder._stored.task
+        return builder._stored
 
     stored = asyncio.run(made())
     assert stored.in_background and stored.cancel is None and stored.task is None
@@ -125,7 +125,7 @@ def test_an_item_that_is_referred_to_often_is_read_once_and_counts_each_time() -
     kept = StoredResponses(10**6, 60.0)
     content = [{"type": "input_text", "text": "x" * 1000}]
     item = {"type": "message", "id": "msg_1_i0", "role": "user", "content": content}
-    kept.keep("a", Stored("resp_1", None, msgspec.json.encode([item])))
+    kept.keep("a", StoredResponse("resp_1", None, msgspec.json.encode([item])))
     often = [{"type": "item_reference", "id": "msg_1_i0"}] * 50
     assert referenced(often, kept, "b") == {}
     found = referenced(often, kept, "a")

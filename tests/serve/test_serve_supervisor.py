@@ -17,8 +17,8 @@ from sim_service import COMMAND, answer, eventually, greedy, make, opened, run, 
 
 from tokenmill.errors import ConfigError, InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.serve.engine.in_flight import FlightRecorder
-from tokenmill.serve.engine.main import Orders
+from tokenmill.serve.engine.in_flight import InFlightFile
+from tokenmill.serve.engine.main import EngineArgs
 from tokenmill.serve.engine_client.admission import Unavailable
 from tokenmill.serve.engine_client.supervisor import StartFailed
 from tokenmill.serve.settings import ServeSettings
@@ -84,7 +84,7 @@ def test_the_folder_is_private_and_goes_with_the_service() -> None:
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             await strike(service, signal.SIGKILL)
             await eventually(lambda: service._supervisor.generation == 2 and service._supervisor.pid)
-            assert sorted(path.name for path in folder.iterdir()) == ["2", "flight-2"]
+            assert sorted(path.name for path in folder.iterdir()) == ["2", "in-flight-2"]
         assert not folder.exists()
 
     run(main())
@@ -96,7 +96,7 @@ def test_stop_ends_the_process_and_every_stream_and_may_be_repeated() -> None:
         await service.start()
         pid = service._supervisor.pid
         job = asyncio.create_task(answer(service, [5], greedy(2000)))
-        await eventually(lambda: service._books.engine.running)
+        await eventually(lambda: service._counters.engine.running)
         await service.stop()
         output = await job
         assert output.outputs[0].finish_reason == "error" and "stopped" in output.error
@@ -159,10 +159,10 @@ def test_an_engine_does_not_outlive_its_front(stopped: bool) -> None:
 
 def test_an_engine_leaves_when_its_standard_input_closes(tmp_path: Path) -> None:
     """How it notices on systems where the kernel does not help."""
-    FlightRecorder.create(tmp_path / "flight")
-    orders = Orders(f"ipc://{tmp_path}/socket", str(tmp_path / "flight"), 1.0, {"model": "{}"})
+    InFlightFile.create(tmp_path / "flight")
+    args = EngineArgs(f"ipc://{tmp_path}/socket", str(tmp_path / "flight"), 1.0, {"model": "{}"})
     engine = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-    engine.stdin.write(orders.line())
+    engine.stdin.write(args.line())
     engine.stdin.flush()
     with pytest.raises(subprocess.TimeoutExpired):
         engine.wait(timeout=1.0)

@@ -295,7 +295,7 @@ def test_nothing_is_imported_when_off() -> None:
         "import sys; from tokenmill.serve import app, server; from tokenmill.serve.http_settings import HttpSettings\n"
         "from tokenmill.serve.engine_client.service import Service; from tokenmill.config import EngineConfig\n"
         "made = app.create_app(Service(EngineConfig()), HttpSettings())\n"
-        "assert made.state.site.tracing is None\n"
+        "assert made.state.server.tracing is None\n"
         # The interface alone may be there: FastAPI brings it.
         "heavy = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf', "
         "'tokenmill.serve.observe.tracing')\n"

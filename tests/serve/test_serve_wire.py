@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.serve.engine import wire
-from tokenmill.serve.engine.in_flight import FlightRecorder
+from tokenmill.serve.engine.in_flight import InFlightFile
 
 tokens = st.integers(0, 2**31 - 1)
 params = st.builds(
@@ -42,15 +42,15 @@ submits = st.builds(
     salt=st.text(),
 )
 logprobs = st.floats(max_value=0)
-scores = st.builds(wire.Scored, tokens, logprobs, tokens, st.lists(st.tuples(tokens, logprobs)))
-pieces = st.builds(
-    wire.Piece,
+scores = st.builds(wire.PackedLogprobs, tokens, logprobs, tokens, st.lists(st.tuples(tokens, logprobs)))
+updates = st.builds(
+    wire.SequenceUpdate,
     st.integers(0, 2**63),
     st.lists(tokens, max_size=4),
     st.none() | st.lists(scores, max_size=3),
     st.none() | st.sampled_from(["stop", "error"]),
     st.none() | st.text(),
-    st.none() | st.builds(wire.Opening, st.none() | st.floats(0, 1e9), st.integers(0, 100), st.none()),
+    st.none() | st.builds(wire.Admitted, st.none() | st.floats(0, 1e9), st.integers(0, 100), st.none()),
 )
 
 
@@ -61,9 +61,9 @@ def test_a_submission_arrives_as_it_was_sent(message: wire.Submit) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(pieces, max_size=5), st.integers(0, 2**40), st.floats(0, 1e9))
-def test_a_step_arrives_as_it_was_sent(found: list[wire.Piece], number: int, at: float) -> None:
-    message = wire.Stepped(number, at, 0.1, 1, 2, 3, 4, 5, 6, 7, found)
+@given(st.lists(updates, max_size=5), st.integers(0, 2**40), st.floats(0, 1e9))
+def test_a_step_arrives_as_it_was_sent(found: list[wire.SequenceUpdate], number: int, at: float) -> None:
+    message = wire.StepDone(number, at, 0.1, 1, 2, 3, 4, 5, 6, 7, found)
     assert wire.decode_from_engine(wire.encode(message)) == message
 
 
@@ -71,14 +71,14 @@ def test_every_message_has_a_tag_of_its_own() -> None:
     messages = [
         wire.Cancel(1, "cancelled"),
         wire.Ping(True),
-        wire.Forget(),
+        wire.ResetPrefixCache(),
         wire.Stop(),
         wire.Embed(1, [1], "mean"),
     ]
     assert [wire.decode_to_engine(wire.encode(one)) for one in messages] == messages
     replies = [
         wire.Loading(1, 2, "weights"),
-        wire.Beat(3, 1.0, True, wire.Stats(running=2), wire.View(b"\x00\x03", [])),
+        wire.Heartbeat(3, 1.0, True, wire.EngineStats(running=2), wire.EngineSnapshot(b"\x00\x03", [])),
         wire.Embedded(1, [0.5]),
         wire.Fatal("ConfigError", "no"),
     ]
@@ -101,20 +101,20 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 def test_logprobs_survive_the_way_there_and_back() -> None:
     found = [TokenLogprobs(3, -0.25, 2, [(1, -0.1), (3, -0.25)])]
-    message = wire.Stepped(1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, [wire.Piece(1, [3], wire.scored(found))])
+    message = wire.StepDone(1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, [wire.SequenceUpdate(1, [3], wire.pack_logprobs(found))])
     decoded = wire.decode_from_engine(wire.encode(message))
-    assert isinstance(decoded, wire.Stepped) and decoded.pieces[0].logprobs is not None
-    assert wire.unscored(decoded.pieces[0].logprobs) == found
+    assert isinstance(decoded, wire.StepDone) and decoded.updates[0].logprobs is not None
+    assert wire.unpack_logprobs(decoded.updates[0].logprobs) == found
 
 
 @given(st.lists(st.integers(0, 2**63), max_size=300), st.lists(st.integers(0, 2**63), max_size=300))
 @settings(max_examples=20, deadline=None)
 def test_the_flight_record_holds_what_was_written_last(tmp_path_factory, first: list[int], last: list[int]) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.mktemp("flight") / "record"
-    FlightRecorder.create(path)
-    assert FlightRecorder.read(path) == []
-    recorder = FlightRecorder(path)
+    InFlightFile.create(path)
+    assert InFlightFile.read(path) == []
+    recorder = InFlightFile(path)
     recorder.write(first)
     recorder.write(last)
-    assert FlightRecorder.read(path) == last
-    assert FlightRecorder.read(path.with_name("missing")) == []
+    assert InFlightFile.read(path) == last
+    assert InFlightFile.read(path.with_name("missing")) == []

@@ -15,16 +15,16 @@ from tokenmill.params import SamplingParams
 from tokenmill.serve.tool_calls.parsers import (
     ArgumentsParser,
     BareParser,
-    Parser,
     TaggedParser,
     ToolCall,
+    ToolCallParser,
     checked_choice,
     checked_tools,
-    choice_form,
     collected,
     format_of,
     parse,
     parser_for,
+    structured_from_choice,
 )
 
 WEATHER = {
@@ -130,7 +130,7 @@ fragments = st.sampled_from(
 def test_cuts_change_nothing(parts: list[str], cuts: list[int], which: bool) -> None:
     text = "".join(parts)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    parser: Parser = tagged() if which else bare()
+    parser: ToolCallParser = tagged() if which else bare()
     deltas = [parser.feed(text[a:b]) for a, b in itertools.pairwise(edges)]
     assert collected([*deltas, parser.finish()]) == parse(tagged() if which else bare(), text)
 
@@ -158,7 +158,7 @@ def test_any_arguments_come_through(
         "list": f"[{', '.join(said)}]",
         "lines": "; ".join(said),
     }[form]
-    parser: Parser = tagged() if form == "tagged" else bare()
+    parser: ToolCallParser = tagged() if form == "tagged" else bare()
     deltas = [*map(parser.feed, text), parser.finish()]
     content, calls = collected(deltas)
     assert content == ""
@@ -222,7 +222,7 @@ def test_wrong_tools_are_refused(wrong: Any) -> None:
 
 def test_a_required_call_is_a_list_of_calls_to_the_tools() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    form = choice_form(TOOLS, "required")
+    form = structured_from_choice(TOOLS, "required")
     assert form is not None
     valid = jsonschema.Draft202012Validator(form["json"]).is_valid
     assert valid([{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "time", "arguments": {}}])
@@ -234,10 +234,10 @@ def test_a_required_call_is_a_list_of_calls_to_the_tools() -> None:
         [{"name": "time"}],
     ):
         assert not valid(wrong)
-    one = choice_form(TOOLS, "required", parallel=False)
+    one = structured_from_choice(TOOLS, "required", parallel=False)
     assert one is not None and one["json"]["maxItems"] == 1
-    assert choice_form(TOOLS, "auto") is None
-    named = choice_form(TOOLS, "=weather")
+    assert structured_from_choice(TOOLS, "auto") is None
+    named = structured_from_choice(TOOLS, "=weather")
     assert named is not None and SamplingParams(structured=named).structured is not None
 
 
@@ -246,7 +246,7 @@ def test_required_calls_can_be_compiled() -> None:
     from tokenmill.sampling.grammar import check_grammar
 
     for choice in ("required", "=weather", "=time"):
-        made = SamplingParams(structured=choice_form(TOOLS, choice)).structured
+        made = SamplingParams(structured=structured_from_choice(TOOLS, choice)).structured
         assert made is not None
         check_grammar(made)
 
@@ -257,4 +257,4 @@ def test_a_tool_with_an_absurd_schema_is_refused() -> None:
         deep = {"items": deep}
     tools = checked_tools([{"type": "function", "function": {"name": "a", "parameters": deep}}])
     with pytest.raises(InvalidRequest, match="nested"):
-        choice_form(tools, "required")
+        structured_from_choice(tools, "required")

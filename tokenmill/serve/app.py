@@ -25,12 +25,12 @@ from tokenmill.serve.api.page import add_pages
 from tokenmill.serve.api.responses import respond
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape
-from tokenmill.serve.http.access_log import Record
-from tokenmill.serve.http.api_keys import KeyRing
-from tokenmill.serve.http.batch_runner import Batches
-from tokenmill.serve.http.call import Handler, Reader, endpoint, error_response, reader
-from tokenmill.serve.http.origin_guard import Guard
-from tokenmill.serve.http.server_state import Site, site_of
+from tokenmill.serve.http.access_log import RequestRecord
+from tokenmill.serve.http.api_keys import ApiKeys
+from tokenmill.serve.http.batch_runner import BatchRunner
+from tokenmill.serve.http.origin_guard import OriginGuard
+from tokenmill.serve.http.request_context import Handler, Reader, endpoint, error_response, reader
+from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.observe.metrics import Metrics
 from tokenmill.serve.storage.jobs import JobStore
@@ -81,10 +81,12 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     app = FastAPI(title="tokenmill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     posts = {path: endpoint(kind, handler, shape) for path, kind, handler, shape in _POSTS}
     store = JobStore(None if settings.journal is None else Journal(settings.journal))
-    runner = Batches(store, batches.asker(app, posts), most_bytes=settings.max_stored_bytes)
+    runner = BatchRunner(store, batches.local_sender(app, posts), most_bytes=settings.max_stored_bytes)
     responses = StoredResponses(settings.max_responses_bytes, settings.response_seconds)
     tracing = tracing or _tracing(service, settings)
-    app.state.site = Site(service, settings, KeyRing(settings.keys), Metrics(service), runner, responses, tracing)
+    app.state.server = ServerState(
+        service, settings, ApiKeys(settings.keys), Metrics(service), runner, responses, tracing
+    )
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:
@@ -104,7 +106,7 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Guard, settings=settings)  # the last one added is the first one asked
+    app.add_middleware(OriginGuard, settings=settings)  # the last one added is the first one asked
     return app
 
 
@@ -204,7 +206,7 @@ async def _not_here(request: Request, problem: Exception) -> Response:
     else:
         message = str(found.detail)
     error = HttpError(found.status_code, message, "not_found" if found.status_code == 404 else None)
-    record = Record(site_of(request), request)
+    record = RequestRecord(server_of(request), request)
     record.end(error.status, error=error)
     return error_response(error, _shape_of(request), record.headers() | dict(found.headers or {}))
 

@@ -20,7 +20,7 @@ from tokenmill.serve.engine import process_priority
 from tokenmill.serve.engine_client.remote_model import Progress
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.http.protocol import protocol_for
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http_settings import HttpSettings
 
 log = logging.getLogger("tokenmill.serve")
@@ -45,15 +45,15 @@ async def serve(
     services = [service] if service.degrade is None else [service.degrade, service]
     for one in services:
         one.set_engine_niceness(process_priority.niceness())
-    process_priority.take()
+    process_priority.raise_priority()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(_start(services, progress))
-    told = asyncio.create_task(_told(services))
+    told = asyncio.create_task(_stop_signal(services))
     try:
         await asyncio.wait({starting, told, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            server.site.batches.start()
+            server.app_state.batches.start()
             gc.collect()
             gc.freeze()  # what was loaded stays: later collections need not look at it, which takes them long
             on_ready(f"http://{_shown(settings.host)}:{sock.getsockname()[1]}")
@@ -62,13 +62,13 @@ async def serve(
     finally:
         starting.cancel()
         await asyncio.wait({starting})  # a start that was broken off ends its engine itself
-        await server.site.batches.stop()
+        await server.app_state.batches.stop()
         for one in services:
             await one.stop()
         await server.end(serving)
-        server.site.batches.store.close()
-        if server.site.tracing is not None:
-            await asyncio.to_thread(server.site.tracing.close)
+        server.app_state.batches.store.close()
+        if server.app_state.tracing is not None:
+            await asyncio.to_thread(server.app_state.tracing.close)
         told.cancel()
 
 
@@ -77,7 +77,7 @@ async def _start(services: list[Service], progress: Progress | None) -> None:
         await service.start(progress)
 
 
-async def _told(services: list[Service]) -> None:
+async def _stop_signal(services: list[Service]) -> None:
     """Returns when the process is told to leave; told again, it hands back what runs at once."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,7 +92,7 @@ async def _drain(server: _Server, serving: asyncio.Task[None], services: list[Se
     active = sum(one.stats().active for one in services)
     log.info("draining; a second Ctrl-C or SIGTERM ends at once", extra={"active": active, "seconds": seconds})
     draining = asyncio.gather(*(one.drain(seconds) for one in services))
-    await asyncio.sleep(0)  # from here on requests are refused, and then the door is closed
+    await asyncio.sleep(0)  # from here on requests are refused, and then the listening socket is closed
     server.leave.set()
     handed_back = sum(await draining)
     with contextlib.suppress(TimeoutError):
@@ -105,7 +105,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, settings: HttpSettings, service: Service) -> None:
         app = create_app(service, settings)
-        self.site: Site = app.state.site
+        self.app_state: ServerState = app.state.server
         super().__init__(
             uvicorn.Config(
                 app,

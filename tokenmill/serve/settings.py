@@ -18,7 +18,7 @@ class ServeSettings:
     max_queued_requests: int = _QUEUE["max_queued_requests"]
     hang_seconds: float = 60.0  # an engine that has work and completes no step for this long is restarted
     start_seconds: float = 600.0  # an engine that says nothing for this long while it loads is restarted
-    beat_seconds: float = 0.25  # between two reports of a busy engine's books
+    beat_seconds: float = 0.25  # between two heartbeats of a busy engine
     backoff_seconds: float = 0.5  # before the second restart in a row; doubles up to backoff_most
     backoff_most: float = 30.0
     breaker_failures: int = 5  # this many engine failures ...

@@ -16,11 +16,11 @@ from starlette.responses import Response
 
 from tokenmill.serve.api.schemas import BatchRequest
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.batch_runner import Ask, about
-from tokenmill.serve.http.call import Call, json_response
+from tokenmill.serve.http.batch_runner import SendRequest, about
 from tokenmill.serve.http.paging import ordered, page
 from tokenmill.serve.http.request_body import read_body
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.request_context import RequestContext, json_response
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.tenants import Tenant
 from tokenmill.serve.storage.jobs import Job, JobStore
 from tokenmill.serve.storage.journal import JournalFull
@@ -34,7 +34,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def asker(app: FastAPI, endpoints: dict[str, Endpoint]) -> Ask:
+def local_sender(app: FastAPI, endpoints: dict[str, Endpoint]) -> SendRequest:
     """Lets batches ask the same handlers that clients ask."""
 
     async def ask(job: Job, path: str, body: bytes) -> tuple[int, float | None, bytes]:
@@ -61,11 +61,11 @@ def asker(app: FastAPI, endpoints: dict[str, Endpoint]) -> Ask:
 # -- files ----------------------------------------------------------------------------------------------------
 
 
-async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
+async def upload(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Upload a file of requests, one JSON object per line."""
     tenant.enter()
     try:
-        body = await read_body(request, site.settings)
+        body = await read_body(request, server.settings)
     finally:
         tenant.leave(0)
     fields = await asyncio.to_thread(_form_fields, request.headers.get("content-type", ""), body)
@@ -76,8 +76,8 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
             400, "send multipart/form-data with a file and purpose=batch; no other purpose is known", "invalid_value"
         )
     noted = msgspec.json.encode({"kind": "file", "filename": name or "batch.jsonl", "purpose": purpose})
-    store = site.batches.store
-    _check_room(site, tenant, len(content))
+    store = server.batches.store
+    _check_room(server, tenant, len(content))
     job = store.create(f"file-{uuid.uuid4().hex}", [content], noted, tenant.name)
     store.end(job.id)
     await _kept(store, job)
@@ -108,9 +108,9 @@ def _file_name(given: str | None) -> str | None:
     return name[:_LONGEST_NAME] or None
 
 
-def _check_room(site: Site, tenant: Tenant, size: int) -> None:
+def _check_room(server: ServerState, tenant: Tenant, size: int) -> None:
     """Raises HttpError where a tenant would keep too much."""
-    store, most = site.batches.store, site.settings.max_stored_bytes
+    store, most = server.batches.store, server.settings.max_stored_bytes
     if store.counts[tenant.name] >= MOST_JOBS or store.stored[tenant.name] + size > most:
         raise HttpError(
             413,
@@ -128,47 +128,47 @@ async def _kept(store: JobStore, job: Job) -> None:
         raise
 
 
-async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
+async def list_files(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Your files."""
-    found = ordered(request, jobs_of(site, tenant, "file"), "desc")
+    found = ordered(request, jobs_of(server, tenant, "file"), "desc")
     if (purpose := request.query_params.get("purpose")) not in (None, "batch"):
         raise HttpError(400, f"purpose is {str(purpose)[:60]!r}; files are for batches", "invalid_value", "purpose")
     jobs, more = page(request, found, lambda job: job.id, 10_000, 10_000)
     return json_response(_list([_file(job.id, len(job.items[0]), job) for job in jobs], more))
 
 
-async def one_file(site: Site, request: Request, tenant: Tenant) -> Response:
+async def one_file(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """What is known of a file."""
     id = request.path_params["name"]
-    job, content = _content(site, tenant, id)
+    job, content = _content(server, tenant, id)
     return json_response(_file(id, len(content), job))
 
 
-async def file_content(site: Site, request: Request, tenant: Tenant) -> Response:
+async def file_content(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """The content of a file."""
-    _, content = _content(site, tenant, request.path_params["name"])
+    _, content = _content(server, tenant, request.path_params["name"])
     # Never shown by a browser as a page of this server: the content is whatever somebody uploaded.
     return Response(content, media_type="application/octet-stream", headers={"content-disposition": "attachment"})
 
 
-async def delete_file(site: Site, request: Request, tenant: Tenant) -> Response:
+async def delete_file(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Delete a file, or a batch by its output file."""
     id = request.path_params["name"]
-    job, _ = _content(site, tenant, id)
+    job, _ = _content(server, tenant, id)
     if job.how is None:
         raise HttpError(400, f"{id!r} belongs to a batch that still runs; cancel it first", "invalid_value")
-    site.batches.store.remove(job.id)
+    server.batches.store.remove(job.id)
     return json_response({"id": id, "object": "file", "deleted": True})
 
 
-def _content(site: Site, tenant: Tenant, id: str) -> tuple[Job, bytes]:
+def _content(server: ServerState, tenant: Tenant, id: str) -> tuple[Job, bytes]:
     """A file by its id: an uploaded one, or the answers of a batch."""
     for ending, wanted in (("-output", True), ("-errors", False)):
         if id.startswith("file-batch_") and id.endswith(ending):
-            job = job_of(site, tenant, id.removeprefix("file-").removesuffix(ending), "batch")
+            job = job_of(server, tenant, id.removeprefix("file-").removesuffix(ending), "batch")
             lines = [answer for _, (ok, answer) in sorted(job.answers.items()) if ok is wanted]
             return job, b"".join(line + b"\n" for line in lines)
-    job = job_of(site, tenant, id, "file")
+    job = job_of(server, tenant, id, "file")
     return job, job.items[0]
 
 
@@ -188,28 +188,28 @@ def _file(id: str, size: int, job: Job) -> dict[str, Any]:
 # -- batches --------------------------------------------------------------------------------------------------
 
 
-async def create_batch(call: Call, body: BatchRequest) -> Response:
-    site = call.site
+async def create_batch(context: RequestContext, body: BatchRequest) -> Response:
+    server = context.server
     if body.endpoint not in ENDPOINTS:
         raise HttpError(
             400, f"endpoint is {body.endpoint[:60]!r}; it may be {', '.join(ENDPOINTS)}", "invalid_value", "endpoint"
         )
-    source = job_of(site, call.tenant, body.input_file_id, "file")
+    source = job_of(server, context.tenant, body.input_file_id, "file")
     items = await asyncio.to_thread(_items, source.items[0], body.endpoint)
     noted = {"kind": "batch", **msgspec.to_builtins(body)}
-    return call.answer(_batch(await begin_batch(call, f"batch_{uuid.uuid4().hex}", items, noted)))
+    return context.answer(_batch(await begin_batch(context, f"batch_{uuid.uuid4().hex}", items, noted)))
 
 
-async def begin_batch(call: Call, id: str, items: list[bytes], noted: dict[str, Any]) -> Job:
+async def begin_batch(context: RequestContext, id: str, items: list[bytes], noted: dict[str, Any]) -> Job:
     """Have a batch worked on; `noted` has its kind and endpoint. Raises HttpError and JournalFull."""
-    site = call.site
-    _check_room(site, call.tenant, sum(map(len, items)))
-    if call.record.trace is not None:
-        noted = {**noted, "trace": call.record.trace.header}
-    job = site.batches.store.create(id, items, msgspec.json.encode(noted), owner=call.tenant.name)
-    await _kept(site.batches.store, job)
+    server = context.server
+    _check_room(server, context.tenant, sum(map(len, items)))
+    if context.record.trace is not None:
+        noted = {**noted, "trace": context.record.trace.header}
+    job = server.batches.store.create(id, items, msgspec.json.encode(noted), owner=context.tenant.name)
+    await _kept(server.batches.store, job)
     if job.how is None:  # nobody was told of it, but it can be found, and cancelled
-        site.batches.begin(job)
+        server.batches.begin(job)
     return job
 
 
@@ -235,27 +235,27 @@ def _items(content: bytes, endpoint: str) -> list[bytes]:
     return lines
 
 
-async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
+async def list_batches(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Your batches, the newest first."""
-    jobs, more = page(request, jobs_of(site, tenant, "batch")[::-1], lambda job: job.id)
+    jobs, more = page(request, jobs_of(server, tenant, "batch")[::-1], lambda job: job.id)
     return json_response(_list([_batch(job) for job in jobs], more))
 
 
-async def one_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def one_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """How far a batch has come."""
-    return json_response(_batch(job_of(site, tenant, request.path_params["name"], "batch")))
+    return json_response(_batch(job_of(server, tenant, request.path_params["name"], "batch")))
 
 
-async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def cancel_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """End a batch; the answers that it has are kept."""
-    job = job_of(site, tenant, request.path_params["name"], "batch")
-    await site.batches.cancel(job)
+    job = job_of(server, tenant, request.path_params["name"], "batch")
+    await server.batches.cancel(job)
     return json_response(_batch(job))
 
 
-def jobs_of(site: Site, tenant: Tenant, kind: str) -> list[Job]:
+def jobs_of(server: ServerState, tenant: Tenant, kind: str) -> list[Job]:
     """Oldest first."""
-    jobs = [job for job in site.batches.store.jobs.values() if job.owner == tenant.name]
+    jobs = [job for job in server.batches.store.jobs.values() if job.owner == tenant.name]
     return [job for job in jobs if about(job)["kind"] == kind]
 
 
@@ -264,8 +264,8 @@ def _list(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": data, "has_more": more, **ends}
 
 
-def job_of(site: Site, tenant: Tenant, id: str, kind: str) -> Job:
-    job = site.batches.store.jobs.get(id)
+def job_of(server: ServerState, tenant: Tenant, id: str, kind: str) -> Job:
+    job = server.batches.store.jobs.get(id)
     if job is None or job.owner != tenant.name or about(job)["kind"] != kind:
         raise HttpError(404, f"there is no {kind} {id[:100]!r}", "not_found")
     return job

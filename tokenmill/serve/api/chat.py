@@ -10,36 +10,36 @@ from starlette.responses import Response
 
 from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.serve.api.chat_messages import normal_messages
-from tokenmill.serve.api.output_format import Cutter, Delta, encoded, token_logprobs, usage_of
-from tokenmill.serve.api.request_tools import Toolbox
+from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, encoded, token_logprobs, usage_of
+from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.sampling_params import sampling_params
 from tokenmill.serve.api.schemas import ChatRequest
 from tokenmill.serve.engine_client.stream import Stream
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.call import Call
-from tokenmill.serve.http.sse import DONE, Chunks, EventStream, event
-from tokenmill.serve.tool_calls.parsers import CallDelta, Parser, ToolDelta, parse
+from tokenmill.serve.http.request_context import RequestContext
+from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
+from tokenmill.serve.tool_calls.parsers import CallDelta, ToolCallParser, ToolDelta, parse
 
 MOST_TOP_LOGPROBS = 20
 
 
-async def chat(call: Call, body: ChatRequest) -> Response:
-    toolbox = Toolbox(call, body.tools, body.tool_choice, body.parallel_tool_calls)
-    params = sampling_params(body, _max_tokens(body), toolbox.form, toolbox.restriction, logprobs=_logprobs(body))
+async def chat(context: RequestContext, body: ChatRequest) -> Response:
+    tools = RequestTools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
+    params = sampling_params(body, _max_tokens(body), tools.structured, tools.restriction, logprobs=_logprobs(body))
     if body.modalities not in (None, ["text"]):
         raise HttpError(400, "modalities may be ['text'] only: this model writes text", "invalid_value", "modalities")
-    ids = await toolbox.prompt(await call.aside(normal_messages, body.messages), body.chat_template_kwargs)
-    stream = await call.submit(ids, params, body)
+    ids = await tools.prompt(await context.in_thread(normal_messages, body.messages), body.chat_template_kwargs)
+    stream = await context.submit(ids, params, body)
     if body.stream:
-        return EventStream(call, _Teller(call, body, stream, toolbox, params.n))
-    [output] = await call.whole([stream])
+        return SSEResponse(context, _ChatEncoder(context, body, stream, tools, params.n))
+    [output] = await context.all_outputs([stream])
 
     def choices() -> list[msgspec.Raw]:
-        return [encoded(_choice(call, body, one, toolbox.parser())) for one in output.outputs]
+        return [encoded(_choice(context, body, one, tools.parser())) for one in output.outputs]
 
     # With log-probabilities these can be hundreds of thousands of entries, for which others should not wait.
     told = choices() if params.logprobs is None else await asyncio.to_thread(choices)
-    return call.answer(_head(call, "chat.completion") | {"choices": told, "usage": usage_of([output])})
+    return context.answer(_head(context, "chat.completion") | {"choices": told, "usage": usage_of([output])})
 
 
 def chat_finish(reason: str | None, called: bool) -> str | None:
@@ -61,18 +61,20 @@ def _logprobs(body: ChatRequest) -> int | None:
     return (top or 0) if body.logprobs else None
 
 
-def _head(call: Call, kind: str) -> dict[str, Any]:
+def _head(context: RequestContext, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{call.id}",
+        "id": f"chatcmpl-{context.id}",
         "object": kind,
-        "created": call.created,
-        "model": call.model,
+        "created": context.created,
+        "model": context.model,
         "system_fingerprint": None,
         "service_tier": None,
     }
 
 
-def _choice(call: Call, body: ChatRequest, one: CompletionOutput, parser: Parser | None) -> dict[str, Any]:
+def _choice(
+    context: RequestContext, body: ChatRequest, one: CompletionOutput, parser: ToolCallParser | None
+) -> dict[str, Any]:
     content, calls = (one.text, []) if parser is None else parse(parser, one.text)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
@@ -84,62 +86,65 @@ def _choice(call: Call, body: ChatRequest, one: CompletionOutput, parser: Parser
     return ({"token_ids": one.token_ids} if body.return_token_ids else {}) | {
         "index": one.index,
         "message": message,
-        "logprobs": _told_logprobs(call, body, one.token_ids, one.logprobs),
+        "logprobs": _logprobs_json(context, body, one.token_ids, one.logprobs),
         "finish_reason": chat_finish(one.finish_reason, bool(calls)),
         "stop_reason": one.stop_reason,
     }
 
 
-def _told_logprobs(call: Call, body: ChatRequest, tokens: list[int], tables: Any) -> dict[str, Any] | None:
+def _logprobs_json(context: RequestContext, body: ChatRequest, tokens: list[int], tables: Any) -> dict[str, Any] | None:
     if tables is None:
         return None
-    return {"content": token_logprobs(tokens, tables, body.top_logprobs or 0, call.service.tokenizer), "refusal": None}
+    return {
+        "content": token_logprobs(tokens, tables, body.top_logprobs or 0, context.service.tokenizer),
+        "refusal": None,
+    }
 
 
-class _Teller:
+class _ChatEncoder:
     """The events of a chat."""
 
-    def __init__(self, call: Call, body: ChatRequest, stream: Stream, toolbox: Toolbox, n: int) -> None:
+    def __init__(self, context: RequestContext, body: ChatRequest, stream: Stream, tools: RequestTools, n: int) -> None:
         self.streams = [stream]
-        self._call = call
+        self._context = context
         self._body = body
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._head = _head(call, "chat.completion.chunk")
-        self._chunks = Chunks(self._head | ({"usage": None} if self._with_usage else {}))
+        self._head = _head(context, "chat.completion.chunk")
+        self._chunks = ChunkEncoder(self._head | ({"usage": None} if self._with_usage else {}))
         with_ids = bool(body.return_token_ids)
-        self._cutter = Cutter(n, with_ids)
-        self._voices = [_Voice(toolbox.parser(), with_ids) for _ in range(n)]
+        self._tracker = DeltaTracker(n, with_ids)
+        self._choices = [_ChoiceEncoder(tools.parser(), with_ids) for _ in range(n)]
         self._last: list[RequestOutput] = []
 
-    def begin(self) -> bytes:
+    def start(self) -> bytes:
         return b""
 
-    def news(self, number: int) -> bytes:
+    def update(self, number: int) -> bytes:
         follow = self.streams[number].follow
         if follow.finished:
-            self._last = [self._call.saw(follow.output())]
+            self._last = [self._context.record_output(follow.output())]
         said = []
-        for delta in self._cutter.take(follow):
-            logprobs = _told_logprobs(self._call, self._body, delta.token_ids, delta.logprobs)
-            said += self._voices[delta.index].say(delta, logprobs)
+        for delta in self._tracker.take(follow):
+            logprobs = _logprobs_json(self._context, self._body, delta.token_ids, delta.logprobs)
+            said += self._choices[delta.index].encode(delta, logprobs)
         return b"".join(map(self._chunks.event, said))
 
-    def end(self) -> bytes:
+    def finish(self) -> bytes:
         if not self._with_usage:
             return DONE
         return event(self._head | {"choices": [], "usage": usage_of(self._last)}) + DONE
 
 
-class _Voice:
+class _ChoiceEncoder:
     """One choice of a stream: remembers what was said of it already."""
 
-    def __init__(self, parser: Parser | None, with_ids: bool) -> None:
+    def __init__(self, parser: ToolCallParser | None, with_ids: bool) -> None:
         self._parser = parser
         self._with_ids = with_ids
         self._began = False
         self._called = False
 
-    def say(self, delta: Delta, logprobs: Any) -> list[dict[str, Any]]:
+    def encode(self, delta: OutputDelta, logprobs: Any) -> list[dict[str, Any]]:
         """The choices of the chunks that tell this delta."""
         parts = self._parts(delta)
         said = []
@@ -151,7 +156,7 @@ class _Voice:
             logprobs = None
         for part in parts.calls:
             self._called = True
-            said.append(_chunk(delta.index, {"tool_calls": [_told_call(part)]}, logprobs))
+            said.append(_chunk(delta.index, {"tool_calls": [_call_json(part)]}, logprobs))
             logprobs = None
         if delta.finish is not None:
             last = _chunk(delta.index, {}, logprobs, chat_finish(delta.finish, self._called))
@@ -161,7 +166,7 @@ class _Voice:
             said[-1]["token_ids"] = delta.token_ids
         return said
 
-    def _parts(self, delta: Delta) -> ToolDelta:
+    def _parts(self, delta: OutputDelta) -> ToolDelta:
         if self._parser is None:
             return ToolDelta(delta.text)
         found = self._parser.feed(delta.text)
@@ -175,7 +180,7 @@ def _chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str 
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _told_call(part: CallDelta) -> dict[str, Any]:
+def _call_json(part: CallDelta) -> dict[str, Any]:
     if part.id is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}

@@ -12,19 +12,19 @@ from starlette.responses import Response
 from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
-from tokenmill.serve.api.output_format import Cutter, Delta, best_of, encoded, finite, usage_of
+from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, best_of, encoded, finite, usage_of
 from tokenmill.serve.api.sampling_params import sampling_params
 from tokenmill.serve.api.schemas import CompletionRequest
 from tokenmill.serve.engine_client.stream import Stream
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.call import Call
-from tokenmill.serve.http.sse import DONE, Chunks, EventStream, event
+from tokenmill.serve.http.request_context import RequestContext
+from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
 
 MOST_PROMPTS = 256
 MOST_LOGPROBS = 20
 
 
-async def complete(call: Call, body: CompletionRequest) -> Response:
+async def complete(context: RequestContext, body: CompletionRequest) -> Response:
     prompts = prompts_of(body.prompt, "prompt")
     nothing = body.max_tokens == 0  # only the prompt's own log-probabilities are wanted
     if nothing and not body.echo:
@@ -50,24 +50,24 @@ async def complete(call: Call, body: CompletionRequest) -> Response:
     asked: Sequence[Prompt] = prompts
     if body.suffix:
         asked = [{"prompt": prompt, "suffix": body.suffix} for prompt in prompts]
-    streams = [await call.submit(prompt, params, body) for prompt in asked]
+    streams = [await context.submit(prompt, params, body) for prompt in asked]
     if body.stream:
-        return EventStream(call, _Teller(call, body, streams, params.n))
-    outputs = await call.whole(streams)
+        return SSEResponse(context, _CompletionEncoder(context, body, streams, params.n))
+    outputs = await context.all_outputs(streams)
     if nothing:
         for output in outputs:
             output.outputs = [_emptied(one) for one in output.outputs]
 
     def choices() -> list[msgspec.Raw]:
         return [
-            encoded(_choice(call, body, output, one, number * params.n + one.index))
+            encoded(_choice(context, body, output, one, number * params.n + one.index))
             for number, output in enumerate(outputs)
             for one in output.outputs
         ]
 
     # With log-probabilities these can be hundreds of thousands of entries, for which others should not wait.
     told = choices() if params.logprobs is None else await asyncio.to_thread(choices)
-    return call.answer(_head(call) | {"choices": told, "usage": usage_of(outputs)})
+    return context.answer(_head(context) | {"choices": told, "usage": usage_of(outputs)})
 
 
 def prompts_of(prompt: Any, name: str) -> list[str | list[int]]:
@@ -91,20 +91,20 @@ def _emptied(one: CompletionOutput) -> CompletionOutput:
     return CompletionOutput(one.index, "", [], None, None if one.logprobs is None else [], "length")
 
 
-def _head(call: Call) -> dict[str, Any]:
+def _head(context: RequestContext) -> dict[str, Any]:
     return {
-        "id": f"cmpl-{call.id}",
+        "id": f"cmpl-{context.id}",
         "object": "text_completion",
-        "created": call.created,
-        "model": call.model,
+        "created": context.created,
+        "model": context.model,
         "system_fingerprint": None,
     }
 
 
 def _choice(
-    call: Call, body: CompletionRequest, output: RequestOutput, one: CompletionOutput, index: int
+    context: RequestContext, body: CompletionRequest, output: RequestOutput, one: CompletionOutput, index: int
 ) -> dict[str, Any]:
-    tokenizer = call.service.tokenizer
+    tokenizer = context.service.tokenizer
     tokens, text = one.token_ids, one.text
     tables: Sequence[LogprobTable | None] | None = one.logprobs
     if body.echo:
@@ -151,37 +151,37 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
     return {table[token].decoded_token or str(token): finite(table[token].logprob) for token in best_of(table, top)}
 
 
-class _Teller:
+class _CompletionEncoder:
     """The events of a completion."""
 
-    def __init__(self, call: Call, body: CompletionRequest, streams: list[Stream], n: int) -> None:
+    def __init__(self, context: RequestContext, body: CompletionRequest, streams: list[Stream], n: int) -> None:
         self.streams = streams
-        self._call = call
+        self._context = context
         self._n = n
         self._top = body.logprobs or 0
         self._with_ids = bool(body.return_token_ids)
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._chunks = Chunks(_head(call) | ({"usage": None} if self._with_usage else {}))
-        self._cutters = [Cutter(n, self._with_ids) for _ in streams]
-        self._offsets = [_Offsets(call.service.tokenizer) for _ in range(n * len(streams))]
+        self._chunks = ChunkEncoder(_head(context) | ({"usage": None} if self._with_usage else {}))
+        self._trackers = [DeltaTracker(n, self._with_ids) for _ in streams]
+        self._offsets = [_Offsets(context.service.tokenizer) for _ in range(n * len(streams))]
         self._last: dict[int, RequestOutput] = {}
 
-    def begin(self) -> bytes:
+    def start(self) -> bytes:
         return b""
 
-    def news(self, number: int) -> bytes:
+    def update(self, number: int) -> bytes:
         follow = self.streams[number].follow
         if follow.finished:
-            self._last[number] = self._call.saw(follow.output())
-        deltas = self._cutters[number].take(follow)
-        return b"".join([self._chunks.event(self._told(number * self._n + one.index, one)) for one in deltas])
+            self._last[number] = self._context.record_output(follow.output())
+        deltas = self._trackers[number].take(follow)
+        return b"".join([self._chunks.event(self._choice_json(number * self._n + one.index, one)) for one in deltas])
 
-    def end(self) -> bytes:
+    def finish(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return event(_head(self._call) | {"choices": [], "usage": usage_of(self._last.values())}) + DONE
+        return event(_head(self._context) | {"choices": [], "usage": usage_of(self._last.values())}) + DONE
 
-    def _told(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _choice_json(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = self._offsets[index].tell(delta.token_ids, delta.logprobs, self._top)

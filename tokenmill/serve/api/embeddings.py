@@ -11,10 +11,10 @@ from starlette.responses import Response
 from tokenmill.serve.api.completions import prompts_of
 from tokenmill.serve.api.schemas import EmbeddingRequest
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.call import Call
+from tokenmill.serve.http.request_context import RequestContext
 
 
-async def embed(call: Call, body: EmbeddingRequest) -> Response:
+async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
     form = body.encoding_format or "float"
     if form not in ("float", "base64"):
         raise HttpError(
@@ -23,14 +23,14 @@ async def embed(call: Call, body: EmbeddingRequest) -> Response:
     pooling = body.pooling or "mean"
     if pooling not in ("mean", "last"):
         raise HttpError(400, f"pooling is {pooling[:60]!r}; it may be mean or last", "invalid_value", "pooling")
-    prompts = [await call.service.encode(prompt) for prompt in prompts_of(body.input, "input")]
-    call.prompt_tokens = sum(map(len, prompts))
-    vectors = await call.work(call.service.embed(prompts, pooling))
+    prompts = [await context.service.encode(prompt) for prompt in prompts_of(body.input, "input")]
+    context.prompt_tokens = sum(map(len, prompts))
+    vectors = await context.run_or_cancel(context.service.embed(prompts, pooling))
     if body.dimensions is not None:
         vectors = [_shortened(vector, body.dimensions) for vector in vectors]
     data = [{"object": "embedding", "index": at, "embedding": _told(one, form)} for at, one in enumerate(vectors)]
-    used = {"prompt_tokens": call.prompt_tokens, "total_tokens": call.prompt_tokens}
-    return call.answer({"object": "list", "data": data, "model": call.model, "usage": used})
+    used = {"prompt_tokens": context.prompt_tokens, "total_tokens": context.prompt_tokens}
+    return context.answer({"object": "list", "data": data, "model": context.model, "usage": used})
 
 
 def _shortened(vector: list[float], dimensions: int) -> list[float]:

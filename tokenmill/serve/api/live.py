@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.engine.request import Request as Sequence
 from tokenmill.serve.engine import wire
-from tokenmill.serve.engine_client.events import BeatEvent, EngineEvent, Event, RequestEvent, StepEvent
+from tokenmill.serve.engine_client.events import EngineEvent, Event, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.sse import event
 from tokenmill.serve.http.tenants import Tenant
 
@@ -33,17 +33,17 @@ SECONDS = 120  # seconds of token rates that a snapshot tells of
 MOST_WATCHERS = 64
 MOST_CELLS = 8192  # squares in the map of blocks; a larger pool has several blocks per square
 MOST_ROWS = 100  # requests that are listed; the others are counted
-CALL_ID = 32  # characters of a call's id, with which the ids of its sequences begin
+ID_LENGTH = 32  # characters of a request's id, with which the ids of its sequences begin
 
 
 class Live:
     """Remembers the last steps and latencies, which costs an append per step. While somebody watches, it also asks the
     engine for its blocks and requests a few times per second, once for all watchers, and only if something moved."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, server: ServerState) -> None:
         self.watchers = 0
-        self._site = site
-        self._service: Service = site.service
+        self._server = server
+        self._service: Service = server.service
         self._steps: deque[StepEvent] = deque(maxlen=STEPS)
         self._rates: deque[list[int]] = deque(maxlen=SECONDS + 1)  # second, output tokens, prefilled tokens
         self._ttft: deque[float] = deque(maxlen=512)
@@ -51,14 +51,14 @@ class Live:
         self._told: dict[str, int] = {}  # unfinished request -> how many of its tokens are in the two above
         self._moved = True  # since the engine was asked last
         self._asking: asyncio.Task[None] | None = None
-        self._view: wire.View | None = None  # what it said
+        self._view: wire.EngineSnapshot | None = None  # what it said
         self._number = 0  # of the newest snapshot
         self._snapshot: dict[str, Any] = {}
         self._ids: list[str] = []  # of its rows
         self._turned = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.over = False  # the server is leaving, and nothing more will happen
-        site.service.subscribe(self._listen)
+        server.service.subscribe(self._listen)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class Live:
         """The newest snapshot as this tenant may see it: of others' requests only how many there are."""
         rows: list[dict[str, Any]] = self._snapshot["rows"]
         if tenant.name and not tenant.limits.operator:
-            rows = [row for id, row in zip(self._ids, rows) if id[:CALL_ID] in tenant.calls]
+            rows = [row for id, row in zip(self._ids, rows) if id[:ID_LENGTH] in tenant.open_requests]
         return self._snapshot | {"rows": rows[:MOST_ROWS]}
 
     async def _watch(self) -> None:
@@ -134,7 +134,7 @@ class Live:
                 self._gaps.extend(event.token_gaps[max(0, told - 1) :])
             case EngineEvent():  # who was asked is gone
                 self._stop_asking()
-            case BeatEvent():
+            case StatsEvent():
                 return
             case _:
                 pass
@@ -159,9 +159,9 @@ class Live:
         rows = self._rows(view, leaders, now)
         self._ids = list(rows)
         return {
-            "model": self._site.name_of(service),
+            "model": self._server.name_of(service),
             "state": stats.state,
-            "stage": None if service.stages.now is None else str(service.stages.now),
+            "stage": None if service.startup.now is None else str(service.startup.now),
             "degraded": service.route() is not service,
             "breaker": stats.breaker,
             "restarts": stats.restarts,
@@ -186,14 +186,14 @@ class Live:
             "itl": percentiles(self._gaps),
         }
 
-    def _rows(self, view: wire.View | None, leaders: list[Sequence], now: float) -> dict[str, dict[str, Any]]:
+    def _rows(self, view: wire.EngineSnapshot | None, leaders: list[Sequence], now: float) -> dict[str, dict[str, Any]]:
         """Every sequence that is not finished, by id: as the engine saw it last, or as the front knows it."""
         if view is None:
-            return {one.id: _mirrored(one, "waiting", now) for one in leaders}
+            return {one.id: _row_of_request(one, "waiting", now) for one in leaders}
         seen = {self._service.request_of(row.key): row for row in view.rows}
         rows = {id: _row(id, row) for id, row in seen.items() if id is not None}
         others = [one for one in leaders if one.id not in seen]
-        return rows | {one.id: _mirrored(one, "decode" if one.num_output else "waiting", now) for one in others}
+        return rows | {one.id: _row_of_request(one, "decode" if one.num_output else "waiting", now) for one in others}
 
     def _per_second(self, now: int) -> list[list[int]]:
         """Output and prefilled tokens of each of the last seconds that are over, oldest first."""
@@ -201,7 +201,7 @@ class Live:
         return [known.get(second, [0, 0]) for second in range(now - SECONDS, now)]
 
 
-async def watch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def watch(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Snapshots of the engine as server-sent events, for as long as the client listens."""
     live: Live = request.app.state.live
     if live.watchers >= MOST_WATCHERS:
@@ -244,7 +244,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _row(id: str, row: wire.RowView) -> dict[str, Any]:
+def _row(id: str, row: wire.SequenceSnapshot) -> dict[str, Any]:
     if row.running:
         state = "decode" if row.computed >= row.prompt else "prefill"
     else:
@@ -260,7 +260,7 @@ def _row(id: str, row: wire.RowView) -> dict[str, Any]:
     }
 
 
-def _mirrored(request: Sequence, state: str, now: float) -> dict[str, Any]:
+def _row_of_request(request: Sequence, state: str, now: float) -> dict[str, Any]:
     return {
         "id": _short(request.id),
         "state": state,

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from tokenmill.serve.api.batches import MOST_LINES, begin_batch, job_of, jobs_of
 from tokenmill.serve.api.schemas import MessageBatchRequest
 from tokenmill.serve.errors import HttpError, anthropic_shape
-from tokenmill.serve.http.batch_runner import LATER, WINDOW
-from tokenmill.serve.http.call import Call, json_response
+from tokenmill.serve.http.batch_runner import RETRY_STATUSES, WINDOW
 from tokenmill.serve.http.paging import page
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.request_context import RequestContext, json_response
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.tenants import Tenant
 from tokenmill.serve.storage.jobs import Job
 
@@ -30,7 +30,7 @@ _CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _KINDS = ("processing", "succeeded", "errored", "canceled", "expired")
 
 
-async def create_batch(call: Call, body: MessageBatchRequest) -> Response:
+async def create_batch(context: RequestContext, body: MessageBatchRequest) -> Response:
     if not 1 <= len(body.requests) <= MOST_LINES:
         number = len(body.requests)
         raise HttpError(
@@ -50,42 +50,42 @@ async def create_batch(call: Call, body: MessageBatchRequest) -> Response:
         if one.params.get("stream"):
             raise HttpError(400, f"requests[{number}] has stream; in a batch nothing is", "invalid_value", "requests")
     items = [msgspec.json.encode({"custom_id": one.custom_id, "body": one.params}) for one in body.requests]
-    job = await begin_batch(call, f"msgbatch_{uuid.uuid4().hex}", items, {"kind": KIND, "endpoint": ENDPOINT})
-    return call.answer(_batch(job))
+    job = await begin_batch(context, f"msgbatch_{uuid.uuid4().hex}", items, {"kind": KIND, "endpoint": ENDPOINT})
+    return context.answer(_batch(job))
 
 
-async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
+async def list_batches(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Your message batches, the newest first."""
-    jobs = jobs_of(site, tenant, KIND)[::-1]
+    jobs = jobs_of(server, tenant, KIND)[::-1]
     shown, more = page(request, jobs, lambda job: job.id, most=1000, after="after_id", before="before_id")
     ends = {"first_id": shown[0].id if shown else None, "last_id": shown[-1].id if shown else None}
     return json_response({"data": [_batch(job) for job in shown], "has_more": more, **ends})
 
 
-async def one_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def one_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """How far a message batch has come."""
-    return json_response(_batch(job_of(site, tenant, request.path_params["name"], KIND)))
+    return json_response(_batch(job_of(server, tenant, request.path_params["name"], KIND)))
 
 
-async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def cancel_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """End a message batch; the answers that it has are kept."""
-    job = job_of(site, tenant, request.path_params["name"], KIND)
-    await site.batches.cancel(job)
+    job = job_of(server, tenant, request.path_params["name"], KIND)
+    await server.batches.cancel(job)
     return json_response(_batch(job))
 
 
-async def delete_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def delete_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Delete a message batch that has ended."""
-    job = job_of(site, tenant, request.path_params["name"], KIND)
+    job = job_of(server, tenant, request.path_params["name"], KIND)
     if job.how is None:
         raise HttpError(400, f"{job.id!r} still runs; cancel it first", "invalid_value")
-    site.batches.store.remove(job.id)
+    server.batches.store.remove(job.id)
     return json_response({"id": job.id, "type": "message_batch_deleted"})
 
 
-async def results(site: Site, request: Request, tenant: Tenant) -> Response:
+async def results(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """The answers of a message batch that has ended, one JSON object per line."""
-    job = job_of(site, tenant, request.path_params["name"], KIND)
+    job = job_of(server, tenant, request.path_params["name"], KIND)
     if job.how is None:
         raise HttpError(400, f"{job.id!r} still runs; its results are there when it has ended", "invalid_value")
     lines = await asyncio.to_thread(lambda: [msgspec.json.encode(line) + b"\n" for line in _results(job)])
@@ -134,7 +134,7 @@ def _status(answer: bytes) -> int:
 
 
 def _kind(status: int) -> str:
-    return "succeeded" if status == 200 else "expired" if status in LATER else "errored"
+    return "succeeded" if status == 200 else "expired" if status in RETRY_STATUSES else "errored"
 
 
 def _batch(job: Job) -> dict[str, Any]:

@@ -11,27 +11,27 @@ from starlette.responses import Response
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.serve.api.chat_messages import Messages, normal_messages, text_of
-from tokenmill.serve.api.content_blocks import Block, Blocks, Change
-from tokenmill.serve.api.output_format import Cutter
-from tokenmill.serve.api.request_tools import Toolbox
-from tokenmill.serve.api.sampling_params import format_form, make_params, one_form
+from tokenmill.serve.api.content_blocks import BlockChange, ContentBlock, ContentBlocks
+from tokenmill.serve.api.output_format import DeltaTracker
+from tokenmill.serve.api.request_tools import RequestTools
+from tokenmill.serve.api.sampling_params import make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import HOTTEST_ANTHROPIC, CountRequest, MessagesRequest
 from tokenmill.serve.engine_client.stream import Stream
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.call import Call
-from tokenmill.serve.http.sse import EventStream, event
+from tokenmill.serve.http.request_context import RequestContext
+from tokenmill.serve.http.sse import SSEResponse, event
 
 _PING = event({"type": "ping"}, "ping")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-async def message(call: Call, body: MessagesRequest) -> Response:
+async def message(context: RequestContext, body: MessagesRequest) -> Response:
     if body.thinking is not None and body.thinking.get("type") != "disabled":
         raise HttpError(400, "thinking is set, but this model does not think aloud; leave it out", "unsupported")
     if body.output_config is not None and body.output_config.effort is not None:
-        call.ignored.append("output_config.effort")
+        context.ignored.append("output_config.effort")
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
-    toolbox = Toolbox(call, _tools(body.tools), _choice(body.tool_choice), parallel)
+    tools = RequestTools(context, _tools(body.tools), _choice(body.tool_choice), parallel)
     params = make_params(
         body.max_tokens,
         body.top_k,
@@ -40,37 +40,41 @@ async def message(call: Call, body: MessagesRequest) -> Response:
         top_p=body.top_p,
         seed=body.seed,
         stop=body.stop_sequences,
-        structured=one_form(format_form(body.output_config.format if body.output_config else None), toolbox.form)
-        or toolbox.restriction,
+        structured=single_structured(
+            structured_from_format(body.output_config.format if body.output_config else None), tools.structured
+        )
+        or tools.restriction,
     )
-    stream = await call.submit(await _prompt(call, toolbox, body.system, body.messages), params, body)
+    stream = await context.submit(await _prompt(context, tools, body.system, body.messages), params, body)
     if body.stream:
-        return EventStream(call, _Teller(call, stream, toolbox), last=b"", named=True)
-    [output] = await call.whole([stream])
-    blocks = Blocks(toolbox.parser())
+        return SSEResponse(context, _MessageEncoder(context, stream, tools), last=b"", named=True)
+    [output] = await context.all_outputs([stream])
+    blocks = ContentBlocks(tools.parser())
     for _ in blocks.feed(output.outputs[0].text, last=True):
         pass
-    told = _message(call, [_block(block) for block in blocks.all])
-    return call.answer(told | _ending(output, blocks) | {"usage": _usage(output)})
+    told = _message(context, [_block(block) for block in blocks.all])
+    return context.answer(told | _ending(output, blocks) | {"usage": _usage(output)})
 
 
-async def count(call: Call, body: CountRequest) -> Response:
-    ids = await _prompt(call, Toolbox(call, _tools(body.tools)), body.system, body.messages)
-    return call.answer({"input_tokens": len(ids)})
+async def count(context: RequestContext, body: CountRequest) -> Response:
+    ids = await _prompt(context, RequestTools(context, _tools(body.tools)), body.system, body.messages)
+    return context.answer({"input_tokens": len(ids)})
 
 
-async def _prompt(call: Call, toolbox: Toolbox, system: Any, given: Sequence[Mapping[str, Any]]) -> list[int]:
+async def _prompt(
+    context: RequestContext, tools: RequestTools, system: Any, given: Sequence[Mapping[str, Any]]
+) -> list[int]:
     """The conversation's token ids. A last message of the assistant is the beginning of the answer."""
-    messages = await call.aside(_conversation, system, given)
+    messages = await context.in_thread(_conversation, system, given)
     beginning = ""
     if len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         beginning = messages.pop()["content"]
-    ids = await toolbox.prompt(messages)
-    tokenizer = call.service.tokenizer
+    ids = await tools.prompt(messages)
+    tokenizer = context.service.tokenizer
     if not beginning or tokenizer is None:
         return ids
-    most = call.service.facts.max_len
-    return ids + await call.service.texts.run(len(beginning), tokenizer.encode, beginning, False, most)
+    most = context.service.facts.max_len
+    return ids + await context.service.texts.run(len(beginning), tokenizer.encode, beginning, False, most)
 
 
 def _conversation(system: Any, given: Sequence[Mapping[str, Any]]) -> Messages:
@@ -136,19 +140,19 @@ def _choice(choice: dict[str, Any] | None) -> Any:
     return _CHOICES[kind]
 
 
-def _message(call: Call, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _message(context: RequestContext, content: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": f"msg_{call.id}",
+        "id": f"msg_{context.id}",
         "type": "message",
         "role": "assistant",
-        "model": call.model,
+        "model": context.model,
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
     }
 
 
-def _ending(output: RequestOutput, blocks: Blocks) -> dict[str, Any]:
+def _ending(output: RequestOutput, blocks: ContentBlocks) -> dict[str, Any]:
     one = output.outputs[0]
     if isinstance(one.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": one.stop_reason}
@@ -166,7 +170,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: ContentBlock) -> dict[str, Any]:
     if block.name is None:
         return {"type": "text", "text": block.text}
     try:
@@ -176,43 +180,47 @@ def _block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": given if isinstance(given, dict) else {}}
 
 
-class _Teller:
+class _MessageEncoder:
     """The events of a message."""
 
-    def __init__(self, call: Call, stream: Stream, toolbox: Toolbox) -> None:
+    def __init__(self, context: RequestContext, stream: Stream, tools: RequestTools) -> None:
         self.streams = [stream]
-        self._call = call
-        self._blocks, self._cutter = Blocks(toolbox.parser()), Cutter(1)
+        self._context = context
+        self._blocks, self._tracker = ContentBlocks(tools.parser()), DeltaTracker(1)
         self._begun = False
 
-    def begin(self) -> bytes:
+    def start(self) -> bytes:
         return b""
 
-    def news(self, number: int) -> bytes:
+    def update(self, number: int) -> bytes:
         follow = self.streams[number].follow
         if follow.finished:
-            self._call.saw(follow.output())
+            self._context.record_output(follow.output())
         told = [
             _change(change)
-            for delta in self._cutter.take(follow)
+            for delta in self._tracker.take(follow)
             for change in self._blocks.feed(delta.text, delta.finish is not None)
         ]
         if not self._begun:  # not before the first token: then it is known what the cache supplied
             self._begun = True
-            start = _message(self._call, []) | {"usage": _usage(follow.output())}
+            start = _message(self._context, []) | {"usage": _usage(follow.output())}
             told.insert(0, event({"type": "message_start", "message": start}, "message_start") + _PING)
         return b"".join(told)
 
-    def end(self) -> bytes:
+    def finish(self) -> bytes:
         output = self.streams[0].follow.output()
         ending = {"type": "message_delta", "delta": _ending(output, self._blocks), "usage": _usage(output)}
         return event(ending, "message_delta") + event({"type": "message_stop"}, "message_stop")
 
 
-def _change(change: Change) -> bytes:
+def _change(change: BlockChange) -> bytes:
     block = change.block
     if change.what == "open":
-        content = {"type": "text", "text": ""} if block.name is None else _block(Block(0, name=block.name, id=block.id))
+        content = (
+            {"type": "text", "text": ""}
+            if block.name is None
+            else _block(ContentBlock(0, name=block.name, id=block.id))
+        )
         told = {"type": "content_block_start", "index": block.index, "content_block": content}
     elif change.what == "grow":
         if block.name is None:

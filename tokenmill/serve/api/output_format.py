@@ -17,7 +17,7 @@ LEAST = -9999.0  # a log-probability of minus infinity, which JSON cannot say
 
 
 @dataclass(slots=True)
-class Delta:
+class OutputDelta:
     """What one sequence said since the last time."""
 
     index: int
@@ -28,7 +28,7 @@ class Delta:
     stop: str | int | None
 
 
-class Cutter:
+class DeltaTracker:
     """Cuts what came of an answer into deltas; with `tokens`, also where a token has no text yet."""
 
     def __init__(self, n: int, tokens: bool = False) -> None:
@@ -37,7 +37,7 @@ class Cutter:
         self._tokens = [0] * n
         self._ended = [False] * n
 
-    def take(self, follow: Follow) -> list[Delta]:
+    def take(self, follow: Follow) -> list[OutputDelta]:
         """What is new in every sequence since the last time."""
         deltas = []
         for index, one in enumerate(follow.sequences):
@@ -53,7 +53,7 @@ class Cutter:
             finish = stop = None
             if one.finish is not None:
                 self._ended[index], finish, stop = True, str(one.finish), one.stop_reason
-            deltas.append(Delta(index, one.text[characters:], one.tokens_from(before), logprobs, finish, stop))
+            deltas.append(OutputDelta(index, one.text[characters:], one.tokens_from(before), logprobs, finish, stop))
         return deltas
 
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from tokenmill.serve.api.live import Live, watch
-from tokenmill.serve.http.call import reader
-from tokenmill.serve.http.server_state import site_of
+from tokenmill.serve.http.request_context import reader
+from tokenmill.serve.http.server_state import server_of
 
 FOLDER = Path(__file__).parents[1] / "page"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -45,13 +45,13 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 def add_pages(app: FastAPI) -> None:
     """Add the page and what it watches. Every file has a route of its own: there is no path to play tricks with."""
-    app.state.live = Live(app.state.site)
+    app.state.live = Live(app.state.server)
     _add(app, "/live", reader(watch), ["GET"])
     for file in sorted(FOLDER.iterdir()):
         if file.suffix in KINDS:
             answer = _file(file)
             if file.name == "index.html":
-                _add(app, "/", _page_or_words(answer))
+                _add(app, "/", _page_or_text(answer))
             else:
                 _add(app, f"/page/{file.name}", answer)
 
@@ -74,25 +74,25 @@ def _file(file: Path) -> Answer:
     return answer
 
 
-def _page_or_words(page: Answer) -> Answer:
+def _page_or_text(page: Answer) -> Answer:
     """The page for a browser, a few lines for a terminal."""
 
     async def front(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             response = await page(request)
         else:
-            response = PlainTextResponse(_words(request))
+            response = PlainTextResponse(_plain_text(request))
         response.headers["vary"] = "accept"
         return response
 
     return front
 
 
-def _words(request: Request) -> str:
-    site = site_of(request)
-    stage = site.service.stages.now
+def _plain_text(request: Request) -> str:
+    server = server_of(request)
+    stage = server.service.startup.now
     return (
-        f"tokenmill serves {site.name_of(site.service)}{'' if stage is None else f' soon ({stage})'}\n\n"
+        f"tokenmill serves {server.name_of(server.service)}{'' if stage is None else f' soon ({stage})'}\n\n"
         "Open this address in a browser to chat and to watch the engine.\n"
         "OpenAI's API is under /v1, Anthropic's at /v1/messages; /openapi.json describes all of it.\n"
         "/health/ready and /metrics tell how it fares.\n"

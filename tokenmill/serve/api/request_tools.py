@@ -1,4 +1,4 @@
-"""Toolbox: the tools of one request, how the model is told of them and how its calls are found."""
+"""RequestTools: the tools of one request, how the model is told of them and how its calls are found."""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ from typing import Any
 
 from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.api.chat_messages import Messages, template_input
-from tokenmill.serve.http.call import Call
+from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.tool_calls.allowed_tools import allowed_tools, restriction
 from tokenmill.serve.tool_calls.parsers import (
     Choice,
-    Parser,
+    ToolCallParser,
     checked_choice,
     checked_tools,
-    choice_form,
     format_of,
     parser_for,
+    structured_from_choice,
 )
 
 
-class Toolbox:
+class RequestTools:
     """Raises InvalidRequest for tools that are none."""
 
     def __init__(
-        self, call: Call, tools: list[dict[str, Any]] | None, choice: Any = None, parallel: bool | None = None
+        self,
+        context: RequestContext,
+        tools: list[dict[str, Any]] | None,
+        choice: Any = None,
+        parallel: bool | None = None,
     ) -> None:
-        self._call = call
+        self._context = context
         self._given = tools
         offered = checked_tools(tools)
         plain, self._tools = allowed_tools(choice, offered)
         self._only = len(self._tools) < len(offered)  # the model is told of tools that it may not call
         self._choice: Choice = checked_choice(plain, self._tools)
-        tokenizer = call.service.tokenizer
+        tokenizer = context.service.tokenizer
         self._template = tokenizer.chat_template if tokenizer is not None else None
         self._format = format_of(self._template)
         self._parallel = parallel is not False
-        self.form = choice_form(self._tools, self._choice, self._parallel)  # that the answer must have; None: any
+        self.structured = structured_from_choice(
+            self._tools, self._choice, self._parallel
+        )  # that the answer must have; None: any
 
     @property
     def restriction(self) -> StructuredOutput | None:
@@ -46,11 +52,11 @@ class Toolbox:
 
     async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
         """The token ids of a conversation."""
-        call = self._call
-        shown, options = await call.aside(
+        context = self._context
+        shown, options = await context.in_thread(
             template_input, messages, self._given, self._choice, self._template, variables
         )
-        return await call.service.chat_ids(shown, **options)
+        return await context.service.chat_ids(shown, **options)
 
-    def parser(self) -> Parser | None:
+    def parser(self) -> ToolCallParser | None:
         return parser_for(self._tools, self._choice, self._format, only=self._only)

@@ -9,15 +9,15 @@ import msgspec
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.serve.api.chat_messages import MOST_MESSAGES, Messages, normal_messages, text_of
-from tokenmill.serve.storage.stored_responses import Stored, StoredResponses
+from tokenmill.serve.storage.stored_responses import StoredResponse, StoredResponses
 
 Item = dict[str, Any]
 _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
-def referenced(given: str | list[Item], stored: StoredResponses, tenant: str) -> dict[str, Stored]:
+def referenced(given: str | list[Item], stored: StoredResponses, tenant: str) -> dict[str, StoredResponse]:
     """By their ids, the stored responses that items of an input refer to."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredResponse] = {}
     for item in given[:MOST_MESSAGES] if not isinstance(given, str) else ():  # more are refused below
         response = _response_of(item) if item.get("type") == "item_reference" else None
         if response is not None and response not in found and (kept := stored.get(tenant, response)) is not None:
@@ -25,7 +25,7 @@ def referenced(given: str | list[Item], stored: StoredResponses, tenant: str) ->
     return found
 
 
-def resolved(given: str | list[Item], found: Mapping[str, Stored], most: int) -> list[Item]:
+def resolved(given: str | list[Item], found: Mapping[str, StoredResponse], most: int) -> list[Item]:
     """An input as items; those of stored responses stand in the place of references to them, `most` bytes in all.
     Raises InvalidRequest."""
     if isinstance(given, str):
@@ -80,7 +80,7 @@ def _response_of(reference: Mapping[str, Any]) -> str | None:
 
 
 def _referenced(
-    where: str, item: Mapping[str, Any], found: Mapping[str, Stored], known: dict[str, dict[str, Item]]
+    where: str, item: Mapping[str, Any], found: Mapping[str, StoredResponse], known: dict[str, dict[str, Item]]
 ) -> Item:
     response, id = _response_of(item), item.get("id")
     if response is not None and response in found:
@@ -97,7 +97,7 @@ def items_of(kept: bytes) -> list[Item]:
     return items
 
 
-def history(chain: Sequence[Stored]) -> list[Item]:
+def history(chain: Sequence[StoredResponse]) -> list[Item]:
     """What was said in these responses, input and output."""
     return [item for stored in chain for part in (stored.given, stored.made) for item in items_of(part)]
 

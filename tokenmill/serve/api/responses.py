@@ -12,25 +12,25 @@ from starlette.responses import Response
 
 from tokenmill.outputs import RequestOutput
 from tokenmill.serve.api.chat_messages import Messages
-from tokenmill.serve.api.content_blocks import Block, Blocks, Change
-from tokenmill.serve.api.output_format import Cutter, encoded, token_logprobs, usage_of
-from tokenmill.serve.api.request_tools import Toolbox
+from tokenmill.serve.api.content_blocks import BlockChange, ContentBlock, ContentBlocks
+from tokenmill.serve.api.output_format import DeltaTracker, encoded, token_logprobs, usage_of
+from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.response_items import checked_items, history, messages_of, referenced, resolved
-from tokenmill.serve.api.sampling_params import format_form, make_params, one_form
+from tokenmill.serve.api.sampling_params import make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import ResponsesRequest
 from tokenmill.serve.engine_client.stream import Stream
 from tokenmill.serve.errors import GONE, HttpError
-from tokenmill.serve.http.call import Call, Lasting, told_error
-from tokenmill.serve.http.sse import EventStream, event
-from tokenmill.serve.storage.stored_responses import Stored
+from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
+from tokenmill.serve.http.sse import SSEResponse, event
+from tokenmill.serve.storage.stored_responses import StoredResponse
 
 _WITH_LOGPROBS = "message.output_text.logprobs"
 MOST_TOP_LOGPROBS = 20
 
 
-async def respond(call: Call, body: ResponsesRequest) -> Response:
-    _refuse_unsupported(call, body)
-    toolbox = Toolbox(call, body.tools, body.tool_choice, body.parallel_tool_calls)
+async def respond(context: RequestContext, body: ResponsesRequest) -> Response:
+    _refuse_unsupported(context, body)
+    tools = RequestTools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     params = make_params(
         body.max_output_tokens,
         body.top_k,
@@ -39,20 +39,21 @@ async def respond(call: Call, body: ResponsesRequest) -> Response:
         min_p=body.min_p,
         seed=body.seed,
         logprobs=_logprobs(body),
-        structured=one_form(format_form(body.text.format if body.text else None), toolbox.form) or toolbox.restriction,
+        structured=single_structured(structured_from_format(body.text.format if body.text else None), tools.structured)
+        or tools.restriction,
     )
-    draft = _Draft(call, body, toolbox)
-    stream = await call.submit(await draft.prompt(), params, body)
+    builder = _ResponseBuilder(context, body, tools)
+    stream = await context.submit(await builder.prompt(), params, body)
     if body.background:
-        return draft.go_on_alone(stream)
+        return builder.run_in_background(stream)
     if body.stream:
-        return EventStream(call, _Teller(call, body, stream, draft), last=b"", named=True)
-    [output] = await call.whole([stream])
-    return call.answer(await draft.finished(output))
+        return SSEResponse(context, _ResponseEncoder(context, body, stream, builder), last=b"", named=True)
+    [output] = await context.all_outputs([stream])
+    return context.answer(await builder.finished(output))
 
 
-def _refuse_unsupported(call: Call, body: ResponsesRequest) -> None:
-    kept = call.site.responses
+def _refuse_unsupported(context: RequestContext, body: ResponsesRequest) -> None:
+    kept = context.server.responses
     if body.conversation is not None:
         raise HttpError(
             400, "conversation is set, but there are none here; use previous_response_id", "unsupported", "conversation"
@@ -67,7 +68,7 @@ def _refuse_unsupported(call: Call, body: ResponsesRequest) -> None:
             raise HttpError(
                 400, "background is true, but the response is not stored; let it be", "unsupported", "background"
             )
-        if body.stream or call.request.scope.get("tokenmill.batch"):
+        if body.stream or context.request.scope.get("tokenmill.batch"):
             raise HttpError(
                 400, "background is true, which neither goes with stream nor in a batch; ask for the response later",
                 "unsupported", "background",
@@ -83,24 +84,24 @@ def _refuse_unsupported(call: Call, body: ResponsesRequest) -> None:
                 400, f"include has {wanted[:60]!r}; it may have {_WITH_LOGPROBS!r} only", "unsupported", "include"
             )
     if body.text is not None and body.text.verbosity is not None:
-        call.ignored.append("text.verbosity")
+        context.ignored.append("text.verbosity")
 
 
-class _Draft:
+class _ResponseBuilder:
     """A response in the making: what it is asked, and how it is told and stored when it is there."""
 
-    def __init__(self, call: Call, body: ResponsesRequest, toolbox: Toolbox) -> None:
-        self._call = call
+    def __init__(self, context: RequestContext, body: ResponsesRequest, tools: RequestTools) -> None:
+        self._context = context
         self._body = body
-        self._toolbox = toolbox
-        self._kept = call.site.responses
+        self._tools = tools
+        self._kept = context.server.responses
         self._begun = False  # it is stored already
-        self.id = f"resp_{call.id}"
-        self._stored: Stored | None = None  # None: it is not
+        self.id = f"resp_{context.id}"
+        self._stored: StoredResponse | None = None  # None: it is not
 
     async def prompt(self) -> list[int]:
         """The token ids of the conversation. Raises HttpError and InvalidRequest."""
-        body, tenant = self._body, self._call.tenant.name
+        body, tenant = self._body, self._context.tenant.name
         chain = self._kept.chain(tenant, body.previous_response_id)
         for stored in chain:
             if stored.status not in ("completed", "incomplete"):
@@ -108,7 +109,7 @@ class _Draft:
                     400, f"previous_response_id leads to {stored.id!r}, which is {stored.status}; choose another",
                     "invalid_value", "previous_response_id",
                 )  # fmt: skip
-        most = self._call.site.settings.max_body_bytes
+        most = self._context.server.settings.max_body_bytes
         if (size := sum(len(one.given) + len(one.made) for one in chain)) > most:
             raise HttpError(
                 400, f"previous_response_id leads to {size} bytes of conversation; at most {most} are read",
@@ -120,59 +121,59 @@ class _Draft:
             items = checked_items(resolved(body.input, found, most), self.id)
             return messages_of(body.instructions, [*history(chain), *items]), msgspec.json.encode(items)
 
-        messages, kept = await (asyncio.to_thread(read) if chain or found else self._call.aside(read))
+        messages, kept = await (asyncio.to_thread(read) if chain or found else self._context.in_thread(read))
         if self._kept.on and body.store is not False:
-            self._stored = Stored(self.id, body.previous_response_id, kept)
-        return await self._toolbox.prompt(messages)
+            self._stored = StoredResponse(self.id, body.previous_response_id, kept)
+        return await self._tools.prompt(messages)
 
-    def blocks(self) -> Blocks:
-        return Blocks(self._toolbox.parser())
+    def blocks(self) -> ContentBlocks:
+        return ContentBlocks(self._tools.parser())
 
     def told(self, items: Sequence[Any], output: RequestOutput | None) -> dict[str, Any]:
-        told = _response(self._call, self._body, items, output)
+        told = _response(self._context, self._body, items, output)
         return told | {"store": self._stored is not None}
 
     async def finished(self, output: RequestOutput) -> msgspec.Raw:
         """The whole response, kept where it is to be."""
         one = output.outputs[0]
 
-        def made() -> tuple[list[Block], list[msgspec.Raw]]:
-            blocks, logprobs = self.blocks(), _told_logprobs(self._call, self._body, one.token_ids, one.logprobs)
+        def made() -> tuple[list[ContentBlock], list[msgspec.Raw]]:
+            blocks, logprobs = self.blocks(), _logprobs_json(self._context, self._body, one.token_ids, one.logprobs)
             for _ in blocks.feed(one.text, last=True, logprobs=logprobs):
                 pass
-            return blocks.all, [encoded(_item(self._call, block)) for block in blocks.all]
+            return blocks.all, [encoded(_item(self._context, block)) for block in blocks.all]
 
         # With log-probabilities these can be very many entries, for which others should not wait.
         blocks, items = made() if one.logprobs is None else await asyncio.to_thread(made)
         return self.keep(blocks, self.told(items, output))
 
-    def keep(self, blocks: Sequence[Block], told: dict[str, Any]) -> msgspec.Raw:
-        response, stored, tenant = encoded(told), self._stored, self._call.tenant.name
+    def keep(self, blocks: Sequence[ContentBlock], told: dict[str, Any]) -> msgspec.Raw:
+        response, stored, tenant = encoded(told), self._stored, self._context.tenant.name
         if self._begun and self._kept.get(tenant, self.id) is None:
             stored = None  # it was deleted, or had to give way
         if stored is not None:
-            plain = [_item(self._call, Block(one.index, one.text, one.name, one.id)) for one in blocks]
+            plain = [_item(self._context, ContentBlock(one.index, one.text, one.name, one.id)) for one in blocks]
             stored.made, stored.response, stored.status = msgspec.json.encode(plain), bytes(response), told["status"]
             self._kept.keep(tenant, stored)
         return response
 
-    def go_on_alone(self, stream: Stream) -> Response:
+    def run_in_background(self, stream: Stream) -> Response:
         """Answer at once, and make the response when nobody waits for it."""
         assert self._stored is not None
-        self._stored.in_background, self._stored.cancel = True, self._call.cancel
+        self._stored.in_background, self._stored.cancel = True, self._context.cancel
         begun = self.keep([], self.told([], None))
         self._begun = True
         self._kept.make(self._stored, self._finish(stream))
-        return Lasting(bytes(begun), 200, self._call.headers(), "application/json")
+        return SelfClosingResponse(bytes(begun), 200, self._context.headers(), "application/json")
 
     async def _finish(self, stream: Stream) -> None:
-        status, call, stored = GONE, self._call, self._stored
+        status, context, stored = GONE, self._context, self._stored
         assert stored is not None
         try:
-            await self.finished(call.saw(await stream.last()))
+            await self.finished(context.record_output(await stream.last()))
             status = 200
         except Exception as problem:
-            error = call.problem = told_error(problem, call.id)
+            error = context.problem = logged_http_error(problem, context.id)
             status = error.status
             ended = {"status": "cancelled"} if error.code == "cancelled" else {
                 "status": "failed", "error": {"code": "server_error", "message": error.message},
@@ -180,7 +181,7 @@ class _Draft:
             self.keep([], self.told([], None) | ended)
         finally:
             stored.cancel = stored.task = None  # what is kept for hours must not hold the call with all that it asked
-            call.close(status)
+            context.close(status)
 
 
 def _logprobs(body: ResponsesRequest) -> int | None:
@@ -192,17 +193,21 @@ def _logprobs(body: ResponsesRequest) -> int | None:
     return (top or 0) if top or _WITH_LOGPROBS in (body.include or []) else None
 
 
-def _told_logprobs(call: Call, body: ResponsesRequest, tokens: list[int], tables: Any) -> list[msgspec.Raw]:
-    return [] if tables is None else token_logprobs(tokens, tables, body.top_logprobs or 0, call.service.tokenizer)
+def _logprobs_json(
+    context: RequestContext, body: ResponsesRequest, tokens: list[int], tables: Any
+) -> list[msgspec.Raw]:
+    return [] if tables is None else token_logprobs(tokens, tables, body.top_logprobs or 0, context.service.tokenizer)
 
 
-def _response(call: Call, body: ResponsesRequest, items: Sequence[Any], output: RequestOutput | None) -> dict[str, Any]:
+def _response(
+    context: RequestContext, body: ResponsesRequest, items: Sequence[Any], output: RequestOutput | None
+) -> dict[str, Any]:
     cut = output is not None and output.outputs[0].finish_reason == "length"
     status = "in_progress" if output is None else "incomplete" if cut else "completed"
     return {
-        "id": f"resp_{call.id}",
+        "id": f"resp_{context.id}",
         "object": "response",
-        "created_at": call.created,
+        "created_at": context.created,
         "completed_at": int(time.time()) if status == "completed" else None,
         "status": status,
         "background": bool(body.background),
@@ -211,14 +216,14 @@ def _response(call: Call, body: ResponsesRequest, items: Sequence[Any], output: 
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": call.model,
+        "model": context.model,
         "output": items,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": None,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": _told_format(body)},
+        "text": {"format": _format_json(body)},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
@@ -229,7 +234,7 @@ def _response(call: Call, body: ResponsesRequest, items: Sequence[Any], output: 
     }
 
 
-def _told_format(body: ResponsesRequest) -> Any:
+def _format_json(body: ResponsesRequest) -> Any:
     wanted = body.text.format if body.text else None
     if wanted is None:
         return {"type": "text"}
@@ -247,14 +252,14 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _item(call: Call, block: Block, status: str = "completed") -> dict[str, Any]:
+def _item(context: RequestContext, block: ContentBlock, status: str = "completed") -> dict[str, Any]:
     """A block as an output item."""
     if block.name is None:
         content = [_part(block)] if status == "completed" else []
-        id = f"msg_{call.id}_{block.index}"
+        id = f"msg_{context.id}_{block.index}"
         return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
     return {
-        "id": f"fc_{call.id}_{block.index}",
+        "id": f"fc_{context.id}_{block.index}",
         "type": "function_call",
         "status": status,
         "call_id": block.id,
@@ -263,78 +268,80 @@ def _item(call: Call, block: Block, status: str = "completed") -> dict[str, Any]
     }
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: ContentBlock) -> dict[str, Any]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
-class _Teller:
+class _ResponseEncoder:
     """The events of a response, numbered."""
 
-    def __init__(self, call: Call, body: ResponsesRequest, stream: Stream, draft: _Draft) -> None:
+    def __init__(
+        self, context: RequestContext, body: ResponsesRequest, stream: Stream, builder: _ResponseBuilder
+    ) -> None:
         self.streams = [stream]
-        self._call = call
+        self._context = context
         self._body = body
-        self._draft = draft
-        self._blocks, self._cutter = draft.blocks(), Cutter(1)
+        self._builder = builder
+        self._blocks, self._tracker = builder.blocks(), DeltaTracker(1)
         self._last: RequestOutput | None = None
         self._count = 0
 
-    def begin(self) -> bytes:
-        begun = self._draft.told([], None)
-        return self.tell("response.created", response=begun) + self.tell("response.in_progress", response=begun)
+    def start(self) -> bytes:
+        begun = self._builder.told([], None)
+        return self.event("response.created", response=begun) + self.event("response.in_progress", response=begun)
 
-    def news(self, number: int) -> bytes:
+    def update(self, number: int) -> bytes:
         follow = self.streams[number].follow
         if follow.finished:
-            self._last = self._call.saw(follow.output())
+            self._last = self._context.record_output(follow.output())
         return b"".join(
             self.change(change)
-            for delta in self._cutter.take(follow)
+            for delta in self._tracker.take(follow)
             for change in self._blocks.feed(
                 delta.text,
                 delta.finish is not None,
-                _told_logprobs(self._call, self._body, delta.token_ids, delta.logprobs),
+                _logprobs_json(self._context, self._body, delta.token_ids, delta.logprobs),
             )
         )
 
-    def end(self) -> bytes:
-        items = [_item(self._call, block) for block in self._blocks.all]
-        ended = self._draft.told(items, self._last)
-        return self.tell(f"response.{ended['status']}", response=self._draft.keep(self._blocks.all, ended))
+    def finish(self) -> bytes:
+        items = [_item(self._context, block) for block in self._blocks.all]
+        ended = self._builder.told(items, self._last)
+        return self.event(f"response.{ended['status']}", response=self._builder.keep(self._blocks.all, ended))
 
-    def tell(self, kind: str, **content: Any) -> bytes:
+    def event(self, kind: str, **content: Any) -> bytes:
         self._count += 1
         return event({"type": kind, "sequence_number": self._count - 1, **content}, kind)
 
-    def change(self, change: Change) -> bytes:
+    def change(self, change: BlockChange) -> bytes:
         block = change.block
-        at: dict[str, Any] = {"output_index": block.index, "item_id": _item(self._call, block)["id"]}
+        at: dict[str, Any] = {"output_index": block.index, "item_id": _item(self._context, block)["id"]}
         return self._text(change, at) if block.name is None else self._call_of(change, at)
 
-    def _text(self, change: Change, at: dict[str, Any]) -> bytes:
+    def _text(self, change: BlockChange, at: dict[str, Any]) -> bytes:
         block, inside = change.block, {**at, "content_index": 0}
         if change.what == "open":
-            item = _item(self._call, block, "in_progress")
-            return self.tell("response.output_item.added", output_index=block.index, item=item) + self.tell(
-                "response.content_part.added", **inside, part=_part(Block(block.index))
+            item = _item(self._context, block, "in_progress")
+            return self.event("response.output_item.added", output_index=block.index, item=item) + self.event(
+                "response.content_part.added", **inside, part=_part(ContentBlock(block.index))
             )
         if change.what == "grow":
-            return self.tell("response.output_text.delta", **inside, delta=change.text, logprobs=change.logprobs)
+            return self.event("response.output_text.delta", **inside, delta=change.text, logprobs=change.logprobs)
         return (
-            self.tell("response.output_text.done", **inside, text=block.text, logprobs=block.logprobs)
-            + self.tell("response.content_part.done", **inside, part=_part(block))
+            self.event("response.output_text.done", **inside, text=block.text, logprobs=block.logprobs)
+            + self.event("response.content_part.done", **inside, part=_part(block))
             + self._done(block)
         )
 
-    def _call_of(self, change: Change, at: dict[str, Any]) -> bytes:
+    def _call_of(self, change: BlockChange, at: dict[str, Any]) -> bytes:
         block = change.block
         if change.what == "open":
-            item = _item(self._call, Block(block.index, name=block.name, id=block.id), "in_progress")
-            return self.tell("response.output_item.added", output_index=block.index, item=item)
+            item = _item(self._context, ContentBlock(block.index, name=block.name, id=block.id), "in_progress")
+            return self.event("response.output_item.added", output_index=block.index, item=item)
         if change.what == "grow":
-            return self.tell("response.function_call_arguments.delta", **at, delta=change.text)
-        done = self.tell("response.function_call_arguments.done", **at, name=block.name, arguments=block.text)
+            return self.event("response.function_call_arguments.delta", **at, delta=change.text)
+        done = self.event("response.function_call_arguments.done", **at, name=block.name, arguments=block.text)
         return done + self._done(block)
 
-    def _done(self, block: Block) -> bytes:
-        return self.tell("response.output_item.done", output_index=block.index, item=_item(self._call, block))
+    def _done(self, block: ContentBlock) -> bytes:
+        return self.event("response.output_item.done", output_index=block.index, item=_item(self._context, block))

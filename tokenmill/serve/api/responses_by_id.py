@@ -9,18 +9,18 @@ from starlette.responses import Response
 
 from tokenmill.serve.api.response_items import history, items_of
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.call import json_response
 from tokenmill.serve.http.paging import ordered, page
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.request_context import json_response
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.tenants import Tenant
-from tokenmill.serve.storage.stored_responses import Stored
+from tokenmill.serve.storage.stored_responses import StoredResponse
 
 _PATIENCE = 5.0  # seconds for a response that is cancelled to end
 
 
-async def one_response(site: Site, request: Request, tenant: Tenant) -> Response:
+async def one_response(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """A stored response."""
-    stored = site.responses.found(tenant.name, request.path_params["name"])
+    stored = server.responses.found(tenant.name, request.path_params["name"])
     if request.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise HttpError(
             400, "stream is set, but a stored response is told as a whole; leave it out", "unsupported", "stream"
@@ -28,10 +28,10 @@ async def one_response(site: Site, request: Request, tenant: Tenant) -> Response
     return _told(stored)
 
 
-async def input_items(site: Site, request: Request, tenant: Tenant) -> Response:
+async def input_items(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """What a stored response answered: the conversation before it and its own input."""
-    stored = site.responses.found(tenant.name, request.path_params["name"])
-    before = site.responses.chain(tenant.name, stored.previous)
+    stored = server.responses.found(tenant.name, request.path_params["name"])
+    before = server.responses.chain(tenant.name, stored.previous)
     said = await asyncio.to_thread(lambda: [*history(before), *items_of(stored.given)])  # may be megabytes
     items = ordered(request, said, "desc")
     shown, more = page(request, items, lambda item: str(item["id"]))
@@ -39,9 +39,9 @@ async def input_items(site: Site, request: Request, tenant: Tenant) -> Response:
     return json_response({"object": "list", "data": shown, "has_more": more, **ends})
 
 
-async def cancel_response(site: Site, request: Request, tenant: Tenant) -> Response:
+async def cancel_response(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """End a response that is made in the background."""
-    stored = site.responses.found(tenant.name, request.path_params["name"])
+    stored = server.responses.found(tenant.name, request.path_params["name"])
     if not stored.in_background:
         raise HttpError(
             400, f"{stored.id!r} was not asked for with background, and only such a response can be cancelled",
@@ -53,14 +53,14 @@ async def cancel_response(site: Site, request: Request, tenant: Tenant) -> Respo
     return _told(stored)
 
 
-async def delete_response(site: Site, request: Request, tenant: Tenant) -> Response:
+async def delete_response(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Forget a response. Those that go on from it stay, but nothing can go on from them."""
-    stored = site.responses.found(tenant.name, request.path_params["name"])
-    site.responses.remove(tenant.name, stored.id)
+    stored = server.responses.found(tenant.name, request.path_params["name"])
+    server.responses.remove(tenant.name, stored.id)
     if stored.running and stored.cancel is not None:
         stored.cancel()
     return json_response({"id": stored.id, "object": "response", "deleted": True})
 
 
-def _told(stored: Stored) -> Response:
+def _told(stored: StoredResponse) -> Response:
     return Response(stored.response, media_type="application/json")

@@ -36,22 +36,22 @@ LEAST_SHARE = 1e-9  # of probability, above 0, which the engine does not know
 def sampling_params(
     body: Sampling,
     max_tokens: int | None,
-    form: StructuredOutput | None = None,
+    structured: StructuredOutput | None = None,
     restriction: StructuredOutput | None = None,
     **more: Any,
 ) -> SamplingParams:
-    """`form` is what tool_choice wants of the answer, if anything, and `restriction` what it wants of one that may have
-    any form (see `Toolbox`). Raises InvalidRequest and HttpError."""
+    """`structured` is what tool_choice wants of the answer, if anything, and `restriction` what it wants of one that
+    may have any form (see `RequestTools`). Raises InvalidRequest and HttpError."""
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.bad_words or body.min_tokens:  # no form goes together with these
         restriction = None
-    wanted = one_form(
-        format_form(body.response_format),
+    wanted = single_structured(
+        structured_from_format(body.response_format),
         cast(StructuredOutput | None, body.structured_outputs),
         None if body.regex is None else {"regex": body.regex},
         None if body.grammar is None else {"grammar": body.grammar},
         None if body.choice is None else {"choice": body.choice},
-        form,
+        structured,
     )
     return make_params(
         max_tokens,
@@ -94,7 +94,7 @@ def _check_list(name: str, value: str | list[Any] | dict[str, Any] | None) -> No
         )
 
 
-def format_form(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
+def structured_from_format(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
     """OpenAI's `response_format`, or the Responses API's `text.format`."""
     if wanted is None or wanted.type == "text":
         return None
@@ -113,10 +113,10 @@ def format_form(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput 
     )
 
 
-def one_form(*forms: StructuredOutput | None) -> StructuredOutput | None:
-    given = [form for form in forms if form]
+def single_structured(*forms: StructuredOutput | None) -> StructuredOutput | None:
+    given = [structured for structured in forms if structured]
     if len(given) > 1:
-        names = ", ".join(sorted(name for form in given for name in form))
+        names = ", ".join(sorted(name for structured in given for name in structured))
         raise HttpError(
             400,
             f"the form of the answer is asked for in {len(given)} ways ({names}); use one of response_format, regex, "

@@ -101,7 +101,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
-class Service(Struct, kw_only=True):
+class CommonOptions(Struct, kw_only=True):
     """What a client may say about how it is served, in every endpoint that generates."""
 
     model: str | None = None
@@ -116,7 +116,7 @@ class Service(Struct, kw_only=True):
     REFUSED: ClassVar[dict[str, str]] = {}  # what clients may send that cannot be done here, and why
 
 
-class Sampling(Service, kw_only=True):
+class Sampling(CommonOptions, kw_only=True):
     """How tokens are chosen, by the names that OpenAI's clients and those of other engines use."""
 
     temperature: _Temperature | None = None
@@ -197,7 +197,7 @@ class TextSettings(Struct, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Service, kw_only=True):
+class ResponsesRequest(CommonOptions, kw_only=True):
     """POST /v1/responses"""
 
     input: str | list[dict[str, Any]]
@@ -236,7 +236,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
     effort: str | None = None  # there is one kind of effort
 
 
-class MessagesRequest(Service, kw_only=True):
+class MessagesRequest(CommonOptions, kw_only=True):
     """POST /v1/messages"""
 
     messages: _Messages

@@ -12,38 +12,40 @@ from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.serve.api.chat_messages import normal_messages, template_input
 from tokenmill.serve.api.schemas import DetokenizeRequest, TokenizeRequest
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.call import Call, json_response
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.request_context import RequestContext, json_response
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.tenants import Tenant
 
 MOST_TOKENS = 1_000_000  # that are made text at once
 
 
-async def list_models(site: Site, request: Request, tenant: Tenant) -> Response:
+async def list_models(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """The models that are served."""
-    return json_response({"object": "list", "data": _models(site)})
+    return json_response({"object": "list", "data": _models(server)})
 
 
-async def one_model(site: Site, request: Request, tenant: Tenant) -> Response:
+async def one_model(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """One model by its name."""
     name = request.path_params["name"]
-    found = next((model for model in _models(site) if model["id"] == name), None)
-    if found is None and name in site.names():
-        found = _models(site)[0]
+    found = next((model for model in _models(server) if model["id"] == name), None)
+    if found is None and name in server.names():
+        found = _models(server)[0]
     if found is None:
-        raise site.no_model(name)
+        raise server.no_model(name)
     return json_response(found)
 
 
-def _models(site: Site) -> list[dict[str, Any]]:
-    services = [site.service] if site.service.degrade is None else [site.service, site.service.degrade]
-    names = [(name, site.service) for name in site.settings.names] or [(site.name_of(site.service), site.service)]
-    names += [(site.name_of(service), service) for service in services[1:]]
+def _models(server: ServerState) -> list[dict[str, Any]]:
+    services = [server.service] if server.service.degrade is None else [server.service, server.service.degrade]
+    names = [(name, server.service) for name in server.settings.names] or [
+        (server.name_of(server.service), server.service)
+    ]
+    names += [(server.name_of(service), service) for service in services[1:]]
     return [
         {
             "id": name,
             "object": "model",
-            "created": int(site.started),
+            "created": int(server.started),
             "owned_by": "tokenmill",
             "max_model_len": service.facts.max_len if hasattr(service, "facts") else None,
         }
@@ -51,30 +53,32 @@ def _models(site: Site) -> list[dict[str, Any]]:
     ]
 
 
-async def tokenize(call: Call, body: TokenizeRequest) -> Response:
+async def tokenize(context: RequestContext, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", "invalid_value", "prompt")
-    tokenizer = call.service.tokenizer
+    tokenizer = context.service.tokenizer
     if tokenizer is None:
         raise InvalidRequest("this server has no tokenizer; send token ids")
     if body.messages is not None:
-        messages = await call.aside(normal_messages, body.messages)
-        shown, options = await call.aside(template_input, messages, None, "none", tokenizer.chat_template)
-        ids = await call.service.chat_ids(shown, add_generation_prompt=body.add_generation_prompt, **options)
+        messages = await context.in_thread(normal_messages, body.messages)
+        shown, options = await context.in_thread(template_input, messages, None, "none", tokenizer.chat_template)
+        ids = await context.service.chat_ids(shown, add_generation_prompt=body.add_generation_prompt, **options)
     else:
-        text, most = body.prompt or "", call.service.facts.max_len if hasattr(call.service, "facts") else None
-        ids = await call.service.texts.run(len(text), tokenizer.encode, text, body.add_special_tokens, most)
-    told: dict[str, Any] = {"count": len(ids), "max_model_len": call.service.facts.max_len, "tokens": ids}
+        text, most = body.prompt or "", context.service.facts.max_len if hasattr(context.service, "facts") else None
+        ids = await context.service.texts.run(len(text), tokenizer.encode, text, body.add_special_tokens, most)
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": context.service.facts.max_len, "tokens": ids}
     if body.return_token_strs:
-        told["token_strs"] = await call.service.texts.run(len(ids), lambda: [tokenizer.id_to_token(id) for id in ids])
-    return call.answer(told)
+        told["token_strs"] = await context.service.texts.run(
+            len(ids), lambda: [tokenizer.id_to_token(id) for id in ids]
+        )
+    return context.answer(told)
 
 
-async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
-    tokenizer = call.service.tokenizer
+async def detokenize(context: RequestContext, body: DetokenizeRequest) -> Response:
+    tokenizer = context.service.tokenizer
     if tokenizer is None:
         raise InvalidRequest("this server has no tokenizer")
-    return call.answer({"prompt": await call.service.texts.run(len(body.tokens), _text_of, tokenizer, body)})
+    return context.answer({"prompt": await context.service.texts.run(len(body.tokens), _text_of, tokenizer, body)})
 
 
 def _text_of(tokenizer: Tokenizer, body: DetokenizeRequest) -> str:

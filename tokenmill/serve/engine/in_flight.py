@@ -1,4 +1,4 @@
-"""FlightRecorder: names the sequences an engine was working on, in a file that outlives it: a crash has suspects.
+"""InFlightFile: names the sequences an engine was working on, in a file that outlives it: a crash has suspects.
 
 A message would do as well, but the last one before a crash is the one that is lost. A mapped page is the kernel's.
 """
@@ -16,7 +16,7 @@ _COUNT = struct.Struct("<Q")
 _SIZE = _COUNT.size + 8 * MOST
 
 
-class FlightRecorder:
+class InFlightFile:
     """Written by the engine before every step; read by the front after the engine's death."""
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an engine process tells of its inside: its books, and every block and request for those who watch."""
+"""What an engine process reports of itself: its stats, and a snapshot of every block and request."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenmill.kv.pool import BlockPool
 from tokenmill.serve.engine import wire
 
 
-def stats_of(engine: Engine) -> wire.Stats:
+def stats_of(engine: Engine) -> wire.EngineStats:
     scheduler = engine.scheduler
     pool, cache, stats = scheduler.kv.pool, scheduler.kv.stats, scheduler.stats
     cached = sum(map(operator.gt, pool.has_content, pool.references))  # content and no reference: True > 0
-    return wire.Stats(
+    return wire.EngineStats(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting.num_tokens,
@@ -43,10 +43,10 @@ def _late_kernels() -> int:
     return launch.FIRST_LAUNCHES.count if launch is not None else 0
 
 
-def view_of(engine: Engine) -> wire.View:
+def view_of(engine: Engine) -> wire.EngineSnapshot:
     scheduler, now = engine.scheduler, engine.clock()
     rows = [
-        wire.RowView(
+        wire.SequenceSnapshot(
             key=int(request.id),
             running=request.row >= 0,
             prompt=request.prompt_len,
@@ -59,7 +59,7 @@ def view_of(engine: Engine) -> wire.View:
         )
         for request in scheduler.requests.values()
     ]
-    return wire.View(blocks_of(scheduler.kv.pool), rows)
+    return wire.EngineSnapshot(blocks_of(scheduler.kv.pool), rows)
 
 
 # references (at most 255) -> 0, 2 or 4; that plus whether the block has content -> its state

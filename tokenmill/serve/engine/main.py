@@ -32,7 +32,7 @@ from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 from tokenmill.serve.engine import process_priority, wire
-from tokenmill.serve.engine.in_flight import FlightRecorder
+from tokenmill.serve.engine.in_flight import InFlightFile
 from tokenmill.serve.engine.introspection import stats_of, view_of
 from tokenmill.serve.engine.startup import STARTING
 
@@ -43,24 +43,24 @@ UNLIMITED = 2**31 - 1
 MOST_MESSAGES = 256  # taken between two steps: a storm of them must not stop those who run
 _PR_SET_PDEATHSIG = 1
 
-Builder = Callable[[EngineConfig, Callable[[int, int, str], None]], "Served"]
+Builder = Callable[[EngineConfig, Callable[[int, int, str], None]], "LoadedEngine"]
 
 
 @dataclass(frozen=True)
-class Served:
+class LoadedEngine:
     """A built engine, and what the front has to know of it."""
 
     engine: Engine
-    hello: wire.Hello
+    ready: wire.EngineReady
     embed: Callable[[list[int], str], list[float]] | None = None  # tokens and pooling -> vector
 
 
 @dataclass(frozen=True)
-class Orders:
+class EngineArgs:
     """What the supervisor writes to the engine's standard input."""
 
     address: str  # of the front's socket
-    flight: str  # path of the flight record
+    in_flight: str  # path of the InFlightFile
     beat_seconds: float
     config: dict[str, Any]  # an EngineConfig
     niceness: int | None = None  # of the threads that compute, if the front has taken precedence
@@ -74,21 +74,21 @@ def main(build: Builder | None = None) -> int:
     faulthandler.enable()  # a crash, and the supervisor's SIGABRT to a hung engine, leave a traceback
     _die_with_parent()
     source = sys.stdin.fileno()
-    orders = Orders(**json.loads(_read_line(source)))
+    args = EngineArgs(**json.loads(_read_line(source)))
     threading.Thread(target=_leave_when_closed, args=(source,), daemon=True).start()
     context = zmq.Context(io_threads=1)
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    socket.connect(orders.address)
-    if orders.niceness is not None:  # only now: the thread that carries messages keeps the front's
-        process_priority.give_back(orders.niceness)
+    socket.connect(args.address)
+    if args.niceness is not None:  # only now: the thread that carries messages keeps the front's
+        process_priority.restore_priority(args.niceness)
     try:
         # The front bounds the queue; what it accepted and resubmits after a restart must fit.
-        config = replace(EngineConfig(**orders.config), max_queued_requests=UNLIMITED, max_queued_tokens=UNLIMITED)
+        config = replace(EngineConfig(**args.config), max_queued_requests=UNLIMITED, max_queued_tokens=UNLIMITED)
         with collector_paused():
-            served = (build or build_engine)(config, _Teller(socket))
+            loaded = (build or build_engine)(config, _ProgressReporter(socket))
         gc.freeze()  # what was loaded stays: a full collection would hold every answer up for a tenth of a second
-        socket.send(wire.encode(served.hello))
-        EngineLoop(served, socket, FlightRecorder(Path(orders.flight)), orders.beat_seconds).run()
+        socket.send(wire.encode(loaded.ready))
+        EngineLoop(loaded, socket, InFlightFile(Path(args.in_flight)), args.beat_seconds).run()
         return 0
     except Exception as error:
         if not isinstance(error, TokenmillError):  # whose sentence is enough, and the front says it
@@ -101,7 +101,7 @@ def main(build: Builder | None = None) -> int:
         context.term()
 
 
-def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Served:
+def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) -> LoadedEngine:
     """The real engine; torch is imported here."""
     tell(0, 0, STARTING)
     from tokenmill.engine.build import build, choose_device
@@ -114,12 +114,12 @@ def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) ->
     runner, settings = built.engine.runner, built.settings
     assert isinstance(runner, TorchRunner)
     embedder = Embedder(runner.decoder, settings.max_len, settings.max_step_tokens, settings.block_size)
-    return Served(built.engine, hello_of(built, device), embedder.vector)
+    return LoadedEngine(built.engine, ready_message(built, device), embedder.vector)
 
 
-def hello_of(built: Built, device: str) -> wire.Hello:
+def ready_message(built: Built, device: str) -> wire.EngineReady:
     settings = built.settings
-    return wire.Hello(
+    return wire.EngineReady(
         version=wire.VERSION,
         pid=os.getpid(),
         vocab_size=built.spec.vocab_size,
@@ -138,39 +138,41 @@ def hello_of(built: Built, device: str) -> wire.Hello:
 class EngineLoop:
     """Messages, then a step, then what it brought; asleep in the socket when there is nothing to do."""
 
-    def __init__(self, served: Served, socket: zmq.Socket[bytes], flight: FlightRecorder, beat_seconds: float) -> None:
-        self.engine = engine = served.engine
-        self._embed = served.embed
+    def __init__(
+        self, loaded: LoadedEngine, socket: zmq.Socket[bytes], in_flight: InFlightFile, beat_seconds: float
+    ) -> None:
+        self.engine = engine = loaded.engine
+        self._embed = loaded.embed
         self._socket = socket
-        self._runner = engine.runner = _WatchedRunner(engine.runner, flight)
+        self._runner = engine.runner = _InFlightRunner(engine.runner, in_flight)
         self._beat_seconds = beat_seconds
-        self._unopened: dict[str, Request] = {}  # the front does not know yet that they were let in
+        self._unadmitted: dict[str, Request] = {}  # the front does not know yet that they were let in
         self._to_embed: deque[wire.Embed] = deque()
-        self._turns = 0
-        self._last_beat = 0.0
-        self._rested = True  # the front knows that there is nothing to do
+        self._steps = 0
+        self._last_heartbeat = 0.0
+        self._idle_reported = True  # the front knows that there is nothing to do
 
     def run(self) -> None:
-        while self._obey():
+        while self._handle_messages():
             if self.engine.has_work:
-                self._turn()
+                self._run_step()
             if self._to_embed:  # one between two steps, so that neither kind of work stops the other
                 self._answer_embed(self._to_embed.popleft())
         self.engine.close()
 
-    def _turn(self) -> None:
+    def _run_step(self) -> None:
         self._runner.composition = (0, 0, 0)
         began = time.monotonic()
         deltas = self.engine.step()
-        self._turns += 1
-        self._rested = False
+        self._steps += 1
+        self._idle_reported = False
         scheduler = self.engine.scheduler
         pool = scheduler.kv.pool
         now = time.monotonic()
         decodes, prefill_rows, prefill_tokens = self._runner.composition
         self._send(
-            wire.Stepped(
-                number=self._turns,
+            wire.StepDone(
+                number=self._steps,
                 at=now,
                 seconds=now - began,
                 decodes=decodes,
@@ -180,35 +182,35 @@ class EngineLoop:
                 waiting=len(scheduler.waiting),
                 waiting_tokens=scheduler.waiting.num_tokens,
                 free_blocks=pool.num_free,
-                pieces=[self._piece(delta) for delta in deltas],
+                updates=[self._update(delta) for delta in deltas],
             )
         )
-        if now - self._last_beat >= self._beat_seconds:
-            self._beat()
+        if now - self._last_heartbeat >= self._beat_seconds:
+            self._send_heartbeat()
 
-    def _piece(self, delta: Delta) -> wire.Piece:
+    def _update(self, delta: Delta) -> wire.SequenceUpdate:
         request = delta.request
-        piece = wire.Piece(int(request.id), delta.tokens)
+        update = wire.SequenceUpdate(int(request.id), delta.tokens)
         if delta.logprobs:
-            piece.logprobs = wire.scored(delta.logprobs)
+            update.logprobs = wire.pack_logprobs(delta.logprobs)
         if delta.finished:
-            piece.finish = None if request.finish is None else str(request.finish)
-            piece.error = request.error
-            piece.fault = request.grammar is not None and request.grammar.error is not None
-        if self._unopened and self._unopened.pop(request.id, None) is not None:
+            update.finish = None if request.finish is None else str(request.finish)
+            update.error = request.error
+            update.request_fault = request.grammar is not None and request.grammar.error is not None
+        if self._unadmitted and self._unadmitted.pop(request.id, None) is not None:
             metrics = request.metrics
-            piece.opening = wire.Opening(metrics.first_scheduled, metrics.cached_tokens)
+            update.admitted = wire.Admitted(metrics.first_scheduled, metrics.cached_tokens)
             if request.params.prompt_logprobs is not None:
-                piece.opening.prompt_logprobs = wire.scored(request.prompt_logprobs)
-        return piece
+                update.admitted.prompt_logprobs = wire.pack_logprobs(request.prompt_logprobs)
+        return update
 
-    def _obey(self) -> bool:
+    def _handle_messages(self) -> bool:
         """Do what was asked for until now; sleep while there is nothing else to do. False: stop."""
         for _ in range(MOST_MESSAGES):
             idle = not self.engine.has_work and not self._to_embed
-            if idle and not self._rested:
-                self._rested = True
-                self._beat()
+            if idle and not self._idle_reported:
+                self._idle_reported = True
+                self._send_heartbeat()
             try:
                 data = self._socket.recv(0 if idle else zmq.NOBLOCK)
             except zmq.Again:
@@ -218,22 +220,24 @@ class EngineLoop:
                 case wire.Submit():
                     self._submit(message)
                 case wire.Cancel():
-                    self._unopened.pop(str(message.key), None)
+                    self._unadmitted.pop(str(message.key), None)
                     self.engine.cancel(str(message.key), Finish(message.why))
                 case wire.Ping():
-                    self._beat(message.view)
-                case wire.Forget():
+                    self._send_heartbeat(message.view)
+                case wire.ResetPrefixCache():
                     self.engine.reset_prefix_cache()
                 case wire.Embed():
                     self._to_embed.append(message)
-                case wire.Unembed(key):
+                case wire.CancelEmbed(key):
                     self._to_embed = deque(one for one in self._to_embed if one.key != key)
                 case wire.Stop():
                     return False
         return True
 
     def _submit(self, message: wire.Submit) -> None:
-        self._runner.note([sequence.key for sequence in message.sequences])  # a grammar may crash while it is compiled
+        self._runner.note_in_flight(
+            [sequence.key for sequence in message.sequences]
+        )  # a grammar may crash while it is compiled
         try:
             requests = self._requests(message)
             together = len(requests) > 1 and not any(sequence.output for sequence in message.sequences)
@@ -242,23 +246,23 @@ class EngineLoop:
             for request in requests[:1] if together else requests:
                 self.engine.add(request)
         except Exception as error:  # one request's trouble is no other's
-            fault = isinstance(error, InvalidRequest)
-            if not fault:
+            request_fault = isinstance(error, InvalidRequest)
+            if not request_fault:
                 traceback.print_exc()
-            text = str(error) if fault else f"{type(error).__name__}: {error}"
-            pieces = [
-                wire.Piece(sequence.key, [], finish=str(Finish.ERROR), error=text, fault=fault)
+            text = str(error) if request_fault else f"{type(error).__name__}: {error}"
+            updates = [
+                wire.SequenceUpdate(sequence.key, [], finish=str(Finish.ERROR), error=text, request_fault=request_fault)
                 for sequence in message.sequences
             ]
             now = time.monotonic()
-            self._send(wire.Stepped(self._turns, now, 0.0, 0, 0, 0, 0, 0, 0, 0, pieces))
+            self._send(wire.StepDone(self._steps, now, 0.0, 0, 0, 0, 0, 0, 0, 0, updates))
             return
-        self._runner.note([])
+        self._runner.note_in_flight([])
         for request in requests:
-            self._unopened[request.id] = request
+            self._unadmitted[request.id] = request
 
     def _answer_embed(self, message: wire.Embed) -> None:
-        self._rested = False
+        self._idle_reported = False
         try:
             if self._embed is None:
                 raise ConfigError("this engine gives no embeddings")
@@ -286,33 +290,33 @@ class EngineLoop:
             requests.append(request)
         return requests
 
-    def _beat(self, view: bool = False) -> None:
-        self._last_beat = time.monotonic()
+    def _send_heartbeat(self, view: bool = False) -> None:
+        self._last_heartbeat = time.monotonic()
         stats = stats_of(self.engine)
         seen = view_of(self.engine) if view else None
-        self._send(wire.Beat(self._turns, self._last_beat, self.engine.has_work, stats, seen))
+        self._send(wire.Heartbeat(self._steps, self._last_heartbeat, self.engine.has_work, stats, seen))
 
     def _send(self, message: wire.FromEngine) -> None:
         self._socket.send(wire.encode(message))
 
 
-class _WatchedRunner:
+class _InFlightRunner:
     """A runner that writes down who is in flight before it launches a step, and what the step is made of."""
 
-    def __init__(self, runner: Runner, flight: FlightRecorder) -> None:
+    def __init__(self, runner: Runner, in_flight: InFlightFile) -> None:
         self._inner = runner
-        self._flight = flight
+        self._in_flight = in_flight
         # A step is launched while the one before it runs; and what a commit breaks on was in the newest of them.
         self._newest: deque[list[int]] = deque(maxlen=2)
         self.composition = (0, 0, 0)  # of the step launched last: decodes, prefilling rows, their tokens
 
-    def note(self, more: list[int]) -> None:
+    def note_in_flight(self, more: list[int]) -> None:
         """Write down who is in flight, and whom else a crash would have to do with."""
-        self._flight.write([*(key for keys in self._newest for key in keys), *more])
+        self._in_flight.write([*(key for keys in self._newest for key in keys), *more])
 
     def launch(self, step: Step) -> Pending:
         self._newest.append([int(request.id) for request in step.requests])
-        self.note([])
+        self.note_in_flight([])
         singles = step.num_singles
         self.composition = (singles, len(step.rows) - singles, sum(step.counts[singles:]))
         return self._inner.launch(step)
@@ -327,7 +331,7 @@ class _WatchedRunner:
         return getattr(self._inner, name)
 
 
-class _Teller:
+class _ProgressReporter:
     """Passes on how far loading has come, not more often than anybody looks. Any thread may call it."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:

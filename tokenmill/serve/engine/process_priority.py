@@ -17,7 +17,7 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def take() -> None:
+def raise_priority() -> None:
     """This thread, and those that it starts from now on, go before others. Needs a privilege, and does without."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(niceness() - AHEAD, -20))
@@ -26,7 +26,7 @@ def take() -> None:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
 
 
-def give_back(niceness: int) -> None:
+def restore_priority(niceness: int) -> None:
     """Back in line, as are the threads started from now on; those that run already keep what they have."""
     if hasattr(os, "SCHED_RR"):
         with contextlib.suppress(OSError):

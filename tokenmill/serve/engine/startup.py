@@ -1,4 +1,4 @@
-"""Stages: what is being done to make an engine ready, and how far that is, for everybody who waits for it."""
+"""StartupProgress: what is being done to make an engine ready, and how far that is, for everybody who waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTED = 10_000  # more than this is bytes or parameters, which say less than 
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StartupStage:
     """One piece of work; `total` is 0 where nobody knows how much it is."""
 
     name: str  # downloading, loading weights, compiling kernels, ...
@@ -30,17 +30,17 @@ class Stage:
         return f"{self.name}, {self.done} of {self.total}"
 
 
-class Stages:
+class StartupProgress:
     """The newest stage of an engine that is not ready. Reports may come from any thread."""
 
     def __init__(self) -> None:
-        self.now: Stage | None = Stage(STARTING)  # None: it is ready
+        self.now: StartupStage | None = StartupStage(STARTING)  # None: it is ready
         self.progress: Callable[[int, int, str], None] | None = None  # of the first start: whoever sits at a terminal
         self._restart = False
         self._began = time.monotonic()
 
     def report(self, done: int, total: int, what: str) -> None:
-        before, self.now = self.now, Stage(what, done, total)
+        before, self.now = self.now, StartupStage(what, done, total)
         if self._restart:
             if before is None or before.name != what:
                 log.info("the engine is being started: %s", self.now)
@@ -51,9 +51,9 @@ class Stages:
         self.now, self._restart = None, True
 
     def lost(self) -> None:
-        self.now, self._began = Stage(STARTING), time.monotonic()
+        self.now, self._began = StartupStage(STARTING), time.monotonic()
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For /health; nothing where nothing is under way."""
         if (stage := self.now) is None:
             return {}

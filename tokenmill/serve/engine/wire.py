@@ -22,7 +22,7 @@ class Sequence(msgspec.Struct, array_like=True, frozen=True):
     output: list[int] = []  # what it has said already: not empty when it goes on after a restart
 
 
-class Scored(msgspec.Struct, array_like=True, frozen=True):
+class PackedLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """TokenLogprobs on the wire."""
 
     token: int
@@ -31,28 +31,28 @@ class Scored(msgspec.Struct, array_like=True, frozen=True):
     top: list[tuple[int, float]]
 
 
-class Piece(msgspec.Struct, array_like=True):
+class SequenceUpdate(msgspec.Struct, array_like=True):
     """What one step added to one sequence."""
 
     key: int
     tokens: list[int]
-    logprobs: list[Scored] | None = None
-    finish: str | None = None  # a Finish; set in the last piece only
+    logprobs: list[PackedLogprobs] | None = None
+    finish: str | None = None  # a Finish; set in the last update only
     error: str | None = None
-    opening: Opening | None = None  # with its first piece after a submission
-    fault: bool = False  # the error is of the request's own making: no other engine would do better
+    admitted: Admitted | None = None  # with its first update after a submission
+    request_fault: bool = False  # the error is of the request's own making: no other engine would do better
 
 
-class Opening(msgspec.Struct, array_like=True):
+class Admitted(msgspec.Struct, array_like=True):
     """What is known once a sequence has been let in."""
 
     scheduled: float | None  # when it first ran
     cached_tokens: int  # prompt tokens that the prefix cache supplied
-    prompt_logprobs: list[Scored] | None = None
+    prompt_logprobs: list[PackedLogprobs] | None = None
 
 
-class Stats(msgspec.Struct, array_like=True, frozen=True):
-    """The engine's books. Counters count since this engine process started."""
+class EngineStats(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's stats. Counters count since this engine process started."""
 
     running: int = 0
     waiting: int = 0
@@ -73,7 +73,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     late_kernels: int = 0  # compiled or loaded while requests waited for them
 
 
-class RowView(msgspec.Struct, array_like=True, frozen=True):
+class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):
     """A request in the engine, for those who watch."""
 
     key: int
@@ -87,11 +87,11 @@ class RowView(msgspec.Struct, array_like=True, frozen=True):
     age: float  # seconds since it arrived
 
 
-class View(msgspec.Struct, array_like=True, frozen=True):
+class EngineSnapshot(msgspec.Struct, array_like=True, frozen=True):
     """The inside of the engine: costs a walk over all blocks, so it is made only when asked for."""
 
     blocks: bytes  # one byte per block, see FREE..SHARED
-    rows: list[RowView]
+    rows: list[SequenceSnapshot]
 
 
 FREE, CACHED, USED, SHARED = 0, 1, 2, 3  # a block: empty; free with content; held by one; held by several
@@ -120,12 +120,12 @@ class Cancel(msgspec.Struct, array_like=True, tag=2):
 
 
 class Ping(msgspec.Struct, array_like=True, tag=3):
-    """Asks for a Beat."""
+    """Asks for a Heartbeat."""
 
     view: bool = False
 
 
-class Forget(msgspec.Struct, array_like=True, tag=4):
+class ResetPrefixCache(msgspec.Struct, array_like=True, tag=4):
     """Empty the prefix cache."""
 
 
@@ -141,7 +141,7 @@ class Embed(msgspec.Struct, array_like=True, tag=6):
     pooling: str  # mean or last
 
 
-class Unembed(msgspec.Struct, array_like=True, tag=7):
+class CancelEmbed(msgspec.Struct, array_like=True, tag=7):
     """Nobody waits for the vector of an Embed any more."""
 
     key: int
@@ -158,7 +158,7 @@ class Loading(msgspec.Struct, array_like=True, tag=21):
     what: str
 
 
-class Hello(msgspec.Struct, array_like=True, tag=22):
+class EngineReady(msgspec.Struct, array_like=True, tag=22):
     """The engine is ready, and these are the facts that a front needs."""
 
     version: int
@@ -175,7 +175,7 @@ class Hello(msgspec.Struct, array_like=True, tag=22):
     report: list[str]  # what was chosen and why, one line each
 
 
-class Stepped(msgspec.Struct, array_like=True, tag=23):
+class StepDone(msgspec.Struct, array_like=True, tag=23):
     """One turn of the loop. Sent after each, so its number growing is the sign of progress."""
 
     number: int  # turns of the loop since the process started
@@ -188,17 +188,17 @@ class Stepped(msgspec.Struct, array_like=True, tag=23):
     waiting: int
     waiting_tokens: int
     free_blocks: int  # with or without content
-    pieces: list[Piece]
+    updates: list[SequenceUpdate]
 
 
-class Beat(msgspec.Struct, array_like=True, tag=24):
+class Heartbeat(msgspec.Struct, array_like=True, tag=24):
     """Sent a few times per second while there is work, when the work ends, and when asked for."""
 
     number: int
     at: float
     busy: bool
-    stats: Stats
-    view: View | None = None
+    stats: EngineStats
+    view: EngineSnapshot | None = None
 
 
 class Embedded(msgspec.Struct, array_like=True, tag=25):
@@ -214,8 +214,8 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
     text: str
 
 
-ToEngine = Submit | Cancel | Ping | Forget | Stop | Embed | Unembed
-FromEngine = Loading | Hello | Stepped | Beat | Embedded | Fatal
+ToEngine = Submit | Cancel | Ping | ResetPrefixCache | Stop | Embed | CancelEmbed
+FromEngine = Loading | EngineReady | StepDone | Heartbeat | Embedded | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -234,9 +234,9 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _from_engine.decode(data)
 
 
-def scored(found: list[TokenLogprobs]) -> list[Scored]:
-    return [Scored(one.token, one.logprob, one.rank, one.top) for one in found]
+def pack_logprobs(found: list[TokenLogprobs]) -> list[PackedLogprobs]:
+    return [PackedLogprobs(one.token, one.logprob, one.rank, one.top) for one in found]
 
 
-def unscored(found: list[Scored]) -> list[TokenLogprobs]:
+def unpack_logprobs(found: list[PackedLogprobs]) -> list[TokenLogprobs]:
     return [TokenLogprobs(one.token, one.logprob, one.rank, one.top) for one in found]

@@ -117,7 +117,7 @@ class Admission:
         return RETRY_LEAST if drain is None else min(max(drain * min(share, 1.0), RETRY_LEAST), RETRY_MOST)
 
 
-class Breaker:
+class CircuitBreaker:
     """Opens when engines fail repeatedly; lets one request in after a while; closes when an engine does its work."""
 
     def __init__(self, settings: ServeSettings) -> None:

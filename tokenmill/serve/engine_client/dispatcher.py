@@ -1,4 +1,4 @@
-"""Desk: hands what the engine said to those who wait for it, and sees every request to its end."""
+"""Dispatcher: hands what the engine said to those who wait for it, and sees every request to its end."""
 
 from __future__ import annotations
 
@@ -10,74 +10,74 @@ from tokenmill.engine.request import Finish
 from tokenmill.follow import Follow
 from tokenmill.front import Front
 from tokenmill.serve.engine_client.remote_engine import RemoteEngine
-from tokenmill.serve.engine_client.stream import Stream, Ticket
+from tokenmill.serve.engine_client.stream import Stream, StreamState
 
 log = logging.getLogger("tokenmill.serve")
 
 EXPIRY_GRACE = 0.25  # seconds after a deadline before the front ends what the engine should have ended
 
 
-class Desk:
-    """One ticket per request that is not finished. Whatever ends a request, its ticket is closed exactly once."""
+class Dispatcher:
+    """One `StreamState` per request that is not finished. Whatever ends a request, it is closed exactly once."""
 
     front: Front  # there once an engine has told its facts
 
-    def __init__(self, remote: RemoteEngine, on_end: Callable[[Ticket], None]) -> None:
-        self.tickets: dict[str, Ticket] = {}
+    def __init__(self, remote: RemoteEngine, on_end: Callable[[StreamState], None]) -> None:
+        self.active: dict[str, StreamState] = {}
         self._remote = remote
         self._on_end = on_end
 
     def open(self, follow: Follow, generation: int) -> Stream:
         """Hand a prepared request to the engine. Raises what `Front.submit` raises."""
         self.front.submit(follow)
-        ticket = self.tickets[follow.id] = Ticket(follow, generation)
+        state = self.active[follow.id] = StreamState(follow, generation)
         if follow.timeout is not None:
             loop = asyncio.get_running_loop()
-            ticket.timer = loop.call_later(follow.timeout + EXPIRY_GRACE, self._expire, ticket)
-        return Stream(ticket, self.drop)
+            state.timer = loop.call_later(follow.timeout + EXPIRY_GRACE, self._expire, state)
+        return Stream(state, self.drop)
 
     def deliver(self, made: float | None = None) -> None:
         """Give what arrived to those who wait for it; `made` is when the engine made it."""
         for delta in self._remote.step():
             id = delta.request.id
-            ticket = self.tickets.get(id) or self.tickets.get(id.partition("/")[0])
+            state = self.active.get(id) or self.active.get(id.partition("/")[0])
             try:
                 moved = self.front.take_in([delta])
             except Exception as error:  # one answer that cannot be decoded is no other's trouble
                 log.exception("request %s cannot be followed", id)
-                if ticket is not None:
-                    ticket.follow.leader.error = f"{type(error).__name__}: {error}"
-                    self.drop(ticket, Finish.ERROR)
+                if state is not None:
+                    state.follow.leader.error = f"{type(error).__name__}: {error}"
+                    self.drop(state, Finish.ERROR)
                 continue
             if id in self._remote.at_fault:
                 self._remote.at_fault.discard(id)
-                if ticket is not None:
-                    ticket.at_fault = True
-            if moved and ticket is not None:
-                ticket.wake(made)
-                if ticket.follow.finished:
-                    self._close(ticket)
+                if state is not None:
+                    state.at_fault = True
+            if moved and state is not None:
+                state.wake(made)
+                if state.follow.finished:
+                    self._close(state)
 
-    def drop(self, ticket: Ticket, why: Finish = Finish.CANCELLED) -> None:
+    def drop(self, state: StreamState, why: Finish = Finish.CANCELLED) -> None:
         """End a request from this side."""
-        if self.tickets.get(ticket.follow.id) is not ticket:
+        if self.active.get(state.follow.id) is not state:
             return
-        for sequence in ticket.follow.sequences:
+        for sequence in state.follow.sequences:
             sequence.finish = sequence.finish or why
-        self.front.cancel(ticket.follow)
-        ticket.wake()
-        self._close(ticket)
+        self.front.cancel(state.follow)
+        state.wake()
+        self._close(state)
 
-    def _expire(self, ticket: Ticket) -> None:
+    def _expire(self, state: StreamState) -> None:
         """Its deadline has passed and no engine was there to say so."""
-        leader = ticket.follow.leader
+        leader = state.follow.leader
         late = self._remote.clock() - leader.arrival
         leader.error = leader.error or f"its deadline passed {late:.3f} s after it arrived"
-        self.drop(ticket, Finish.DEADLINE)
+        self.drop(state, Finish.DEADLINE)
 
-    def _close(self, ticket: Ticket) -> None:
-        if self.tickets.pop(ticket.follow.id, None) is None:
+    def _close(self, state: StreamState) -> None:
+        if self.active.pop(state.follow.id, None) is None:
             return
-        if ticket.timer is not None:
-            ticket.timer.cancel()
-        self._on_end(ticket)
+        if state.timer is not None:
+            state.timer.cancel()
+        self._on_end(state)

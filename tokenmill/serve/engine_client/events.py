@@ -1,4 +1,4 @@
-"""What a service tells those who watch it: steps, requests and the engine's fate, as plain data."""
+"""EventBus: what a service publishes: steps, requests, the engine's stats, starts and deaths, as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tokenmill.engine.request import Request
-from tokenmill.serve.engine.wire import Stats, Stepped
+from tokenmill.serve.engine.wire import EngineStats, StepDone
 
 log = logging.getLogger("tokenmill.serve")
 
@@ -33,7 +33,7 @@ class StepEvent:
     free_blocks: int
 
     @classmethod
-    def of(cls, message: Stepped, now: float, lag: float, tokens: int) -> StepEvent:
+    def of(cls, message: StepDone, now: float, lag: float, tokens: int) -> StepEvent:
         return cls(
             number=message.number,
             at=now - lag,
@@ -99,18 +99,18 @@ class EngineEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class BeatEvent:
-    """The engine's books, a few times per second while it works."""
+class StatsEvent:
+    """The engine's stats, a few times per second while it works."""
 
     at: float
-    stats: Stats
+    stats: EngineStats
 
 
-Event = StepEvent | RequestEvent | EngineEvent | BeatEvent
+Event = StepEvent | RequestEvent | EngineEvent | StatsEvent
 
 
-class Broadcast:
-    """Tells every listener every event."""
+class EventBus:
+    """Calls every listener with every event."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []

@@ -1,7 +1,8 @@
 """RemoteEngine: the front's side of an engine in another process. Keeps every request, so that the engine may die.
 
-A `Mirror` is a sequence as the front knows it: prompt, and the tokens that arrived. That is all a new engine needs to
-go on with it, because the noise of sampling is a function of (seed, position) and penalties are counted from tokens.
+A `RemoteSequence` is a sequence as the front knows it: prompt, and the tokens that arrived. That is all a new engine
+needs to go on with it, because the noise of sampling is a function of (seed, position) and penalties are counted from
+tokens.
 """
 
 from __future__ import annotations
@@ -17,34 +18,44 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.serve.engine import wire
 
 # A crash weighs 2, a kill from outside 1: the latter is rarely a request's fault, but may be (memory).
-CRASH, KILL = 2, 1
-SUSPECT = 4  # found at the same spot in this much trouble, a request is tried alone
-GUILTY = 2  # and with this much more while alone, it is given up
+CRASH_WEIGHT, KILL_WEIGHT = 2, 1
+ISOLATE_AT = 4  # of losses at the same spot: the request is then run alone
+GIVE_UP_AT = 2  # of losses while it ran alone: it then ends with an error
 
 
-class Mirror:
-    """One sequence, and its record with the engines it has lived through."""
+class RemoteSequence:
+    """One sequence, and the engine losses it was in flight in."""
 
-    __slots__ = ("failed_at", "group", "key", "opened", "request", "restarts", "sent", "suspicion", "trouble_alone")
+    __slots__ = (
+        "admitted",
+        "crash_weight",
+        "failed_at",
+        "group",
+        "isolated_crash_weight",
+        "key",
+        "request",
+        "restarts",
+        "sent",
+    )
 
-    def __init__(self, key: int, request: Request, group: list[Mirror]) -> None:
+    def __init__(self, key: int, request: Request, group: list[RemoteSequence]) -> None:
         self.key = key
         self.request = request
         self.group = group  # its siblings and itself, leader first; as long as none was let in they travel together
         self.sent = False  # to the engine that runs now
-        self.opened = False  # an engine has let it in
+        self.admitted = False  # an engine has let it in
         self.restarts = 0
         self.failed_at = -1  # tokens it had when an engine last died with it
-        self.suspicion = 0
-        self.trouble_alone = 0
+        self.crash_weight = 0
+        self.isolated_crash_weight = 0
 
 
 @dataclass(frozen=True)
-class Loss:
+class EngineLoss:
     """How an engine ended."""
 
     cause: str
-    weight: int = CRASH
+    weight: int = CRASH_WEIGHT
     in_flight: tuple[int, ...] = ()  # keys
 
 
@@ -53,7 +64,7 @@ class RemoteEngine:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.mirrors: dict[int, Mirror] = {}
+        self.sequences: dict[int, RemoteSequence] = {}
         self.queued = 0  # sequences that no engine has let in yet
         self.queued_tokens = 0  # their prompts, once per group
         self.at_fault: set[str] = set()  # ids of requests that ended with an error of their own making; to be emptied
@@ -63,35 +74,35 @@ class RemoteEngine:
         self._send: Callable[[wire.ToEngine], None] | None = None  # None: no engine
         self._deltas: list[Delta] = []
         self._offset: float | None = None  # our clock minus the engine's
-        self._suspects: deque[Mirror] = deque()  # to be tried alone
-        self._alone: Mirror | None = None
+        self._suspects: deque[RemoteSequence] = deque()  # to be tried alone
+        self._isolated: RemoteSequence | None = None
 
     # -- the verbs of an engine -------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self.mirrors or self._deltas)
+        return bool(self.sequences or self._deltas)
 
     def add(self, request: Request) -> None:
         if request.beams is not None:
             raise InvalidRequest("beam search is not served; leave beam_width unset, or use the offline API")
-        group: list[Mirror] = []
+        group: list[RemoteSequence] = []
         for one in [request, *request.followers]:
             self._last_key += 1
-            group.append(Mirror(self._last_key, one, group))
-        for mirror in group:
-            self.mirrors[mirror.key] = mirror
-            self._keys[mirror.request.id] = mirror.key
+            group.append(RemoteSequence(self._last_key, one, group))
+        for sequence in group:
+            self.sequences[sequence.key] = sequence
+            self._keys[sequence.request.id] = sequence.key
         self.queued += len(group)
         self.queued_tokens += request.prompt_len
-        if self._send is not None and self._alone is None:
+        if self._send is not None and self._isolated is None:
             self._submit(group)
         self.on_work()
 
     def cancel(self, id: str, why: Finish = Finish.CANCELLED) -> None:
         key = self._keys.get(id)
         if key is not None:
-            self.end(self.mirrors[key], why, report=False)
+            self.end(self.sequences[key], why, report=False)
 
     def step(self) -> list[Delta]:
         """What arrived since the last call."""
@@ -100,7 +111,7 @@ class RemoteEngine:
 
     def reset_prefix_cache(self) -> None:
         if self._send is not None:
-            self._send(wire.Forget())
+            self._send(wire.ResetPrefixCache())
 
     # -- what the supervisor tells ----------------------------------------------------------------------------
 
@@ -108,181 +119,182 @@ class RemoteEngine:
         """An engine is ready: everything unfinished goes on there."""
         self._send = send
         self._offset = None
-        self._go_on()
-        if self.mirrors:
+        self._send_unsent()
+        if self.sequences:
             self.on_work()
 
-    def lose(self, loss: Loss) -> None:
-        """The engine is gone. Who was in flight at the same spot too often is tried alone, and then convicted."""
+    def lose(self, loss: EngineLoss) -> None:
+        """The engine is gone. Who was in flight at the same spot too often is run alone, and ends with an error if the
+        engine dies with it again."""
         self._send = None
         # A request that was in two launched steps is named twice, and blamed once.
-        involved = [self.mirrors[key] for key in dict.fromkeys(loss.in_flight) if key in self.mirrors]
-        for mirror in self.mirrors.values():
-            mirror.restarts += mirror.sent
-            mirror.sent = False
-        alone = self._alone
-        if alone is not None:
-            if alone in involved:
-                alone.trouble_alone += loss.weight
-            if alone.trouble_alone >= GUILTY:
-                self._convict(alone, loss.cause)
+        involved = [self.sequences[key] for key in dict.fromkeys(loss.in_flight) if key in self.sequences]
+        for sequence in self.sequences.values():
+            sequence.restarts += sequence.sent
+            sequence.sent = False
+        isolated = self._isolated
+        if isolated is not None:
+            if isolated in involved:
+                isolated.isolated_crash_weight += loss.weight
+            if isolated.isolated_crash_weight >= GIVE_UP_AT:
+                self._fail_isolated(isolated, loss.cause)
             return
-        for mirror in involved:
-            progress = len(mirror.request.tokens)
-            if progress > mirror.failed_at:
-                mirror.suspicion = 0
-            mirror.failed_at = progress
-            mirror.suspicion += loss.weight
-            if mirror.suspicion >= SUSPECT and mirror not in self._suspects:
-                self._suspects.append(mirror)
+        for sequence in involved:
+            progress = len(sequence.request.tokens)
+            if progress > sequence.failed_at:
+                sequence.crash_weight = 0
+            sequence.failed_at = progress
+            sequence.crash_weight += loss.weight
+            if sequence.crash_weight >= ISOLATE_AT and sequence not in self._suspects:
+                self._suspects.append(sequence)
 
-    def take_in(self, message: wire.Stepped) -> float:
+    def take_in(self, message: wire.StepDone) -> float:
         """Turn what a step brought into deltas; returns how long the message was on its way, beyond the quickest."""
         now = self.clock()
         apart = now - message.at
         self._offset = apart if self._offset is None else min(self._offset, apart)
         at = message.at + self._offset
-        for piece in message.pieces:
-            mirror = self.mirrors.get(piece.key)
-            if mirror is not None:  # else it was cancelled meanwhile
-                self._add_piece(mirror, piece, at)
+        for update in message.updates:
+            sequence = self.sequences.get(update.key)
+            if sequence is not None:  # else it was cancelled meanwhile
+                self._apply_update(sequence, update, at)
         return apart - self._offset
 
-    def end(self, mirror: Mirror, why: Finish, error: str | None = None, report: bool = True) -> None:
+    def end(self, sequence: RemoteSequence, why: Finish, error: str | None = None, report: bool = True) -> None:
         """Finish a sequence from this side."""
-        request = mirror.request
+        request = sequence.request
         request.error = request.error or error
-        if mirror.sent and self._send is not None:
-            self._send(wire.Cancel(mirror.key, str(why)))
-        self._finish(mirror, why)
+        if sequence.sent and self._send is not None:
+            self._send(wire.Cancel(sequence.key, str(why)))
+        self._finish(sequence, why)
         if report:
             self._deltas.append(Delta(request, finished=True))
 
     def end_all(self, why: Finish, error: str) -> int:
         """Finish everything; returns how many sequences that were."""
-        ending = list(self.mirrors.values())
-        for mirror in ending:
-            if mirror.key in self.mirrors:
-                self.end(mirror, why, error)
+        ending = list(self.sequences.values())
+        for sequence in ending:
+            if sequence.key in self.sequences:
+                self.end(sequence, why, error)
         return len(ending)
 
-    def waiting(self) -> Iterator[Mirror]:
+    def waiting(self) -> Iterator[RemoteSequence]:
         """Sequences that no engine has let in yet, in the order they came."""
-        return (mirror for mirror in self.mirrors.values() if not mirror.opened)
+        return (sequence for sequence in self.sequences.values() if not sequence.admitted)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _add_piece(self, mirror: Mirror, piece: wire.Piece, at: float) -> None:
-        request = mirror.request
-        if piece.opening is not None:
-            self._open(mirror, piece.opening)
-        logprobs = wire.unscored(piece.logprobs) if piece.logprobs else []
-        if piece.tokens:
-            request.tokens += piece.tokens
-            request.metrics.token_times += [at] * len(piece.tokens)
+    def _apply_update(self, sequence: RemoteSequence, update: wire.SequenceUpdate, at: float) -> None:
+        request = sequence.request
+        if update.admitted is not None:
+            self._note_admitted(sequence, update.admitted)
+        logprobs = wire.unpack_logprobs(update.logprobs) if update.logprobs else []
+        if update.tokens:
+            request.tokens += update.tokens
+            request.metrics.token_times += [at] * len(update.tokens)
             if logprobs:
                 request.logprobs += logprobs
                 request.cumulative_logprob += sum(one.logprob for one in logprobs)
-        if piece.finish is not None:
-            request.error = piece.error
-            if piece.fault:
+        if update.finish is not None:
+            request.error = update.error
+            if update.request_fault:
                 self.at_fault.add(request.id)
             request.metrics.finished = at
-            self._finish(mirror, Finish(piece.finish))
-        self._deltas.append(Delta(request, piece.tokens, logprobs, piece.finish is not None))
-        if mirror is self._alone and piece.tokens:  # a finished one was released with its end
-            self._acquit(mirror)
+            self._finish(sequence, Finish(update.finish))
+        self._deltas.append(Delta(request, update.tokens, logprobs, update.finish is not None))
+        if sequence is self._isolated and update.tokens:  # a finished one was released with its end
+            self._release_isolated(sequence)
 
-    def _open(self, mirror: Mirror, opening: wire.Opening) -> None:
-        request, metrics = mirror.request, mirror.request.metrics
-        self._count_out(mirror)
+    def _note_admitted(self, sequence: RemoteSequence, admitted: wire.Admitted) -> None:
+        request, metrics = sequence.request, sequence.request.metrics
+        self._count_admitted(sequence)
         request.state = State.RUNNING
         if metrics.first_scheduled is None:
-            if opening.scheduled is not None and self._offset is not None:
-                metrics.first_scheduled = opening.scheduled + self._offset
-            metrics.cached_tokens = opening.cached_tokens
-        if opening.prompt_logprobs is not None:
-            request.prompt_logprobs = wire.unscored(opening.prompt_logprobs)
+            if admitted.scheduled is not None and self._offset is not None:
+                metrics.first_scheduled = admitted.scheduled + self._offset
+            metrics.cached_tokens = admitted.cached_tokens
+        if admitted.prompt_logprobs is not None:
+            request.prompt_logprobs = wire.unpack_logprobs(admitted.prompt_logprobs)
 
-    def _count_out(self, mirror: Mirror) -> None:
+    def _count_admitted(self, sequence: RemoteSequence) -> None:
         """It no longer waits to be let in."""
-        if not mirror.opened:
-            mirror.opened = True
+        if not sequence.admitted:
+            sequence.admitted = True
             self.queued -= 1
-            if mirror is mirror.group[0]:
-                self.queued_tokens -= mirror.request.prompt_len
+            if sequence is sequence.group[0]:
+                self.queued_tokens -= sequence.request.prompt_len
 
-    def _finish(self, mirror: Mirror, why: Finish) -> None:
-        request = mirror.request
-        self._count_out(mirror)
+    def _finish(self, sequence: RemoteSequence, why: Finish) -> None:
+        request = sequence.request
+        self._count_admitted(sequence)
         request.state = State.FINISHED
         request.finish = why
         if request.metrics.finished is None:
             request.metrics.finished = self.clock()
-        del self.mirrors[mirror.key]
-        if self._keys.get(request.id) == mirror.key:
+        del self.sequences[sequence.key]
+        if self._keys.get(request.id) == sequence.key:
             del self._keys[request.id]
-        if mirror in self._suspects:
-            self._suspects.remove(mirror)
-        if mirror is self._alone:
-            self._alone = None
-            self._go_on()
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
+        if sequence is self._isolated:
+            self._isolated = None
+            self._send_unsent()
 
-    def _convict(self, mirror: Mirror, cause: str) -> None:
-        for other in self.mirrors.values():  # the culprit is found: nobody else is under suspicion any more
-            other.suspicion = 0
+    def _fail_isolated(self, sequence: RemoteSequence, cause: str) -> None:
+        for other in self.sequences.values():  # the culprit is found: nobody else is under suspicion any more
+            other.crash_weight = 0
         self._suspects.clear()
-        self.end(mirror, Finish.ERROR, f"this request ended the engine again when it ran alone: {cause}")
+        self.end(sequence, Finish.ERROR, f"this request ended the engine again when it ran alone: {cause}")
 
-    def _acquit(self, mirror: Mirror) -> None:
+    def _release_isolated(self, sequence: RemoteSequence) -> None:
         """It got past the point where engines died with it."""
-        mirror.suspicion = mirror.trouble_alone = 0
-        if self._suspects and mirror.key in self.mirrors:  # the next one must have the engine to itself
-            self._withdraw(mirror)
-        self._alone = None
-        self._go_on()
+        sequence.crash_weight = sequence.isolated_crash_weight = 0
+        if self._suspects and sequence.key in self.sequences:  # the next one must have the engine to itself
+            self._withdraw(sequence)
+        self._isolated = None
+        self._send_unsent()
 
-    def _withdraw(self, mirror: Mirror) -> None:
+    def _withdraw(self, sequence: RemoteSequence) -> None:
         """Take a sequence off the engine without ending it. What the engine still says of it goes to its old key."""
         if self._send is not None:
-            self._send(wire.Cancel(mirror.key, str(Finish.CANCELLED)))
-        del self.mirrors[mirror.key]
+            self._send(wire.Cancel(sequence.key, str(Finish.CANCELLED)))
+        del self.sequences[sequence.key]
         self._last_key += 1
-        mirror.key = self._last_key
-        mirror.sent = False
-        self.mirrors[mirror.key] = mirror
-        self._keys[mirror.request.id] = mirror.key
+        sequence.key = self._last_key
+        sequence.sent = False
+        self.sequences[sequence.key] = sequence
+        self._keys[sequence.request.id] = sequence.key
 
-    def _go_on(self) -> None:
+    def _send_unsent(self) -> None:
         """Give the engine the next suspect, or everybody."""
         if self._send is None:
             return
-        if self._alone is None and self._suspects:
-            self._alone = self._suspects.popleft()
-            self._alone.trouble_alone = 0
-        if self._alone is not None:  # on a fresh engine, or behind another trial: nobody else is there to be blamed
-            if not self._alone.sent:
-                self._submit([self._alone])
+        if self._isolated is None and self._suspects:
+            self._isolated = self._suspects.popleft()
+            self._isolated.isolated_crash_weight = 0
+        if self._isolated is not None:  # on a fresh engine, or behind another trial: nobody else is there to be blamed
+            if not self._isolated.sent:
+                self._submit([self._isolated])
             return
         seen: set[int] = set()
-        for mirror in list(self.mirrors.values()):
-            if mirror.sent or mirror.key in seen:
+        for sequence in list(self.sequences.values()):
+            if sequence.sent or sequence.key in seen:
                 continue
-            group = [one for one in mirror.group if one.key in self.mirrors and not one.sent]
+            group = [one for one in sequence.group if one.key in self.sequences and not one.sent]
             seen.update(one.key for one in group)
-            if any(one.request.num_output or one.opened for one in group):
+            if any(one.request.num_output or one.admitted for one in group):
                 for one in group:
                     self._submit([one])
             else:
                 self._submit(group)
 
-    def _submit(self, group: Iterable[Mirror]) -> None:
+    def _submit(self, group: Iterable[RemoteSequence]) -> None:
         """Send sequences that share prompt and parameters."""
         assert self._send is not None
         group = list(group)
         request, now = group[0].request, self.clock()
         params = request.params
-        if params.prompt_logprobs is not None and (group[0].opened or group[0] is not group[0].group[0]):
+        if params.prompt_logprobs is not None and (group[0].admitted or group[0] is not group[0].group[0]):
             params = replace(params, prompt_logprobs=None)  # they are here, or with its leader
         self._send(
             wire.Submit(

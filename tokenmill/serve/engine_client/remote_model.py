@@ -20,17 +20,17 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class ServedElsewhere:
+class RemoteModel:
     """What Front wants to know, from what the engine said."""
 
     engine: RemoteEngine
     tokenizer: Tokenizer | None
     spec: Vocabulary
-    settings: wire.Hello  # for its max_len
+    settings: wire.EngineReady  # for its max_len
 
     @classmethod
-    def by(cls, hello: wire.Hello, engine: RemoteEngine, tokenizer: Tokenizer | None) -> ServedElsewhere:
-        return cls(engine, tokenizer, Vocabulary(hello.vocab_size, tuple(hello.eos_ids)), hello)
+    def from_ready(cls, facts: wire.EngineReady, engine: RemoteEngine, tokenizer: Tokenizer | None) -> RemoteModel:
+        return cls(engine, tokenizer, Vocabulary(facts.vocab_size, tuple(facts.eos_ids)), facts)
 
 
 def load_tokenizer(config: EngineConfig, progress: Progress | None) -> Tokenizer:

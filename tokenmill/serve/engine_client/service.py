@@ -15,17 +15,17 @@ from tokenmill.front import Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.serve.engine import wire
-from tokenmill.serve.engine.startup import Stages
-from tokenmill.serve.engine_client.admission import Admission, Breaker, Load, Unavailable
-from tokenmill.serve.engine_client.dispatcher import Desk
-from tokenmill.serve.engine_client.embeddings import Embeddings
-from tokenmill.serve.engine_client.events import BeatEvent, Broadcast, EngineEvent, Event, RequestEvent, StepEvent
-from tokenmill.serve.engine_client.remote_engine import Loss, RemoteEngine
-from tokenmill.serve.engine_client.remote_model import Progress, ServedElsewhere, load_tokenizer
-from tokenmill.serve.engine_client.stats import Books, ServiceStats
-from tokenmill.serve.engine_client.stream import Stream, Ticket
+from tokenmill.serve.engine.startup import StartupProgress
+from tokenmill.serve.engine_client.admission import Admission, CircuitBreaker, Load, Unavailable
+from tokenmill.serve.engine_client.dispatcher import Dispatcher
+from tokenmill.serve.engine_client.embeddings import EmbeddingClient
+from tokenmill.serve.engine_client.events import EngineEvent, Event, EventBus, RequestEvent, StatsEvent, StepEvent
+from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
+from tokenmill.serve.engine_client.remote_model import Progress, RemoteModel, load_tokenizer
+from tokenmill.serve.engine_client.stats import ServiceCounters, ServiceStats
+from tokenmill.serve.engine_client.stream import Stream, StreamState
 from tokenmill.serve.engine_client.supervisor import Supervisor
-from tokenmill.serve.engine_client.text_pool import SHORT, TextWork, size_of
+from tokenmill.serve.engine_client.text_pool import SHORT, TextPool, size_of
 from tokenmill.serve.settings import ServeSettings
 
 __all__ = ["Service", "ServiceStats", "Stream"]
@@ -40,7 +40,7 @@ class Service:
     async for output in stream: ...                               # RequestOutput, cumulative, newest only
     """
 
-    facts: wire.Hello  # vocabulary, lengths, model name, report lines; there after `start`
+    facts: wire.EngineReady  # vocabulary, lengths, model name, report lines; there after `start`
 
     def __init__(
         self, config: EngineConfig, settings: ServeSettings | None = None, degrade: Service | None = None
@@ -51,24 +51,24 @@ class Service:
         self.settings = settings or ServeSettings()
         self.degrade = degrade
         self.tokenizer: Tokenizer | None = None
-        self.texts = TextWork()
+        self.texts = TextPool()
         self._supervisor = Supervisor(config, self.settings, self)
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
-        self._embeddings = Embeddings()
-        self._embeddings.on_left = self._rest
+        self._embeddings = EmbeddingClient()
+        self._embeddings.on_left = self._note_idle
         self._admission = Admission(self.settings)
-        self._breaker = Breaker(self.settings)
-        self._books = Books()
-        self._desk = Desk(self._remote, self._ended)
-        self._tickets = self._desk.tickets
-        self._broadcast = Broadcast()
-        self._views: list[asyncio.Future[wire.View | None]] = []
+        self._breaker = CircuitBreaker(self.settings)
+        self._counters = ServiceCounters()
+        self._dispatcher = Dispatcher(self._remote, self._ended)
+        self._active = self._dispatcher.active
+        self._events = EventBus()
+        self._views: list[asyncio.Future[wire.EngineSnapshot | None]] = []
         self._state = "starting"
         self._changed = asyncio.Event()  # a request ended
-        self.stages = Stages()
+        self.startup = StartupProgress()
         self._last_step = 0.0
-        self._fruitless = 0  # engines in a row that were lost without having said anything
+        self._failures_in_a_row = 0  # engines in a row that were lost without having said anything
         self._load: tuple[float, Load] = (float("-inf"), Load())
         self._probe: str | None = None  # the request that the half-open breaker let in
 
@@ -76,9 +76,9 @@ class Service:
 
     async def start(self, progress: Progress | None = None) -> None:
         """Start the engine and return when it is ready. Raises ConfigError or ModelError with its own sentence."""
-        self.stages.progress = progress
+        self.startup.progress = progress
         if not self.config.skip_tokenizer_init:
-            self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self.stages.report)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self.startup.report)
         await self._supervisor.start()
 
     def set_engine_niceness(self, niceness: int) -> None:
@@ -90,14 +90,14 @@ class Service:
         their streams end with finish_reason "error" and an error that says that the server is going away."""
         self._state = "draining"
         deadline = self._remote.clock() + seconds
-        while (self._tickets or self._embeddings.pending) and (left := deadline - self._remote.clock()) > 0:
+        while (self._active or self._embeddings.pending) and (left := deadline - self._remote.clock()) > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
         why = "the server is shutting down and did not finish this; send it again"
-        handed_back = len(self._tickets) + self._embeddings.end_all(why)
+        handed_back = len(self._active) + self._embeddings.end_all(why)
         self._remote.end_all(Finish.ERROR, why)
-        self._desk.deliver()
+        self._dispatcher.deliver()
         return handed_back
 
     async def stop(self) -> None:
@@ -107,12 +107,12 @@ class Service:
         await self._supervisor.stop()
         self._remote.end_all(Finish.ERROR, "the server was stopped")
         self._embeddings.end_all("the server was stopped")
-        self._desk.deliver()
+        self._dispatcher.deliver()
 
     def ready(self) -> bool:
         """Whether a request would be worked on now: an engine is up, idle or completing steps; the breaker is shut."""
         now = self._remote.clock()
-        working = self._remote.mirrors or self._embeddings.pending
+        working = self._remote.sequences or self._embeddings.pending
         silent = working and now - self._last_step > self.settings.hang_seconds / 2
         return self._state == "ready" and not silent and self._breaker.state(now) != "open"
 
@@ -148,7 +148,7 @@ class Service:
             )
             return self._accept(follow)
         except TokenmillError:
-            self._books.refused += 1
+            self._counters.refused += 1
             raise
 
     def _accept(self, follow: Follow) -> Stream:
@@ -167,22 +167,22 @@ class Service:
         if wait is not None:
             raise Unavailable("the engine failed repeatedly and is being restarted; try again later", wait)
         try:
-            stream = self._desk.open(follow, self._supervisor.generation)
+            stream = self._dispatcher.open(follow, self._supervisor.generation)
         except TokenmillError:
             self._breaker.probe_ended()
             raise
         self._probe = follow.id if was_half_open else self._probe
-        self._books.accepted += 1
+        self._counters.accepted += 1
         leader = follow.leader
-        self._broadcast.emit(RequestEvent(follow.id, "accepted", now, leader.prompt_len, leader.priority))
+        self._events.emit(RequestEvent(follow.id, "accepted", now, leader.prompt_len, leader.priority))
         return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its stream gets a last output with finish_reason "cancelled". False: there is none."""
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._desk.drop(ticket)
-        return ticket is not None
+        state = self._active.get(request_id)
+        if state is not None:
+            self._dispatcher.drop(state)
+        return state is not None
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, checked against the model's length. Raises InvalidRequest."""
@@ -216,11 +216,11 @@ class Service:
 
     def stats(self) -> ServiceStats:
         """Counters and gauges; asks nobody."""
-        return self._books.stats(
+        return self._counters.stats(
             state=self._state,
             breaker=self._breaker.state(self._remote.clock()),
             generation=self._supervisor.generation,
-            active=len(self._tickets),
+            active=len(self._active),
             queued=self._remote.queued,
             queued_tokens=self._remote.queued_tokens,
             drain_seconds=self._admission.drain_seconds(self._current_load()),
@@ -228,19 +228,19 @@ class Service:
 
     def events(self, limit: int = 1024) -> AsyncIterator[Event]:
         """Everything that happens from now on. A reader that lags more than `limit` events loses the oldest."""
-        return self._broadcast.events(limit)
+        return self._events.events(limit)
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call `listener` with every event, on the event loop; for metrics. Returns what unsubscribes it."""
-        return self._broadcast.subscribe(listener)
+        return self._events.subscribe(listener)
 
-    async def view(self, timeout: float = 2.0) -> wire.View | None:
+    async def view(self, timeout: float = 2.0) -> wire.EngineSnapshot | None:
         """The inside of the engine (every block, every request); None where it does not answer in time."""
-        if self._state in ("starting", "stopped") or self._post is None:
+        if self._state in ("starting", "stopped") or self._send is None:
             return None
-        answer: asyncio.Future[wire.View | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.EngineSnapshot | None] = asyncio.get_running_loop().create_future()
         self._views.append(answer)
-        self._post(wire.Ping(view=True))
+        self._send(wire.Ping(view=True))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -248,131 +248,135 @@ class Service:
 
     def request_of(self, key: int) -> str | None:
         """The request id behind a key of a view."""
-        mirror = self._remote.mirrors.get(key)
-        return None if mirror is None else mirror.request.id
+        sequence = self._remote.sequences.get(key)
+        return None if sequence is None else sequence.request.id
 
     def leaders(self) -> list[Request]:
         """The first sequence of every request that is not finished."""
-        return [ticket.follow.leader for ticket in self._tickets.values()]
+        return [state.follow.leader for state in self._active.values()]
 
     def reset_prefix_cache(self) -> None:
         self._remote.reset_prefix_cache()
 
     # -- what the supervisor tells ----------------------------------------------------------------------------
 
-    _post: Callable[[wire.ToEngine], None] | None = None
+    _send: Callable[[wire.ToEngine], None] | None = None
 
     def engine_loading(self, message: wire.Loading) -> None:
         if self._state in ("starting", "restarting"):
-            self.stages.report(message.done, message.total, message.what)
+            self.startup.report(message.done, message.total, message.what)
 
-    def engine_ready(self, hello: wire.Hello, send: Callable[[wire.ToEngine], None]) -> None:
-        self.facts = hello
-        self._admission.max_step_tokens = hello.max_step_tokens
+    def engine_ready(self, facts: wire.EngineReady, send: Callable[[wire.ToEngine], None]) -> None:
+        self.facts = facts
+        self._admission.max_step_tokens = facts.max_step_tokens
         if self._state == "starting":
-            self._desk.front = Front(ServedElsewhere.by(hello, self._remote, self.tokenizer), self.config.seed)
+            self._dispatcher.front = Front(
+                RemoteModel.from_ready(facts, self._remote, self.tokenizer), self.config.seed
+            )
         if self._state in ("starting", "restarting"):
             self._state = "ready"
-        self.stages.ready()
+        self.startup.ready()
         self._last_step = self._remote.clock()
-        self._post = send
-        self._broadcast.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
+        self._send = send
+        self._events.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
         self._remote.attach(send)
         self._embeddings.attach(send)
 
-    def engine_said(self, message: wire.Stepped | wire.Beat | wire.Embedded) -> None:
+    def engine_message(self, message: wire.StepDone | wire.Heartbeat | wire.Embedded) -> None:
         match message:
-            case wire.Stepped():
-                self._stepped(message)
-            case wire.Beat():
-                self._beaten(message)
+            case wire.StepDone():
+                self._step_done(message)
+            case wire.Heartbeat():
+                self._heartbeat(message)
             case wire.Embedded():
-                self._last_step, self._fruitless = self._remote.clock(), 0
+                self._last_step, self._failures_in_a_row = self._remote.clock(), 0
                 self._embeddings.take_in(message)
-                self._rest()
+                self._note_idle()
 
-    def engine_lost(self, loss: Loss) -> float:
+    def engine_lost(self, loss: EngineLoss) -> float:
         now = self._remote.clock()
-        self._post = None
+        self._send = None
         if self._state == "ready":
             self._state = "restarting"
-        self.stages.lost()
-        self._books.lose_engine()
-        self._fruitless += 1
-        self._broadcast.emit(EngineEvent("died", now, loss.cause, self._supervisor.generation))
+        self.startup.lost()
+        self._counters.count_lost_engine()
+        self._failures_in_a_row += 1
+        self._events.emit(EngineEvent("died", now, loss.cause, self._supervisor.generation))
         self._remote.lose(loss)
         self._embeddings.lose(loss.cause)
         if self._breaker.failed(now):
-            self._broadcast.emit(EngineEvent("breaker_open", now, loss.cause, self._supervisor.generation))
-        if self._fruitless >= self.settings.give_up_after:
-            self._fruitless = 0
+            self._events.emit(EngineEvent("breaker_open", now, loss.cause, self._supervisor.generation))
+        if self._failures_in_a_row >= self.settings.give_up_after:
+            self._failures_in_a_row = 0
             why = f"the engine failed {self.settings.give_up_after} times in a row: {loss.cause}"
             self._remote.end_all(Finish.ERROR, why)
             self._embeddings.end_all(why)
-        self._desk.deliver()
-        if self._fruitless <= 1:
+        self._dispatcher.deliver()
+        if self._failures_in_a_row <= 1:
             return 0.0
-        return min(self.settings.backoff_seconds * 2.0 ** min(self._fruitless - 2, 16), self.settings.backoff_most)
+        return min(
+            self.settings.backoff_seconds * 2.0 ** min(self._failures_in_a_row - 2, 16), self.settings.backoff_most
+        )
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _stepped(self, message: wire.Stepped) -> None:
+    def _step_done(self, message: wire.StepDone) -> None:
         lag = self._remote.take_in(message)
         self._last_step = now = self._remote.clock()
-        tokens = sum(len(piece.tokens) for piece in message.pieces)
+        tokens = sum(len(update.tokens) for update in message.updates)
         if tokens:
-            self._fruitless = 0
+            self._failures_in_a_row = 0
         self._admission.learn_step(message.decodes, message.prefill_tokens, message.seconds)
-        self._desk.deliver(message.at)
-        self._broadcast.emit(StepEvent.of(message, now, lag, tokens))
+        self._dispatcher.deliver(message.at)
+        self._events.emit(StepEvent.of(message, now, lag, tokens))
 
-    def _beaten(self, message: wire.Beat) -> None:
-        self._books.engine = message.stats
+    def _heartbeat(self, message: wire.Heartbeat) -> None:
+        self._counters.engine = message.stats
         if message.view is not None:
             views, self._views = self._views, []
             for view in views:
                 if not view.done():
                     view.set_result(message.view)
         self._drop_hopeless()
-        self._broadcast.emit(BeatEvent(self._remote.clock(), message.stats))
+        self._events.emit(StatsEvent(self._remote.clock(), message.stats))
 
     @property
     def _front(self) -> Front:
-        return self._desk.front
+        return self._dispatcher.front
 
-    def _rest(self) -> None:
+    def _note_idle(self) -> None:
         """Something ended. An engine with nothing to do may be silent."""
         self._changed.set()
-        if not self._remote.mirrors and not self._embeddings.pending:
+        if not self._remote.sequences and not self._embeddings.pending:
             self._supervisor.expect_work(False)
 
     def _drop_hopeless(self) -> None:
         """Deadlines that can no longer be met even by an engine that did nothing else."""
         now = self._remote.clock()
-        for mirror in [one for one in self._remote.waiting() if one.request.deadline is not None]:
-            least = self._admission.prefill_seconds(mirror.request.prompt_len)
-            if least is not None and mirror.request.deadline is not None and now + least > mirror.request.deadline:
+        for sequence in [one for one in self._remote.waiting() if one.request.deadline is not None]:
+            least = self._admission.prefill_seconds(sequence.request.prompt_len)
+            if least is not None and sequence.request.deadline is not None and now + least > sequence.request.deadline:
                 why = f"its first token would take {least:.3g} s or more, past its deadline"
-                self._remote.end(mirror, Finish.DEADLINE, why)
-        self._desk.deliver()
+                self._remote.end(sequence, Finish.DEADLINE, why)
+        self._dispatcher.deliver()
 
-    def _ended(self, ticket: Ticket) -> None:
+    def _ended(self, state: StreamState) -> None:
         """A request has ended: count it, and learn from it."""
-        follow = ticket.follow
+        follow = state.follow
         now, leader = self._remote.clock(), follow.leader
         reason = str(follow.sequences[0].finish)
         output = sum(sequence.num_tokens for sequence in follow.sequences)
-        self._books.close(reason, leader.prompt_len, output, leader.metrics.cached_tokens)
+        self._counters.close(reason, leader.prompt_len, output, leader.metrics.cached_tokens)
         if reason in (Finish.STOP, Finish.LENGTH):
             self._admission.learn_answer(leader.num_output)
             if self._breaker.succeeded(now):
-                self._broadcast.emit(EngineEvent("breaker_closed", now, generation=self._supervisor.generation))
+                self._events.emit(EngineEvent("breaker_closed", now, generation=self._supervisor.generation))
         if self._probe == follow.id:
             self._probe = None
             self._breaker.probe_ended()
-        restarts = self._supervisor.generation - ticket.generation
-        self._broadcast.emit(RequestEvent.finished(follow.id, leader, now, reason, output, restarts))
-        self._rest()
+        restarts = self._supervisor.generation - state.generation
+        self._events.emit(RequestEvent.finished(follow.id, leader, now, reason, output, restarts))
+        self._note_idle()
 
     def _check_open(self) -> None:
         if self._state in ("draining", "stopped"):
@@ -385,15 +389,15 @@ class Service:
 
     def _check_started(self) -> None:
         if self._state == "starting":
-            raise Unavailable(f"the server is starting ({self.stages.now}); try again later", 5.0)
+            raise Unavailable(f"the server is starting ({self.startup.now}); try again later", 5.0)
 
     def _current_load(self) -> Load:
         """Computed anew a few times per second at most: a storm of refusals must not cost more than the work."""
         now = self._remote.clock()
         if now - self._load[0] > 0.1:
-            mirrors = self._remote.mirrors.values()
+            sequences = self._remote.sequences.values()
             expected = self._admission.expected_output
-            output = sum(expected(mirror.request.num_output, mirror.request.max_tokens) for mirror in mirrors)
-            rows = min(len(mirrors), self.facts.max_rows) if mirrors else 1
+            output = sum(expected(sequence.request.num_output, sequence.request.max_tokens) for sequence in sequences)
+            rows = min(len(sequences), self.facts.max_rows) if sequences else 1
             self._load = now, Load(self._remote.queued_tokens, output, max(1, rows))
         return self._load[1]

@@ -1,4 +1,4 @@
-"""Books: what a service counts, over all the engines it has had."""
+"""ServiceCounters: what a service counts, over all the engines it has had."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ServiceStats:
     """A service at this moment. The engine's own counters start anew when it is restarted; the totals here do not."""
 
     state: str  # starting, ready, restarting, draining, stopped
-    engine: wire.Stats  # as last reported
+    engine: wire.EngineStats  # as last reported
     breaker: str  # closed, open, half_open
     generation: int
     restarts: int
@@ -37,11 +37,11 @@ class ServiceStats:
     failed_steps: int
 
 
-class Books:
+class ServiceCounters:
     """What a service counts."""
 
     def __init__(self) -> None:
-        self.engine = wire.Stats()
+        self.engine = wire.EngineStats()
         self.past: Counter[str] = Counter()  # counters of engines that are gone
         self.accepted = self.refused = 0
         self.finished: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class Books:
             **gauges,
         )
 
-    def lose_engine(self) -> None:
+    def count_lost_engine(self) -> None:
         for name in COUNTERS:
             self.past[name] += getattr(self.engine, name)
-        self.engine = wire.Stats()
+        self.engine = wire.EngineStats()

@@ -15,12 +15,12 @@ class Stream:
     which builds nothing and wakes nobody. Leaving it (`aclose`, `async with`, or dropping it) cancels the request; a
     wait for what comes next that is itself cancelled (a timeout, say) does not, and the stream can be read on."""
 
-    def __init__(self, ticket: Ticket, drop: Callable[[Ticket], None]) -> None:
-        self.request_id = ticket.follow.id
-        self.prompt_token_ids = ticket.follow.prompt_ids
-        self.follow = ticket.follow
+    def __init__(self, state: StreamState, drop: Callable[[StreamState], None]) -> None:
+        self.request_id = state.follow.id
+        self.prompt_token_ids = state.follow.prompt_ids
+        self.follow = state.follow
         self.made: float | None = None  # when the engine made the oldest token that the last news brought
-        self._ticket = ticket
+        self._state = state
         self._drop = drop
         self._loop = asyncio.get_running_loop()
         self._over = False
@@ -28,14 +28,14 @@ class Stream:
     @property
     def at_fault(self) -> bool:
         """Whether the request itself caused the error that it ended with."""
-        return self._ticket.at_fault
+        return self._state.at_fault
 
     async def _news(self) -> bool:
         """Wait until `follow` has moved. False: the reader knows its end already."""
-        ticket = self._ticket
-        while not self._over and not ticket.moved:
-            ticket.waiter = self._loop.create_future()
-            await ticket.waiter
+        state = self._state
+        while not self._over and not state.moved:
+            state.waiter = self._loop.create_future()
+            await state.waiter
         if self._over:
             return False
         self.look()
@@ -43,20 +43,20 @@ class Stream:
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever `follow` has moved, in the middle of the delivery; it must `look`."""
-        self._ticket.listener = listener
-        if self._ticket.moved:
+        self._state.listener = listener
+        if self._state.moved:
             listener()
 
     def look(self) -> None:
         """The reader looks at `follow` now: what is there is no news any more."""
-        ticket = self._ticket
-        ticket.moved = False
-        self.made, ticket.made = ticket.made, None
+        state = self._state
+        state.moved = False
+        self.made, state.made = state.made, None
         self._over = self.follow.finished
 
     async def last(self) -> RequestOutput:
         """The complete answer; nobody is woken before it is there."""
-        self._ticket.patient = True
+        self._state.patient = True
         while await self._news() and not self._over:
             pass
         return self.follow.output()
@@ -73,7 +73,7 @@ class Stream:
     async def aclose(self) -> None:
         """Cancel the request unless it is finished."""
         self._over = True
-        self._drop(self._ticket)
+        self._drop(self._state)
 
     async def __aenter__(self) -> Stream:
         return self
@@ -83,10 +83,10 @@ class Stream:
 
     def __del__(self) -> None:
         if not self._over and not self._loop.is_closed():  # any thread may collect garbage
-            self._loop.call_soon_threadsafe(self._drop, self._ticket)
+            self._loop.call_soon_threadsafe(self._drop, self._state)
 
 
-class Ticket:
+class StreamState:
     """A request on its way, as its stream and the service share it."""
 
     __slots__ = ("at_fault", "follow", "generation", "listener", "made", "moved", "patient", "timer", "waiter")

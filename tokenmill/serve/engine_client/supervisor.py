@@ -22,14 +22,14 @@ import zmq.asyncio
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError, ModelError, TokenmillError
 from tokenmill.serve.engine import wire
-from tokenmill.serve.engine.in_flight import FlightRecorder
-from tokenmill.serve.engine.main import Orders
-from tokenmill.serve.engine_client.remote_engine import CRASH, KILL, Loss
+from tokenmill.serve.engine.in_flight import InFlightFile
+from tokenmill.serve.engine.main import EngineArgs
+from tokenmill.serve.engine_client.remote_engine import CRASH_WEIGHT, KILL_WEIGHT, EngineLoss
 from tokenmill.serve.settings import ServeSettings
 
 log = logging.getLogger("tokenmill.serve")
 
-LAST_WORDS = 0.2  # seconds that a dead engine's last messages may take to arrive
+LATE_MESSAGE_SECONDS = 0.2  # seconds that a dead engine's last messages may take to arrive
 GRACE = 2.0  # seconds for an engine that was asked to stop
 TICKS = 10  # looks at a busy engine per hang_seconds
 
@@ -39,11 +39,11 @@ class Owner(Protocol):
 
     def engine_loading(self, message: wire.Loading) -> None: ...
 
-    def engine_ready(self, hello: wire.Hello, send: Callable[[wire.ToEngine], None]) -> None: ...
+    def engine_ready(self, facts: wire.EngineReady, send: Callable[[wire.ToEngine], None]) -> None: ...
 
-    def engine_said(self, message: wire.Stepped | wire.Beat | wire.Embedded) -> None: ...
+    def engine_message(self, message: wire.StepDone | wire.Heartbeat | wire.Embedded) -> None: ...
 
-    def engine_lost(self, loss: Loss) -> float:
+    def engine_lost(self, loss: EngineLoss) -> float:
         """The engine is gone. Returns the seconds to wait before the next one is started."""
         ...
 
@@ -123,65 +123,67 @@ class Supervisor:
                 ready.set_exception(error)
             raise
 
-    async def _one_engine(self, ready: asyncio.Future[None]) -> tuple[Loss, Exception | None]:
+    async def _one_engine(self, ready: asyncio.Future[None]) -> tuple[EngineLoss, Exception | None]:
         """The life of one engine process."""
         assert self._folder is not None and self._context is not None
         self.generation += 1
         folder = Path(self._folder.name)
-        address, flight = f"ipc://{folder}/{self.generation}", folder / f"flight-{self.generation}"
-        FlightRecorder.create(flight)
+        address, in_flight_file = f"ipc://{folder}/{self.generation}", folder / f"in-flight-{self.generation}"
+        InFlightFile.create(in_flight_file)
         # A socket per engine: nothing that an old one said can be taken for the word of the new one.
         socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         socket.sndhwm = 0  # a send never waits: what is queued for the engine was admitted
         socket.bind(address)
-        orders = Orders(address, str(flight), self._settings.beat_seconds, asdict(self._config), self.niceness)
+        args = EngineArgs(
+            address, str(in_flight_file), self._settings.beat_seconds, asdict(self._config), self.niceness
+        )
         engine = _Process(self._settings.command or (sys.executable, "-m", "tokenmill.serve.engine.main"))
-        last_words: list[wire.Fatal] = []
+        fatal: list[wire.Fatal] = []
         tasks: list[asyncio.Task[str | None]] = []
         try:
-            await engine.start(orders)
-            reader = asyncio.create_task(self._listen(socket, ready, last_words))
+            await engine.start(args)
+            reader = asyncio.create_task(self._listen(socket, ready, fatal))
             exit = asyncio.create_task(engine.wait())
             tasks = [reader, exit, asyncio.create_task(self._watch_for_hangs())]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            verdict = None  # of our own; else the way it ended tells
+            reason = None  # of our own; else the way it ended tells
             if tasks[2] in done:
-                verdict = f"the engine hung: {tasks[2].result()}"
+                reason = f"the engine hung: {tasks[2].result()}"
             elif reader in done:  # it spoke what we do not understand
-                verdict = f"{type(reader.exception()).__name__}: {reader.exception()}"
-            if verdict is not None:
+                reason = f"{type(reader.exception()).__name__}: {reader.exception()}"
+            if reason is not None:
                 await engine.kill()
             await exit
-            if not last_words and not reader.done():
-                await asyncio.wait([reader], timeout=LAST_WORDS)
-            in_flight = tuple(FlightRecorder.read(flight))
-            return _judge(engine, verdict, last_words, in_flight), _to_raise(last_words)
+            if not fatal and not reader.done():
+                await asyncio.wait([reader], timeout=LATE_MESSAGE_SECONDS)
+            in_flight = tuple(InFlightFile.read(in_flight_file))
+            return _loss_of(engine, reason, fatal, in_flight), _to_raise(fatal)
         finally:
             self.pid = None
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._stopping and engine.running:
-                _post(socket, wire.Stop())
+                _send_nowait(socket, wire.Stop())
                 await engine.stop(GRACE)
             else:
                 await engine.kill()
             socket.close(linger=0)
-            for file in (flight, folder / str(self.generation)):
+            for file in (in_flight_file, folder / str(self.generation)):
                 file.unlink(missing_ok=True)
 
     async def _listen(
-        self, socket: zmq.asyncio.Socket, ready: asyncio.Future[None], last_words: list[wire.Fatal]
+        self, socket: zmq.asyncio.Socket, ready: asyncio.Future[None], fatal: list[wire.Fatal]
     ) -> str | None:
         while True:
             message = wire.decode_from_engine(await socket.recv())
             self._progress += 1
             match message:
-                case wire.Stepped() | wire.Beat() | wire.Embedded():
-                    self._owner.engine_said(message)
+                case wire.StepDone() | wire.Heartbeat() | wire.Embedded():
+                    self._owner.engine_message(message)
                 case wire.Loading():
                     self._owner.engine_loading(message)
-                case wire.Hello():
+                case wire.EngineReady():
                     if message.version != wire.VERSION:
                         raise StartFailed(
                             f"the engine speaks version {message.version} of the wire, the front {wire.VERSION}; "
@@ -190,11 +192,11 @@ class Supervisor:
                     # The next engine must hold what was accepted under this one's lengths.
                     self._config = replace(self._config, max_model_len=message.max_len)
                     self.pid = message.pid
-                    self._owner.engine_ready(message, lambda one: _post(socket, one))
+                    self._owner.engine_ready(message, lambda one: _send_nowait(socket, one))
                     if not ready.done():
                         ready.set_result(None)
                 case wire.Fatal():
-                    last_words.append(message)
+                    fatal.append(message)
 
     async def _watch_for_hangs(self) -> str | None:
         """Returns when the engine made no progress for too long, though it had something to do."""
@@ -225,7 +227,7 @@ class _Process:
         self._errors: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=20)
 
-    async def start(self, orders: Orders) -> None:
+    async def start(self, args: EngineArgs) -> None:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -233,7 +235,7 @@ class _Process:
             process_group=0,
         )
         assert self._process.stdin is not None and self._process.stderr is not None
-        self._process.stdin.write(orders.line())
+        self._process.stdin.write(args.line())
         self._errors = asyncio.create_task(self._pass_on(self._process.stderr))
 
     @property
@@ -253,7 +255,7 @@ class _Process:
         assert self._process is not None
         await self._process.wait()
         if self._errors is not None:
-            await asyncio.wait([self._errors], timeout=LAST_WORDS)
+            await asyncio.wait([self._errors], timeout=LATE_MESSAGE_SECONDS)
         return None
 
     async def stop(self, seconds: float) -> None:
@@ -299,36 +301,38 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return b"...\n"
 
 
-def _post(socket: zmq.asyncio.Socket, message: wire.ToEngine) -> None:
+def _send_nowait(socket: zmq.asyncio.Socket, message: wire.ToEngine) -> None:
     """A send that fails was to an engine that is gone, and its successor will get everything anew."""
     with contextlib.suppress(zmq.ZMQError):
-        asyncio.ensure_future(socket.send(wire.encode(message))).add_done_callback(_heed)
+        asyncio.ensure_future(socket.send(wire.encode(message))).add_done_callback(_ignore_failure)
 
 
-def _heed(sent: asyncio.Future[Any]) -> None:
+def _ignore_failure(sent: asyncio.Future[Any]) -> None:
     if not sent.cancelled():
         sent.exception()  # what nobody asks for is written into the log
 
 
-def _judge(engine: _Process, verdict: str | None, last_words: list[wire.Fatal], in_flight: tuple[int, ...]) -> Loss:
-    if verdict is not None:
-        return Loss(verdict, CRASH, in_flight)
-    if last_words:
-        return Loss(f"{last_words[0].kind}: {last_words[0].text}", CRASH, in_flight)
+def _loss_of(engine: _Process, reason: str | None, fatal: list[wire.Fatal], in_flight: tuple[int, ...]) -> EngineLoss:
+    if reason is not None:
+        return EngineLoss(reason, CRASH_WEIGHT, in_flight)
+    if fatal:
+        return EngineLoss(f"{fatal[0].kind}: {fatal[0].text}", CRASH_WEIGHT, in_flight)
     if engine.code == -signal.SIGKILL:
-        return Loss("the engine process was killed from outside, or by the kernel for memory", KILL, in_flight)
+        return EngineLoss(
+            "the engine process was killed from outside, or by the kernel for memory", KILL_WEIGHT, in_flight
+        )
     said = f" ({engine.last_line})" if engine.last_line else ""
     if engine.code is not None and engine.code < 0:
-        return Loss(f"the engine process died of {_signal_name(-engine.code)}{said}", CRASH, in_flight)
-    return Loss(f"the engine process ended with status {engine.code}{said}", CRASH, in_flight)
+        return EngineLoss(f"the engine process died of {_signal_name(-engine.code)}{said}", CRASH_WEIGHT, in_flight)
+    return EngineLoss(f"the engine process ended with status {engine.code}{said}", CRASH_WEIGHT, in_flight)
 
 
-def _to_raise(last_words: list[wire.Fatal]) -> Exception | None:
+def _to_raise(fatal: list[wire.Fatal]) -> Exception | None:
     """An error of the engine's build, as the same error here."""
     kinds: dict[str, type[TokenmillError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
-    if not last_words:
+    if not fatal:
         return None
-    word = last_words[0]
+    word = fatal[0]
     return kinds[word.kind](word.text) if word.kind in kinds else StartFailed(f"{word.kind}: {word.text}")
 
 

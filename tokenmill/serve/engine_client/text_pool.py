@@ -1,4 +1,4 @@
-"""TextWork: what is done with a client's texts, in threads, so that the event loop goes on."""
+"""TextPool: what is done with a client's texts, in threads, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = 65_536  # characters: of these only a few are worked on at a time, and no
 THREADS = 2
 
 
-class TextWork:
+class TextPool:
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(THREADS, "tokenmill-texts")  # started when they are needed
 

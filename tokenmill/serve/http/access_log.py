@@ -1,4 +1,4 @@
-"""Record: what is noted of one request for those who run the server: its line in the log, its counts, its trace."""
+"""RequestRecord: what operators get to see of one request: its line in the access log, its counts, its trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.server_state import Site
+from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.observe.logs import LONGEST_PATH
 
 log = logging.getLogger("tokenmill.serve.access")
@@ -19,13 +19,13 @@ log = logging.getLogger("tokenmill.serve.access")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class Record:
+class RequestRecord:
     """Begun with a request's head, ended once with its answer."""
 
-    def __init__(self, site: Site, request: Request) -> None:
+    def __init__(self, server: ServerState, request: Request) -> None:
         self.id = uuid.uuid4().hex
-        self.trace = None if site.tracing is None else site.tracing.begin(request, self.id, route_of(request))
-        self._site = site
+        self.trace = None if server.tracing is None else server.tracing.begin(request, self.id, route_of(request))
+        self._server = server
         self._request = request
         self._began = time.monotonic()
 
@@ -43,7 +43,7 @@ class Record:
         """Count the request and write it into the log. What `told` has as None is not mentioned."""
         scope, code = self._request.scope, None if error is None else error.code
         if "tokenmill.owner" not in scope:  # what a batch asks is not over HTTP, and is asked until there is room
-            self._site.metrics.http_ended(route_of(self._request), status, code)
+            self._server.metrics.http_ended(route_of(self._request), status, code)
         if self.trace is not None:
             self.trace.end(status, told or {}, error)
         client = scope.get("client")

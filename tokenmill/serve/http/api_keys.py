@@ -35,7 +35,7 @@ def hash_of(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-class KeyRing:
+class ApiKeys:
     """Finds the tenant of a key. Without a file everybody is the same nameless tenant."""
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:

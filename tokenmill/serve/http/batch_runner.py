@@ -1,4 +1,4 @@
-"""Batches: works on jobs of many requests in the background, and goes on with them after a restart."""
+"""BatchRunner: works on jobs of many requests in the background, and goes on with them after a restart."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ log = logging.getLogger("tokenmill.serve")
 PARALLEL = 16  # requests of one batch at a time: the others of its class must also get their turn
 MOST = 256  # requests of all batches together
 WINDOW = 24 * 3600.0  # seconds after which a batch does not try any longer
-LATER = (429, 503)  # the server has no room for it now
+RETRY_STATUSES = (429, 503)  # the server has no room for it now
 _PATIENCE = 5.0  # seconds, where the server does not say
 _NO_ROOM = msgspec.json.encode(
     openai_shape(HttpError(413, "there is no room to keep this answer; delete files and batches", "storage_full"))
 )
 
 # (job, endpoint, body) -> (status, seconds to wait or None, body)
-Ask = Callable[[Job, str, bytes], Awaitable[tuple[int, float | None, bytes]]]
+SendRequest = Callable[[Job, str, bytes], Awaitable[tuple[int, float | None, bytes]]]
 
 
-class Batches:
+class BatchRunner:
     """`ask` answers one request as if a client of that job's tenant had sent it. Of answers beyond `most_bytes` that a
     tenant keeps, only that there was no room for them is kept."""
 
     def __init__(
-        self, store: JobStore, ask: Ask, clock: Callable[[], float] = time.time, most_bytes: float = math.inf
+        self, store: JobStore, ask: SendRequest, clock: Callable[[], float] = time.time, most_bytes: float = math.inf
     ) -> None:
         self.store = store
         self._ask = ask
@@ -110,7 +110,7 @@ class Batches:
         while True:
             async with self._room:
                 status, wait, said = await self._ask(job, endpoint, body)
-            if status not in LATER or self._clock() > job.created + WINDOW:
+            if status not in RETRY_STATUSES or self._clock() > job.created + WINDOW:
                 break
             await asyncio.sleep(_PATIENCE if wait is None else wait)
         if self.store.stored[job.owner] + len(said) > self._most_bytes:

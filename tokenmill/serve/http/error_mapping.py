@@ -8,7 +8,7 @@ from tokenmill.serve.errors import HttpError
 from tokenmill.serve.storage.journal import JournalFull
 
 
-def refusal_of(error: Exception, request_id: str) -> HttpError:
+def http_error_of(error: Exception, request_id: str) -> HttpError:
     """What to tell of an error that somebody raised."""
     match error:
         case HttpError():

@@ -1,4 +1,4 @@
-"""Decodes a large JSON object in pieces: the decoder lets no other thread run while it is at work on one."""
+"""Decodes a large JSON object in chunks: the decoder lets no other thread run while it is at work on one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-PIECE = 1 << 18  # bytes: less than a millisecond
+CHUNK = 1 << 18  # bytes: less than a millisecond
 DEEPEST = 8  # levels that are taken apart: each is looked through once more, and texts of messages are at the sixth
 _BACKSLASH = ord("\\")
 _LONGEST_ESCAPE = 6  # bytes: \uXXXX
@@ -19,14 +19,14 @@ _array = msgspec.json.Decoder(list[msgspec.Raw])
 def decode(body: bytes) -> Any:
     """What msgspec.json.decode returns for `body`. Raises what that raises."""
     body = body.strip()
-    if len(body) <= PIECE or not body.startswith(b"{"):
+    if len(body) <= CHUNK or not body.startswith(b"{"):
         return msgspec.json.decode(body)
     return _value(body)
 
 
 def _value(part: bytes, level: int = 1) -> Any:
     """Of a part whose syntax is known to be right: whoever found its end has looked through it."""
-    if len(part) <= PIECE:
+    if len(part) <= CHUNK:
         return msgspec.json.decode(part)
     match part[:1]:
         case b"{" | b"[" if level > DEEPEST:
@@ -47,7 +47,7 @@ def _numbers(part: bytes) -> list[Any]:
     values: list[Any] = []
     at, last = 1, len(part) - 1
     while at <= last:
-        comma = part.find(b",", at + PIECE // 4)
+        comma = part.find(b",", at + CHUNK // 4)
         end = last if comma < 0 else comma
         values += msgspec.json.decode(b"[%b]" % part[at:end])
         at = end + 1
@@ -55,19 +55,19 @@ def _numbers(part: bytes) -> list[Any]:
 
 
 def _string(part: bytes) -> str:
-    pieces = []
+    chunks = []
     at, last = 1, len(part) - 1
     while at < last:
-        end = last if last - at <= PIECE else _cut(part, at, last)
-        pieces.append(msgspec.json.decode(b'"%b"' % part[at:end]))
+        end = last if last - at <= CHUNK else _cut(part, at, last)
+        chunks.append(msgspec.json.decode(b'"%b"' % part[at:end]))
         at = end
-    return "".join(pieces)
+    return "".join(chunks)
 
 
 def _cut(part: bytes, begin: int, last: int) -> int:
-    """Where a piece of a string that begins at `begin` may end: not inside of a character or an escape, nor between two
+    """Where a chunk of a string that begins at `begin` may end: not inside of a character or an escape, nor between two
     escapes that are one character. Where there is no such place, at its end."""
-    for place in range(begin + PIECE, begin, -1):
+    for place in range(begin + CHUNK, begin, -1):
         if part[place] & 0xC0 == 0x80:  # inside of a character
             continue
         if part.rfind(b"\\", max(begin, place - _LONGEST_ESCAPE), place) < 0 or _begins_escape(part, begin, place):

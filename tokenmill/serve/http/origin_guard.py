@@ -1,4 +1,4 @@
-"""Guard: keeps web pages from making a browser ask a server that only its user can reach.
+"""OriginGuard: keeps web pages from making a browser ask a server that only its user can reach.
 
 A page of any site can make the browser of whoever reads it send requests to localhost or to a machine in the same
 network. Two things tell such requests: the `Host` that they are for (a name that its owner has pointed at this address,
@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.serve.errors import HttpError, anthropic_shape, openai_shape
-from tokenmill.serve.http.access_log import Record
-from tokenmill.serve.http.call import error_response
-from tokenmill.serve.http.server_state import site_of
+from tokenmill.serve.http.access_log import RequestRecord
+from tokenmill.serve.http.request_context import error_response
+from tokenmill.serve.http.server_state import server_of
 from tokenmill.serve.http_settings import HttpSettings
 
 _SAFE = ("GET", "HEAD", "OPTIONS")  # change nothing, and their answers are not for other sites' pages to read
 
 
-class Guard:
+class OriginGuard:
     """Refuses what a foreign page has sent. Programs that are no browsers are not affected, except by a Host that is
     not this server's, where that is looked at: `hosts` are given, or no key is wanted and the address is this
     machine's alone."""
@@ -38,7 +38,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
             request = Request(scope)
-            record = Record(site_of(request), request)
+            record = RequestRecord(server_of(request), request)
             record.end(problem.status, error=problem)
             shape = anthropic_shape if scope["path"].startswith("/v1/messages") else openai_shape
             await error_response(problem, shape, record.headers())(scope, receive, send)
@@ -46,8 +46,8 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _problem(self, scope: Scope) -> HttpError | None:
-        said = _Said.of(scope)
-        if not self._any_host and not all(self._is_ours(_bare(host)) for host in said.hosts):
+        origin_headers = _RequestOrigin.of(scope)
+        if not self._any_host and not all(self._is_ours(_bare(host)) for host in origin_headers.hosts):
             return HttpError(
                 403,
                 "the Host of this request is not a name of this server; if it should be one, start the server with "
@@ -55,7 +55,7 @@ class Guard:
                 "host_not_allowed",
                 close=True,
             )
-        if scope["method"] not in _SAFE and self._is_foreign(said):
+        if scope["method"] not in _SAFE and self._is_foreign(origin_headers):
             return HttpError(
                 403,
                 "a web page of another origin may not ask here; if it should, start the server with --origin ORIGIN",
@@ -68,15 +68,17 @@ class Guard:
         """A number cannot be pointed elsewhere, and localhost is always this machine."""
         return host in self._hosts or host == "localhost" or host.endswith(".localhost") or _is_number(host)
 
-    def _is_foreign(self, said: _Said) -> bool:
-        if "*" in self._origins or (said.origin is not None and said.origin in self._origins):
+    def _is_foreign(self, origin_headers: _RequestOrigin) -> bool:
+        if "*" in self._origins or (origin_headers.origin is not None and origin_headers.origin in self._origins):
             return False
-        if said.site is not None:  # browsers say it where nobody can listen; pages cannot set it
-            return said.site not in ("same-origin", "none")
-        return said.origin is not None and said.origin.partition("://")[2] not in said.hosts
+        if origin_headers.site is not None:  # browsers say it where nobody can listen; pages cannot set it
+            return origin_headers.site not in ("same-origin", "none")
+        return (
+            origin_headers.origin is not None and origin_headers.origin.partition("://")[2] not in origin_headers.hosts
+        )
 
 
-class _Said(NamedTuple):
+class _RequestOrigin(NamedTuple):
     """What a request's head says of where it is from and for."""
 
     hosts: list[str]
@@ -84,7 +86,7 @@ class _Said(NamedTuple):
     site: str | None
 
     @classmethod
-    def of(cls, scope: Scope) -> _Said:
+    def of(cls, scope: Scope) -> _RequestOrigin:
         hosts, origin, site = [], None, None
         for name, value in scope["headers"]:
             if name == b"host":

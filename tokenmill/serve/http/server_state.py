@@ -1,4 +1,4 @@
-"""Site: what every handler of a server works with."""
+"""ServerState: what every handler of a server works with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.api_keys import KeyRing
-from tokenmill.serve.http.batch_runner import Batches
+from tokenmill.serve.http.api_keys import ApiKeys
+from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.http.tenants import Tenant
 from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.observe.metrics import Metrics
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # an extra
 
 
 @dataclass(frozen=True)
-class Site:
+class ServerState:
     service: Service
     settings: HttpSettings
-    keys: KeyRing
+    keys: ApiKeys
     metrics: Metrics
-    batches: Batches
+    batches: BatchRunner
     responses: StoredResponses
     tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
@@ -60,7 +60,7 @@ class Site:
         )
 
 
-def site_of(request: Request) -> Site:
-    site = request.app.state.site
-    assert isinstance(site, Site)
-    return site
+def server_of(request: Request) -> ServerState:
+    server = request.app.state.server
+    assert isinstance(server, ServerState)
+    return server

@@ -1,4 +1,4 @@
-"""EventStream: an answer sent as server-sent events while it comes into being."""
+"""SSE encoder and response: answers sent as server-sent events while they are generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.serve.engine_client.stream import Stream
-from tokenmill.serve.http.call import Call, Lasting, told_error
+from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": still here\n\n"
@@ -23,7 +23,7 @@ def event(content: Any, name: str | None = None) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(content))
 
 
-class Chunks:
+class ChunkEncoder:
     """Events that differ in nothing but their one choice: the rest is encoded once."""
 
     def __init__(self, head: dict[str, Any]) -> None:
@@ -33,47 +33,47 @@ class Chunks:
         return b"%b%b]}\n\n" % (self._before, _encode(choice))
 
 
-class Teller(Protocol):
-    """Says what came of streams as events. It never waits, so it can be asked in the middle of a delivery."""
+class SSEEncoder(Protocol):
+    """Encodes what streams bring as events, in the format of one API. It never waits."""
 
     @property
     def streams(self) -> list[Stream]: ...
 
-    def begin(self) -> bytes:
+    def start(self) -> bytes:
         """Before anything has come; may be nothing."""
         ...
 
-    def news(self, number: int) -> bytes:
+    def update(self, number: int) -> bytes:
         """What is new in a stream; may be nothing. Raises HttpError where it has failed."""
         ...
 
-    def end(self) -> bytes:
-        """After the last news."""
+    def finish(self) -> bytes:
+        """After the last update."""
         ...
 
 
-class EventStream(Lasting):
-    """Sends what a teller says. `last` follows an error; with `named`, an error is an event called error.
+class SSEResponse(SelfClosingResponse):
+    """Sends what an encoder makes of streams. `last` follows an error; with `named`, an error is an event called error.
 
     As long as the client keeps up, the events of a step are written in the moment the step's tokens arrive: no task is
-    woken for them. A client that does not keep up is served by the task that runs the response, which waits for it;
+    woken for them. A client that does not keep up is written to by the task that runs the response, which waits for it;
     what comes meanwhile is told in one go.
     """
 
-    def __init__(self, call: Call, teller: Teller, last: bytes = DONE, named: bool = False) -> None:
+    def __init__(self, context: RequestContext, encoder: SSEEncoder, last: bytes = DONE, named: bool = False) -> None:
         super().__init__(
             status_code=200,
-            headers=call.headers() | {"cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers=context.headers() | {"cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
         del self.headers["content-length"]
-        self._call = call
-        self._teller = teller
+        self._context = context
+        self._encoder = encoder
         self._last = last
         self._named = named
         self._connection: Any = None  # of GuardedProtocol, where it may be written to directly
-        self._open = set(range(len(teller.streams)))  # streams that have not ended
-        self._news: dict[int, None] = {}  # streams whose news the task has to tell, in order
+        self._open = set(range(len(encoder.streams)))  # streams that have not ended
+        self._updates: dict[int, None] = {}  # streams whose news the task has to tell, in order
         self._problem: Exception | None = None
         self._sent = 0  # how often something was sent
         self._slow = True  # the task is at work: nobody else may write
@@ -82,60 +82,60 @@ class EventStream(Lasting):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
         try:
-            async with self._call.watching(receive):
+            async with self._context.cancel_on_disconnect(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 self._connection = scope.get("tokenmill.connection")
-                beat = asyncio.create_task(self._beat(send))
+                keep_alive = asyncio.create_task(self._keep_alive(send))
                 try:
-                    await self._send(send, self._teller.begin())
-                    for number, stream in enumerate(self._teller.streams):
+                    await self._send(send, self._encoder.start())
+                    for number, stream in enumerate(self._encoder.streams):
                         stream.listen(partial(self._moved, number))
                     await self._tell(send)
-                    part = self._teller.end()
+                    part = self._encoder.finish()
                 except Exception as problem:
-                    error = told_error(problem, self._call.id)
-                    status, self._call.problem = error.status, error
-                    part = event(self._call.shape(error), "error" if self._named else None) + self._last
+                    error = logged_http_error(problem, self._context.id)
+                    status, self._context.problem = error.status, error
+                    part = event(self._context.shape(error), "error" if self._named else None) + self._last
                 finally:
-                    beat.cancel()
+                    keep_alive.cancel()
                 await self._send(send, part)
                 await send({"type": "http.response.body", "body": b""})
         finally:
             self._open.clear()  # whatever still comes is for nobody
-            self._call.close(status)
+            self._context.close(status)
 
     def _moved(self, number: int) -> None:
         """A stream has news: tell them at once, or have the task do it."""
         if number not in self._open:
             return
         connection = self._connection
-        if self._slow or self._news or connection is None or _is_behind(connection):
-            self._news[number] = None
+        if self._slow or self._updates or connection is None or _is_behind(connection):
+            self._updates[number] = None
             self._woken.set()
             return
         try:
             if part := self._look(number):
                 self._sent += 1
                 connection.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-                self._call.note_sent()
+                self._context.note_sent()
         except Exception as problem:  # the delivery goes on to others
             self._problem = problem
         if self._problem is not None or not self._open:
             self._woken.set()
 
     def _look(self, number: int) -> bytes:
-        stream = self._teller.streams[number]
+        stream = self._encoder.streams[number]
         stream.look()
         if stream.follow.finished:
             self._open.discard(number)
-        return self._teller.news(number)
+        return self._encoder.update(number)
 
     async def _tell(self, send: Send) -> None:
         """Returns when every stream has ended; raises what one of them failed of."""
         while True:
-            while self._news and self._problem is None:
-                number = next(iter(self._news))
-                del self._news[number]
+            while self._updates and self._problem is None:
+                number = next(iter(self._updates))
+                del self._updates[number]
                 await self._send(send, self._look(number))
             if self._problem is not None:
                 raise self._problem
@@ -150,13 +150,13 @@ class EventStream(Lasting):
         if part:
             self._sent += 1
             await send({"type": "http.response.body", "body": part, "more_body": True})
-            self._call.note_sent()
+            self._context.note_sent()
 
-    async def _beat(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         """Proxies close what is silent for long."""
         while True:
             before = self._sent
-            await asyncio.sleep(self._call.site.settings.beat_seconds)
+            await asyncio.sleep(self._context.server.settings.beat_seconds)
             if self._sent == before:
                 await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 

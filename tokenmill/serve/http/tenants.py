@@ -25,7 +25,7 @@ class Limits:
     operator: bool = False  # runs the server: sees what each tenant uses (/metrics) and has running (/live)
 
 
-class Bucket:
+class TokenBucket:
     """So many per minute, at most a minute's worth at once. May go below zero for what was not known beforehand."""
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float]) -> None:
@@ -62,10 +62,10 @@ class Tenant:
         self.name = name
         self.limits = limits or Limits()
         self.running = 0
-        self.calls: set[str] = set()  # ids of the requests that are open
+        self.open_requests: set[str] = set()  # ids of the requests that are open
         self._salted = salted
-        self._requests = Bucket(self.limits.requests_per_minute, clock)
-        self._tokens = Bucket(self.limits.tokens_per_minute, clock)
+        self._requests = TokenBucket(self.limits.requests_per_minute, clock)
+        self._tokens = TokenBucket(self.limits.tokens_per_minute, clock)
 
     def enter(self) -> None:
         """Begin a request. Raises HttpError 429; who enters must leave."""

@@ -1,4 +1,4 @@
-"""Tally: a Prometheus histogram for what happens per token, where a lock and a loop over buckets would show."""
+"""FastHistogram: a Prometheus histogram for what happens per token, where a lock and a loop over buckets would show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 
-class Tally(Collector):
+class FastHistogram(Collector):
     """For one thread: values are noted on the event loop, and that is where somebody asks for them."""
 
     def __init__(self, name: str, what: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:

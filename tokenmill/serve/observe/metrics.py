@@ -13,7 +13,7 @@ from tokenmill.engine.request import Finish
 from tokenmill.serve.engine_client.events import EngineEvent, Event, RequestEvent, StepEvent
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import GONE
-from tokenmill.serve.observe.histogram import Tally
+from tokenmill.serve.observe.histogram import FastHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -49,7 +49,7 @@ _REFUSALS = (
     ("500", "internal_error"),
     ("504", "deadline_exceeded"),
 )
-_FATES = ("ready", "died", "breaker_open", "breaker_closed")
+_ENGINE_EVENTS = ("ready", "died", "breaker_open", "breaker_closed")
 
 
 class Metrics:
@@ -58,17 +58,17 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         self.registry = CollectorRegistry()
         self._by_tenant = CollectorRegistry()  # who the tenants are is not for everybody
-        self.registry.register(_Books(service))
+        self.registry.register(_StatsCollector(service))
         ProcessCollector(registry=self.registry)  # of the front: process_resident_memory_bytes, process_open_fds, ...
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tokenmill_{name}", what, registry=self.registry, buckets=buckets)
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
-        self._gap = Tally(
+        self._gap = FastHistogram(
             "tokenmill_inter_token_seconds", "Between two tokens of a request", _SHORT, registry=self.registry
         )
-        self._sent = Tally(
+        self._sent = FastHistogram(
             "tokenmill_token_to_socket_seconds",
             "From the end of a step in the engine until its token of a stream was written",
             _LAG,
@@ -103,7 +103,7 @@ class Metrics:
         )
         for status, code in _REFUSALS:
             self._errors.labels(status, code)
-        for kind in _FATES:
+        for kind in _ENGINE_EVENTS:
             self._engine.labels(kind)
         self.leave = service.subscribe(self._listen)
 
@@ -149,7 +149,7 @@ class Metrics:
                 pass
 
 
-class _Books(Collector):
+class _StatsCollector(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -198,7 +198,7 @@ class _Books(Collector):
         stage = GaugeMetricFamily(
             "tokenmill_start_progress", "Share done of what makes the engine ready; none: it is", labels=["stage"]
         )
-        if (now := self._service.stages.now) is not None:
+        if (now := self._service.startup.now) is not None:
             stage.add_metric([now.name], min(1.0, now.done / now.total) if now.total else 0.0)
         yield stage
         build = GaugeMetricFamily("tokenmill_build_info", "What runs here", labels=["version", "model"])

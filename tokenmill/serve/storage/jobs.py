@@ -46,10 +46,10 @@ class Removed(msgspec.Struct, array_like=True, tag=4):
     id: str
 
 
-Record = Created | Answered | Ended | Removed
+JobRecord = Created | Answered | Ended | Removed
 
 _encode = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[JobRecord] = msgspec.msgpack.Decoder(JobRecord)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class JobStore:
     def create(self, id: str, items: list[bytes], about: bytes = b"", owner: str = "") -> Job:
         if id in self.jobs:
             raise InvalidRequest(f"there is a job {id!r} already; choose another id")
-        self._record(Created(id, self._clock(), owner, about, items))
+        self._append(Created(id, self._clock(), owner, about, items))
         return self.jobs[id]
 
     def answer(self, id: str, index: int, answer: bytes, ok: bool = True) -> None:
@@ -127,17 +127,17 @@ class JobStore:
         job = self._running(id)
         if not 0 <= index < len(job.items) or index in job.answers:
             raise InvalidRequest(f"job {id!r} has {len(job.items)} items; number {index} is not open")
-        self._record(Answered(id, index, ok, answer))
+        self._append(Answered(id, index, ok, answer))
 
     def end(self, id: str, how: str = "completed") -> None:
         self._running(id)
-        self._record(Ended(id, self._clock(), how))
+        self._append(Ended(id, self._clock(), how))
 
     def remove(self, id: str) -> None:
         """Forget a job; its space in the journal is won back when enough of it is waste."""
         if id not in self.jobs:
             raise InvalidRequest(f"there is no job {id!r}")
-        self._record(Removed(id))
+        self._append(Removed(id))
         self._tidy()
 
     def forget(self, id: str) -> None:
@@ -145,7 +145,7 @@ class JobStore:
         not, and `close` cannot rewrite it either, the job may be there again after a restart."""
         if id in self.jobs:
             try:
-                self._record(Removed(id))
+                self._append(Removed(id))
             except JournalFull:
                 self._apply(Removed(id))
 
@@ -176,12 +176,12 @@ class JobStore:
             raise InvalidRequest(f"job {id!r} is {job.how} already")
         return job
 
-    def _record(self, record: Record) -> None:
+    def _append(self, record: JobRecord) -> None:
         if self._journal is not None:
             self._journal.append(_encode(record))
         self._apply(record)
 
-    def _apply(self, record: Record) -> None:
+    def _apply(self, record: JobRecord) -> None:
         match record:
             case Created():
                 job = self.jobs[record.id] = Job(record.id, record.at, record.owner, record.about, record.items)
@@ -210,7 +210,7 @@ class JobStore:
         return [_encode(record) for job in self.jobs.values() for record in _history(job)]
 
 
-def _history(job: Job) -> Iterator[Record]:
+def _history(job: Job) -> Iterator[JobRecord]:
     """The records that lead to this job."""
     yield Created(job.id, job.created, job.owner, job.about, job.items)
     for index, (ok, answer) in job.answers.items():

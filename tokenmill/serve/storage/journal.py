@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tokenmill.errors import ConfigError, TokenmillError
-from tokenmill.serve.storage.journal_recovery import MAGIC, Salvaged, framed, salvage
+from tokenmill.serve.storage.journal_recovery import MAGIC, RecoveredJournal, framed, recover_journal
 
 log = logging.getLogger("tokenmill.serve")
 
@@ -246,7 +246,7 @@ class Journal:
     def _recover(self) -> list[bytes]:
         """What is whole, with the file brought to where appends can go on."""
         try:
-            found = salvage(data := _read_all(self._file))
+            found = recover_journal(data := _read_all(self._file))
         except OSError as error:
             raise ConfigError(
                 f"the journal {self.path} cannot be read: {error.strerror}; check the disk, or give another path"
@@ -267,7 +267,7 @@ class Journal:
         self._tell(found)
         return found.records
 
-    def _mend(self, found: Salvaged, size: int) -> None:
+    def _mend(self, found: RecoveredJournal, size: int) -> None:
         self._end = found.end or len(MAGIC)
         self._set_aside()
         if found.end is not None:
@@ -300,7 +300,7 @@ class Journal:
             os.close(file)
         self.aside, self._unsaved = beside, b""
 
-    def _tell(self, found: Salvaged) -> None:
+    def _tell(self, found: RecoveredJournal) -> None:
         where = f"they are in {self.aside}" if self.aside else "they are in it still" if self._unsaved else "all zeros"
         if found.version is not None:
             log.warning(

@@ -14,7 +14,7 @@ _MOST_FLIPPED = 2  # bytes of a beginning that may differ before a file is someb
 
 
 @dataclass(frozen=True)
-class Salvaged:
+class RecoveredJournal:
     """What was found. A `foreign` file is none of ours, and must not be touched."""
 
     records: list[bytes] = field(default_factory=list)
@@ -31,32 +31,32 @@ def framed(record: bytes) -> bytes:
     return _HEAD.pack(len(record), zlib.crc32(record)) + record
 
 
-def salvage(data: bytes) -> Salvaged:
+def recover_journal(data: bytes) -> RecoveredJournal:
     if MAGIC.startswith(data):  # new, or torn at its very beginning
-        return Salvaged()
+        return RecoveredJournal()
     if data.startswith(MAGIC):
         return _records(data)
     if (found := _VERSION.match(data)) is not None:
-        return Salvaged(rest=data, version=int(found[1]))
+        return RecoveredJournal(rest=data, version=int(found[1]))
     first, _ = _chain(data, len(MAGIC))
     if first:  # its beginning is damaged
         rest = _records(data)
-        return Salvaged(rest.records, data[: len(MAGIC)] + rest.rest)
+        return RecoveredJournal(rest.records, data[: len(MAGIC)] + rest.rest)
     differing = sum(one != other for one, other in zip(data, MAGIC))
     if differing <= _MOST_FLIPPED or not any(data):
-        return Salvaged(rest=data)
-    return Salvaged(foreign=True)
+        return RecoveredJournal(rest=data)
+    return RecoveredJournal(foreign=True)
 
 
-def _records(data: bytes) -> Salvaged:
+def _records(data: bytes) -> RecoveredJournal:
     records, at = _chain(data, len(MAGIC))
     if at == len(data):
-        return Salvaged(records, end=at)
+        return RecoveredJournal(records, end=at)
     beyond = _skip(data, at)
     if beyond is None:  # as a crash leaves it: nothing after the damage can be told from what records contain
-        return Salvaged(records, data[at:], end=at)
+        return RecoveredJournal(records, data[at:], end=at)
     later, rest = beyond
-    return Salvaged(records + later, rest)
+    return RecoveredJournal(records + later, rest)
 
 
 def _chain(data: bytes, at: int) -> tuple[list[bytes], int]:

@@ -16,7 +16,7 @@ _OVERHEAD = 1000  # bytes of a response beside its JSON
 
 
 @dataclass
-class Stored:
+class StoredResponse:
     """One response. What it holds is JSON text, of which memory knows the size and the garbage collector nothing."""
 
     id: str
@@ -48,7 +48,7 @@ class StoredResponses:
         self._most_bytes = most_bytes
         self._seconds = seconds
         self._clock = clock
-        self._kept: dict[str, OrderedDict[str, Stored]] = {}  # by tenant; last asked for, last
+        self._kept: dict[str, OrderedDict[str, StoredResponse]] = {}  # by tenant; last asked for, last
         self._bytes: Counter[str] = Counter()  # by tenant
         self._tasks: set[asyncio.Task[None]] = set()  # that make some of them in the background
 
@@ -56,7 +56,7 @@ class StoredResponses:
     def on(self) -> bool:
         return self._most_bytes > 0
 
-    def keep(self, tenant: str, stored: Stored) -> None:
+    def keep(self, tenant: str, stored: StoredResponse) -> None:
         """Also one that is there already and has changed."""
         self.remove(tenant, stored.id)
         stored.used = self._clock()
@@ -65,7 +65,7 @@ class StoredResponses:
         self._bytes[tenant] += stored.counted
         self._tidy()
 
-    def make(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
+    def make(self, stored: StoredResponse, work: Coroutine[Any, Any, None]) -> None:
         """Have a response made in the background; it may be forgotten meanwhile, its work is not."""
         stored.task = asyncio.create_task(work)
         self._tasks.add(stored.task)
@@ -81,7 +81,7 @@ class StoredResponses:
             del self._kept[tenant], self._bytes[tenant]
         return True
 
-    def get(self, tenant: str, id: str) -> Stored | None:
+    def get(self, tenant: str, id: str) -> StoredResponse | None:
         self._tidy()
         kept = self._kept.get(tenant)
         stored = None if kept is None else kept.get(id)
@@ -90,7 +90,7 @@ class StoredResponses:
             kept.move_to_end(id)
         return stored
 
-    def found(self, tenant: str, id: str) -> Stored:
+    def found(self, tenant: str, id: str) -> StoredResponse:
         """Raises HttpError 404."""
         stored = self.get(tenant, id)
         if stored is None:
@@ -101,9 +101,9 @@ class StoredResponses:
             )
         return stored
 
-    def chain(self, tenant: str, id: str | None) -> list[Stored]:
+    def chain(self, tenant: str, id: str | None) -> list[StoredResponse]:
         """The response and those that it goes on from, oldest first. Raises HttpError where one is gone."""
-        found: list[Stored] = []
+        found: list[StoredResponse] = []
         wanted = id
         while wanted is not None:
             stored = self.get(tenant, wanted)

@@ -1,4 +1,4 @@
-"""Tool calls: what a model may call as a schema, and what it says as calls, piece by piece while it says them.
+"""Tool calls: what a model may call as a schema, and the calls in what it says, found while it streams.
 
 tools = checked_tools(payload)                                    # OpenAI's `tools`
 params.structured = choice_form(tools, choice, parallel=True)     # None where the model may also just talk
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.sampling.structured import StructuredOutput, check_shape
-from tokenmill.serve.tool_calls.scanner import CallScanner, Piece
+from tokenmill.serve.tool_calls.scanner import CallFragment, CallScanner
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -56,8 +56,8 @@ class ToolCall:
     arguments: str
 
 
-class Parser(Protocol):
-    """Finds calls in streamed text. What it gives does not depend on how the text is cut into pieces."""
+class ToolCallParser(Protocol):
+    """Finds calls in streamed text. What it gives does not depend on how the text is cut up."""
 
     def feed(self, text: str) -> ToolDelta: ...
 
@@ -102,7 +102,7 @@ def checked_choice(payload: Any, tools: list[Tool]) -> Choice:
     raise InvalidRequest(f"tool_choice is {payload!r:.60}; it must be auto, none, required, or name functions")
 
 
-def choice_form(tools: list[Tool], choice: Choice, parallel: bool = True) -> StructuredOutput | None:
+def structured_from_choice(tools: list[Tool], choice: Choice, parallel: bool = True) -> StructuredOutput | None:
     """The form of the answer where the client insists on a call: a list of calls, or the arguments of the named one."""
     if choice.startswith("="):
         return StructuredOutput(json=_named(tools, choice).parameters)
@@ -142,7 +142,7 @@ def parser_for(
     format: str = "hermes",
     ids: Callable[[], str] | None = None,
     only: bool = False,
-) -> Parser | None:
+) -> ToolCallParser | None:
     """Whoever makes calls of an answer; None where none are wanted. With `only`, a call of anything else is text."""
     ids = ids or new_id
     if not tools or choice == "none":
@@ -154,7 +154,7 @@ def parser_for(
     return TaggedParser(ids, {tool.name for tool in tools} if only else None)
 
 
-def parse(parser: Parser, text: str) -> tuple[str, list[ToolCall]]:
+def parse(parser: ToolCallParser, text: str) -> tuple[str, list[ToolCall]]:
     """A whole answer at once: what there is to show, and the calls."""
     return collected([parser.feed(text), parser.finish()])
 
@@ -190,7 +190,7 @@ class ArgumentsParser:
         return self.feed("") if self._first is not None else ToolDelta()
 
 
-class _Calls:
+class _CallParser:
     """What the two other parsers share: calls are numbered, and white space around them is nobody's text."""
 
     def __init__(self, ids: Callable[[], str]) -> None:
@@ -208,14 +208,14 @@ class _Calls:
             self._space = ""
         self._space += text[len(kept) :]
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, fragment: CallFragment) -> None:
         """A part of the call that is being scanned."""
         index = self._count
-        if piece.name is not None:
+        if fragment.name is not None:
             self._space = ""
-            self._parts.append(CallDelta(index, self._ids(), piece.name, piece.arguments))
-        elif piece.arguments:
-            self._parts.append(CallDelta(index, arguments=piece.arguments))
+            self._parts.append(CallDelta(index, self._ids(), fragment.name, fragment.arguments))
+        elif fragment.arguments:
+            self._parts.append(CallDelta(index, arguments=fragment.arguments))
 
     def _taken(self) -> ToolDelta:
         delta = ToolDelta("".join(self._content), self._parts)
@@ -223,7 +223,7 @@ class _Calls:
         return delta
 
 
-class TaggedParser(_Calls):
+class TaggedParser(_CallParser):
     """Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` between text."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -288,7 +288,7 @@ class TaggedParser(_Calls):
         return True
 
 
-class BareParser(_Calls):
+class BareParser(_CallParser):
     """The answer is a call, a list of calls, or calls with semicolons between them; anything else is text.
 
     Models that write so also have words that are no calls but begin like one, so only known names count.

@@ -10,8 +10,8 @@ _SPACE = " \t\n\r"
 
 
 @dataclass
-class Piece:
-    name: str | None = None  # in the first piece of a call
+class CallFragment:
+    name: str | None = None  # in the first fragment of a call
     arguments: str = ""
 
 
@@ -28,7 +28,7 @@ class CallScanner:
         self.ended = False  # the object is complete, or it turned out to be no call
         self._name: str | None = None
         self._arguments = ""
-        self._piece = Piece()
+        self._fragment = CallFragment()
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -48,10 +48,10 @@ class CallScanner:
                 self.raw += character
         return len(text)
 
-    def take(self) -> Piece:
+    def take(self) -> CallFragment:
         """What became known since the last time."""
-        piece, self._piece = self._piece, Piece()
-        return piece
+        fragment, self._fragment = self._fragment, CallFragment()
+        return fragment
 
     def _read(self, character: str) -> bool:
         """Whether the character belongs to the call; one that no JSON has outside of strings, a tag's, ends it."""
@@ -135,8 +135,8 @@ class CallScanner:
             else:
                 self._name = name
                 self.named = True
-                self._piece.name = name
-                self._piece.arguments += self._arguments
+                self._fragment.name = name
+                self._fragment.arguments += self._arguments
                 self.raw = self._arguments = ""
         self._key = None
         self._key_candidate = self._text = ""
@@ -144,7 +144,7 @@ class CallScanner:
 
     def _say(self, arguments: str) -> None:
         if self.named:
-            self._piece.arguments += arguments
+            self._fragment.arguments += arguments
         else:
             self._arguments += arguments
 

@@ -1,4 +1,4 @@
-"""Call: one request of a client from its head to the end of its answer. Whatever happens, it is left in order."""
+"""RequestContext: one request of a client from its head to the end of its answer; ends whatever still runs for it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tokenmill.sampling.grammar import check_grammar
 from tokenmill.serve.engine_client.stream import Stream
 from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
-from tokenmill.serve.http.access_log import Record
-from tokenmill.serve.http.error_mapping import refusal_of
+from tokenmill.serve.http.access_log import RequestRecord
+from tokenmill.serve.http.error_mapping import http_error_of
 from tokenmill.serve.http.request_body import read_request
-from tokenmill.serve.http.server_state import Site, site_of
+from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http.tenants import Tenant
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
 P = ParamSpec("P")
-Handler = Callable[["Call", Any], Awaitable[Response]]
-Reader = Callable[[Site, Request, Tenant], Awaitable[Response]]
+Handler = Callable[["RequestContext", Any], Awaitable[Response]]
+Reader = Callable[[ServerState, Request, Tenant], Awaitable[Response]]
 
 
 class RequestOptions(Protocol):
@@ -49,11 +49,13 @@ class RequestOptions(Protocol):
     def cache_salt(self) -> str | None: ...
 
 
-class Call:
+class RequestContext:
     """A request of a tenant that has been let in. Somebody must `close` it; that ends whatever still runs for it."""
 
-    def __init__(self, site: Site, request: Request, tenant: Tenant, shape: Shape, record: Record) -> None:
-        self.site = site
+    def __init__(
+        self, server: ServerState, request: Request, tenant: Tenant, shape: Shape, record: RequestRecord
+    ) -> None:
+        self.server = server
         self.request = request
         self.tenant = tenant
         self.shape = shape
@@ -62,7 +64,7 @@ class Call:
         self.problem: HttpError | None = None  # what the client was told of
         self.said: list[dict[str, Any]] = []  # prompts and answers, where the log wants them
         self.created = int(time.time())
-        self.service = site.service.route()
+        self.service = server.service.route()
         self.ignored: list[str] = []
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.metrics: Metrics | None = None  # when things happened to the first prompt
@@ -72,15 +74,15 @@ class Call:
         self._open = True
         self._left = False  # the client is gone
         tenant.enter()
-        tenant.calls.add(self.id)
+        tenant.open_requests.add(self.id)
 
     @property
     def model(self) -> str:
-        return self.site.name_of(self.service)
+        return self.server.name_of(self.service)
 
     def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked not in self.site.names():
-            raise self.site.no_model(asked)
+        if asked is not None and asked not in self.server.names():
+            raise self.server.no_model(asked)
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
@@ -99,23 +101,23 @@ class Call:
         self._streams.append(stream)
         return stream
 
-    async def aside(self, work: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
+    async def in_thread(self, run_or_cancel: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
         """Do something with what the client sent, in a thread where that was much."""
         if self.request.scope.get("tokenmill.size", 0) <= LONG:
-            return work(*args, **options)
-        return await asyncio.to_thread(work, *args, **options)
+            return run_or_cancel(*args, **options)
+        return await asyncio.to_thread(run_or_cancel, *args, **options)
 
     def note_sent(self) -> None:
         """What the streams brought was written to the socket."""
         for stream in self._streams:
             if stream.made is not None:
-                self.site.metrics.token_sent(time.monotonic() - stream.made)
+                self.server.metrics.token_sent(time.monotonic() - stream.made)
                 stream.made = None
 
-    def saw(self, output: RequestOutput) -> RequestOutput:
+    def record_output(self, output: RequestOutput) -> RequestOutput:
         """Note what became of an answer. Raises HttpError if it has failed."""
         self.metrics = self.metrics or output.metrics
-        if self.site.settings.log_prompts:
+        if self.server.settings.log_prompts:
             self.said.append(_spelled_out(output, self.service.tokenizer))
         reasons = [str(one.finish_reason) for one in output.outputs]
         self.finish = next((reason for reason in reasons if reason not in ("stop", "length")), reasons[0])
@@ -126,15 +128,15 @@ class Call:
             raise self._failure(output)
         return output
 
-    async def whole(self, streams: list[Stream]) -> list[RequestOutput]:
+    async def all_outputs(self, streams: list[Stream]) -> list[RequestOutput]:
         """The complete answers. A client that leaves ends them."""
-        async with self.watching(self.request.receive):
-            return [self.saw(await stream.last()) for stream in streams]
+        async with self.cancel_on_disconnect(self.request.receive):
+            return [self.record_output(await stream.last()) for stream in streams]
 
-    async def work(self, job: Coroutine[Any, Any, V]) -> V:
+    async def run_or_cancel(self, job: Coroutine[Any, Any, V]) -> V:
         """What somebody else does for the client; a client that leaves ends it."""
         self._job = task = asyncio.create_task(job)
-        async with self.watching(self.request.receive):
+        async with self.cancel_on_disconnect(self.request.receive):
             try:
                 return await task
             except asyncio.CancelledError:
@@ -145,7 +147,7 @@ class Call:
                 task.cancel()
 
     @contextlib.asynccontextmanager
-    async def watching(self, receive: Receive) -> AsyncIterator[None]:
+    async def cancel_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
         """Cancel what runs as soon as the client is gone; its streams then end by themselves."""
         watch = asyncio.create_task(self._watch(receive))
         try:
@@ -172,10 +174,10 @@ class Call:
         self._open = False
         self.cancel()
         self.tenant.leave(self.prompt_tokens + self.output_tokens)
-        self.tenant.calls.discard(self.id)
-        if self.service is not self.site.service:
-            self.site.metrics.degraded()
-        self.site.metrics.tenant_used(self.tenant.name, self.prompt_tokens, self.output_tokens)
+        self.tenant.open_requests.discard(self.id)
+        if self.service is not self.server.service:
+            self.server.metrics.degraded()
+        self.server.metrics.tenant_used(self.tenant.name, self.prompt_tokens, self.output_tokens)
         times = self.metrics or Metrics()
         told = {
             "tenant": self.tenant.name or None,
@@ -196,7 +198,7 @@ class Call:
         headers = self.record.headers()
         if self.ignored:
             headers["x-tokenmill-ignored"] = ", ".join(self.ignored)
-        if self.service is not self.site.service:
+        if self.service is not self.server.service:
             headers["x-tokenmill-degraded"] = ascii(self.model)[1:-1]
         return headers
 
@@ -220,27 +222,27 @@ def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Ca
     """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
 
     async def handle(request: Request) -> Response:
-        site = site_of(request)
-        record, call = Record(site, request), None
+        server = server_of(request)
+        record, context = RequestRecord(server, request), None
         try:
-            call = Call(site, request, site.tenant_of(request), shape, record)
-            body, call.ignored = await read_request(request, kind, site.settings)
-            call.check_model(getattr(body, "model", None))
-            response = await handler(call, body)
+            context = RequestContext(server, request, server.tenant_of(request), shape, record)
+            body, context.ignored = await read_request(request, kind, server.settings)
+            context.check_model(getattr(body, "model", None))
+            response = await handler(context, body)
         except Exception as problem:
-            error = told_error(problem, record.id)
-            if call is not None:
-                call.problem = error
-                call.close(error.status)
+            error = logged_http_error(problem, record.id)
+            if context is not None:
+                context.problem = error
+                context.close(error.status)
             else:
                 record.end(error.status, error=error)
             return error_response(error, shape, record.headers())
         except BaseException:
-            if call is not None:
-                call.close(GONE)
+            if context is not None:
+                context.close(GONE)
             raise
-        if not isinstance(response, Lasting):
-            call.close(response.status_code)
+        if not isinstance(response, SelfClosingResponse):
+            context.close(response.status_code)
         return response
 
     handle.__name__, handle.__doc__ = handler.__name__, kind.__doc__
@@ -251,14 +253,14 @@ def reader(handler: Reader, shape: Shape = openai_shape) -> Callable[[Request], 
     """An HTTP handler for what needs no engine; whoever has a key may ask."""
 
     async def handle(request: Request) -> Response:
-        site = site_of(request)
-        record, error = Record(site, request), None
+        server = server_of(request)
+        record, error = RequestRecord(server, request), None
         try:
-            tenant = site.tenant_of(request)
-            response = await handler(site, request, tenant)
+            tenant = server.tenant_of(request)
+            response = await handler(server, request, tenant)
             response.headers.update(record.headers())
         except Exception as problem:
-            error = told_error(problem, record.id)
+            error = logged_http_error(problem, record.id)
             response = error_response(error, shape, record.headers())
         except BaseException:
             record.end(GONE)
@@ -270,12 +272,12 @@ def reader(handler: Reader, shape: Shape = openai_shape) -> Callable[[Request], 
     return handle
 
 
-class Lasting(Response):
-    """A response that closes its call itself."""
+class SelfClosingResponse(Response):
+    """A response that closes its request context itself."""
 
 
-def told_error(problem: Exception, id: str) -> HttpError:
-    error = refusal_of(problem, id)
+def logged_http_error(problem: Exception, id: str) -> HttpError:
+    error = http_error_of(problem, id)
     if error.status == 500:
         bug = not isinstance(problem, HttpError)
         logging.getLogger("tokenmill.serve").error("%s", problem, exc_info=problem if bug else None, extra={"id": id})
