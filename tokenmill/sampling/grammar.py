@@ -290,5 +290,5 @@ def _said(message: str) -> str:
 def _need_library() -> None:
     if importlib.util.find_spec("llguidance") is None:
         raise InvalidRequest(
-            f"structured output needs the llguidance package, which is not installed; {pip_install('serve')}"
+            f"structured output needs the llguidance package, which is not installed; {pip_install('structured')}"
         )

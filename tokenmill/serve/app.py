@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+
+# FastAPI only routes here and writes /openapi.json: bodies are read and checked by http/request_body.py with msgspec.
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
