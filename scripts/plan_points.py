@@ -27,7 +27,7 @@ from tokenmill.plan.simulator.replica import ReplicaSpec
 from tokenmill.plan.simulator.simulate import simulate
 from tokenmill.plan.solve.gpus import EFFICIENCIES, rates_of, recognize
 from tokenmill.plan.solve.roofline import Roofline
-from tokenmill.plan.solve.settings import Settings
+from tokenmill.plan.solve.settings import SolvedSettings
 
 CPU_CHECKS = (
     StepPoint(1, 256), StepPoint(2, 128), StepPoint(6, 512), StepPoint(12, 64), StepPoint(24, 128),
@@ -163,7 +163,7 @@ def _generate(llm: Any, work: list[tuple[int, int]], clock: Any) -> float:
     return float(clock() - began)
 
 
-def _simulated(model: Roofline, work: list[tuple[int, int]], settings: Settings, overlap: bool) -> float:
+def _simulated(model: Roofline, work: list[tuple[int, int]], settings: SolvedSettings, overlap: bool) -> float:
     """Seconds of the batch on the real scheduler, with steps that take what the model says."""
     tokens = settings.num_blocks * settings.block_size
     machine = Machine("here", model, 1, tokens, 1, settings.max_rows, settings.max_step_tokens, overlap)

@@ -18,7 +18,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
 from tokenmill.plan.solve.hardware import GIB, Hardware, cpu_hardware
 from tokenmill.plan.solve.memory import ATTENTION_WORKSPACE, ModelBytes
-from tokenmill.plan.solve.settings import Settings, solve
+from tokenmill.plan.solve.settings import SolvedSettings, solve
 from tokenmill.quant.schemes.scheme import Linear
 
 # Plans
@@ -83,7 +83,7 @@ def test_a_plan_that_is_called_feasible_is(case: tuple[EngineConfig, ModelBytes,
     assert len(plan.reasons) == 4 and all(reason.endswith(")") for reason in plan.reasons)
 
 
-def assert_respected(config: EngineConfig, plan: Settings) -> None:
+def assert_respected(config: EngineConfig, plan: SolvedSettings) -> None:
     """What the user sets is what the plan says."""
     chosen = {
         "max_model_len": plan.max_len,

@@ -38,7 +38,7 @@ from tokenmill.ops.kv_forms import KV_FORMS, form_for
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
-from tokenmill.plan.solve.settings import Settings, solve
+from tokenmill.plan.solve.settings import SolvedSettings, solve
 from tokenmill.quant.schemes.choose import Place, describe
 from tokenmill.quant.schemes.dense import InvariantDense
 from tokenmill.quant.schemes.scheme import Schemes
@@ -57,7 +57,7 @@ class Built:
     engine: Engine
     tokenizer: Tokenizer | None
     spec: DecoderSpec
-    settings: Settings
+    settings: SolvedSettings
     files: ModelFiles
     report: list[str]  # what was chosen and why, one line each
     slower: str | None  # why this is slower here than it need be, and what to do
@@ -138,7 +138,7 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
 
 def join(
     config: EngineConfig,
-    settings: Settings,
+    settings: SolvedSettings,
     decoder: Decoder,
     kv_dtype: torch.dtype,
     device: torch.device,

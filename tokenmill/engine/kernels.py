@@ -14,7 +14,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.runner.warmup import Progress, warm_up
 from tokenmill.plan.solve.hardware import cpu_hardware
-from tokenmill.plan.solve.settings import Settings
+from tokenmill.plan.solve.settings import SolvedSettings
 
 if TYPE_CHECKING:
     from tokenmill.ops.triton.compiler import KernelCompiler
@@ -42,7 +42,7 @@ def start_compiler(config: EngineConfig, device: torch.device) -> KernelCompiler
     return compiler
 
 
-def warm_up_kernels(compiler: KernelCompiler, engine: Engine, settings: Settings, tell: Progress) -> list[str]:
+def warm_up_kernels(compiler: KernelCompiler, engine: Engine, settings: SolvedSettings, tell: Progress) -> list[str]:
     """Compile and try everything that steps may need; what is to be reported."""
     from tokenmill.ops.triton.launch import FIRST_LAUNCHES
 

@@ -23,7 +23,7 @@ USUAL_FLOPS = 6e14  # per second, of a large GPU that is not in the table
 
 
 @dataclass(frozen=True)
-class Settings:
+class SolvedSettings:
     """A config with nothing left open."""
 
     block_size: int
@@ -35,7 +35,7 @@ class Settings:
     reasons: tuple[str, ...]  # one line per setting
 
 
-def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardware) -> Settings:
+def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardware) -> SolvedSettings:
     """Fill in sizes. `longest` is the model's own limit on positions."""
     reasons: list[str] = []
 
@@ -71,7 +71,7 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
     )
     why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model knows {longest}"
     choose("max_model_len", config.max_model_len, max_len, why)
-    return Settings(
+    return SolvedSettings(
         block_size=block_size,
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,
