@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenmill.ops.native.arena import Arena
-from tokenmill.ops.native.formats import FORMS, OF_GGUF, Form
+from tokenmill.ops.native.formats import FORMS, OF_GGUF, PanelForm
 from tokenmill.ops.native.library import LEVEL_NAMES, Library, library
 from tokenmill.ops.native.matrix import PackedMatrix
 
@@ -50,7 +50,7 @@ def ceilings(native: Library, clock: Callable[[], float]) -> tuple[float, float]
     return len(memory) / seconds / 1e9, 2 * MACS[native.level] * work.repeats * native.threads / busy / 1e9
 
 
-def matrices(form: Form, rows: int, columns: int, total: int, arena: Arena) -> list[PackedMatrix]:
+def matrices(form: PanelForm, rows: int, columns: int, total: int, arena: Arena) -> list[PackedMatrix]:
     """As many as make up `total` bytes, so that nothing is read from a cache that a real step would not find there."""
     random = np.random.default_rng(0)
     format = next(format for format in OF_GGUF.values() if format.form == form)

@@ -28,7 +28,7 @@ from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.gemm_one_row import OneShape, one_row_gemm
 from tokenmill.ops.triton.norm import add_rms_norm
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 
 SHAPES = [
     OneShape(*shape)
@@ -38,8 +38,8 @@ SHAPES = [
     ]
 ]  # fmt: skip
 HEAD = (128256, 4096)
-FORMS = [Form("int4", 128), Form("int4", 64)]
-Task = tuple[str, Form, int, int, OneShape | None, torch.dtype]
+FORMS = [WeightForm("int4", 128), WeightForm("int4", 64)]
+Task = tuple[str, WeightForm, int, int, OneShape | None, torch.dtype]
 
 
 def prepare() -> list[str]:

@@ -29,7 +29,7 @@ from tokenmill.ops.triton.gemm_small import GemmShape, counters_for
 from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape, weight_only_gemm, widened
 from tokenmill.ops.triton.gemm_weight_only_few import FewShape
 from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.row_scaled import Fp8
 from tokenmill.quant.schemes.scheme import Linear, QuantScheme
@@ -45,8 +45,14 @@ LAYER_ROWS = [1, 4, 8, 16, 32, 64, 128]
 PEAK = 4.25  # TB/s
 
 Shape = FewShape | GemmShape
-INT4 = Form("int4", 128)
-OTHERS = [Form("int4", 128, True), Form("int4", 32), Form("int4", 32, True), Form("int8"), Form("fp8", 128)]
+INT4 = WeightForm("int4", 128)
+OTHERS = [
+    WeightForm("int4", 128, True),
+    WeightForm("int4", 32),
+    WeightForm("int4", 32, True),
+    WeightForm("int8"),
+    WeightForm("fp8", 128),
+]
 # bands, warps, depth, and registers where programs are so many that they do not all run at once
 FEW = [(1, 4, 4), (1, 4, 2), (1, 8, 2), (1, 8, 4), (1, 4, 8), (1, 16, 1), (2, 4, 1), (2, 4, 2), (2, 8, 1), (4, 4, 1)]
 FEW_OF_MANY = [(1, 4, 4, 80), (1, 4, 4, 88), (1, 4, 2, 80), (2, 4, 1, 96), (2, 4, 2, 144), (2, 2, 2, 144),
@@ -62,7 +68,7 @@ SPLITS = (1, 4)
 class Case:
     """A random matrix of a form in several copies, and an input."""
 
-    def __init__(self, form: Form, rows: int, columns: int, inner: int, copies: int | None = None) -> None:
+    def __init__(self, form: WeightForm, rows: int, columns: int, inner: int, copies: int | None = None) -> None:
         self.form, self.columns, self.inner = form, columns, inner
         self.scheme = WeightOnly(form)
         self.total = self.scheme.nbytes(columns, inner, BF16)
@@ -126,7 +132,7 @@ def compact(shape: Shape) -> str:
 
 # Compilation and checks
 
-Task = tuple[Form, int, int, int, Shape | None, torch.dtype]
+Task = tuple[WeightForm, int, int, int, Shape | None, torch.dtype]
 
 
 def prepare(only: str | None, jobs: int) -> bool:
@@ -149,7 +155,7 @@ def prepare(only: str | None, jobs: int) -> bool:
             for shape in [None, *shapes_for(rows, columns, inner)]
         ]
     if only in (None, "layers"):
-        sizes = [(form, rows, size) for form in (INT4, Form("int8")) for rows in LAYER_ROWS for size in LLAMA]
+        sizes = [(form, rows, size) for form in (INT4, WeightForm("int8")) for rows in LAYER_ROWS for size in LLAMA]
         tasks += [(form, rows, columns, inner, None, BF16) for form, rows, (columns, inner) in sizes]
     if only in (None, "forms"):
         tasks += [(form, 1, *size, shape, BF16) for form in OTHERS for size in LLAMA[1:3] for shape in few_of(size)]
@@ -282,7 +288,7 @@ def many_table(timer: Timer) -> None:
 def layers_table(timer: Timer) -> None:
     print("\none layer of Llama-3-8B without attention, us; then 32 of them with a bf16 head at 4 TB/s, ms", flush=True)
     schemes: dict[str, QuantScheme] = {
-        "bf16": Dense(), "fp8": Fp8(), "int8": WeightOnly(Form("int8")), "int4-g128": WeightOnly(INT4),
+        "bf16": Dense(), "fp8": Fp8(), "int8": WeightOnly(WeightForm("int8")), "int4-g128": WeightOnly(INT4),
     }  # fmt: skip
     head = HEAD_BYTES / 4e6
     for name, scheme in schemes.items():

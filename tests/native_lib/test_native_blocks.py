@@ -15,7 +15,7 @@ from tokenmill.errors import ModelError
 from tokenmill.ops.native.blocks import book_of, rounded, unpack
 from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import Library
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.schemes.packed import blocks_of
 
@@ -111,7 +111,7 @@ def test_rounding_has_the_bits_of_the_definition(form: str, dtype: torch.dtype, 
     weight[3], weight[4] = weight[3].abs(), -weight[4].abs()
     weight[5] = torch.arange(COLUMNS) / 8  # many half way between two codes
     weight = weight.to(dtype)
-    wanted = Form(kind, int(group), bool(zeros))
+    wanted = WeightForm(kind, int(group), bool(zeros))
     expected = blocks_of(round_to_nearest(weight, wanted, scale_dtype=torch.float16))
     found = rounded(native, weight, OF_GGUF[expected.type_id], int(group))
     assert np.array_equal(found, expected.raw)

@@ -27,7 +27,7 @@ from tokenmill.ops.triton import attention_fresh, moe  # noqa: E402
 from tokenmill.quant.schemes.dense import Dense  # noqa: E402
 from tokenmill.quant.schemes.row_scaled import W8A8, Fp8  # noqa: E402
 from tokenmill.quant.schemes.scheme import Linear  # noqa: E402
-from tokenmill.quant.schemes.weight_only import Form, WeightOnly  # noqa: E402
+from tokenmill.quant.schemes.weight_only import WeightForm, WeightOnly  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -159,7 +159,7 @@ def test_on_a_cpu_only_native_products_can_be_recorded(pretend):
 def test_split_k_counters_are_enough_for_every_kernel(pretend):
     pretend()
     kernels: list[MatmulKernel] = list(matmul_kernels("cuda"))
-    for scheme in (Dense(), W8A8(), Fp8(), WeightOnly(Form("int4", 128))):
+    for scheme in (Dense(), W8A8(), Fp8(), WeightOnly(WeightForm("int4", 128))):
         storage = scheme.allocate(256, 1024, BF16, torch.device("cpu"))
         assert "counters" not in storage
         need = scheme.matmul(storage, BF16).need

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from tokenmill.ops.matmul import MatmulNeed
 from tokenmill.ops.types import Unnormed
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.schemes.scheme import Linear
 from tokenmill.quant.schemes.weight_only import WeightOnly
@@ -145,7 +145,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 def random_linear(columns: int, inner: int, group: int, dtype: torch.dtype):
     """A storage of random codes on the GPU, and the weight that they stand for."""
-    form = Form("int4", group)
+    form = WeightForm("int4", group)
     scheme = WeightOnly(form)
     generator = torch.Generator().manual_seed(columns + inner)
     codes = torch.randint(-8, 8, (columns, inner), generator=generator, dtype=torch.int8)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.schemes.weight_only import WeightOnly
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory")
 DTYPES = [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 FLOAT8 = torch.float8_e4m3fn
 FORMS = [
-    *(Form("int4", group, zeros) for group, zeros in itertools.product((32, 64, 128), (False, True))),
-    Form("int8"),
-    Form("int8", 64),
-    Form("fp8", 128),
+    *(WeightForm("int4", group, zeros) for group, zeros in itertools.product((32, 64, 128), (False, True))),
+    WeightForm("int8"),
+    WeightForm("int8", 64),
+    WeightForm("fp8", 128),
 ]
 ROWS = [1, 7, 16, 64, 200]
 
@@ -34,7 +34,7 @@ def randn(*shape: int, device: str, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def random_groups(columns: int, inner: int, form: Form) -> Groups:
+def random_groups(columns: int, inner: int, form: WeightForm) -> Groups:
     generator = torch.Generator().manual_seed(columns + inner)
     count = inner // (form.group or inner)
     scale = torch.rand(columns, count, generator=generator) + 0.1
@@ -48,7 +48,7 @@ def random_groups(columns: int, inner: int, form: Form) -> Groups:
     return Groups(codes, scale, 4 if form.kind == "int4" else 8, zeros)
 
 
-def stored(groups: Groups, form: Form, device: str):
+def stored(groups: Groups, form: WeightForm, device: str):
     """The codes as the kernels read them, and what is beside them."""
     from tokenmill.ops.triton.gemm_small import counters_for
     from tokenmill.ops.triton.weight_codes import Codes
@@ -101,7 +101,7 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, rows, t
     from tokenmill.ops.triton.gemm_small import GemmShape
     from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
 
-    form = Form("int4", 64) if kind == "int4" else Form("int8")
+    form = WeightForm("int4", 64) if kind == "int4" else WeightForm("int8")
     inner = 11 * 16 * (4 if kind == "int4" else 2)
     groups = random_groups(144, inner, form)
     codes, counters = stored(groups, form, triton_device)
@@ -114,7 +114,9 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, rows, t
         assert not counters.any()
 
 
-@pytest.mark.parametrize("form", [Form("int4", 128, True), Form("int4", 32), Form("int8")], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [WeightForm("int4", 128, True), WeightForm("int4", 32), WeightForm("int8")], ids=lambda form: form.name
+)
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 4, 2), (4, 1, 8)], ids=str)
 def test_few_rows_in_several_turns_and_of_any_place(shape, form, triton_device):
     """The last turn and the last program are not full; rows may be slices that do not begin at a whole pair."""

@@ -7,7 +7,7 @@ import torch
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
-from tokenmill.quant.forms import Form, Layout, parse_layout
+from tokenmill.quant.forms import Layout, WeightForm, parse_layout
 from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes, describe
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Packed
@@ -20,12 +20,12 @@ PLAIN = Place(torch.device("cpu"), torch.float32)
 
 def test_a_layer_gets_the_last_form_that_names_it():
     layout = parse_layout("int4-g64-zeros,layers.1-2=int8,layers.2.down=bf16,lm_head=fp8")
-    assert layout.of("layers.0.qkv") == Form("int4", 64, zeros=True)
-    assert layout.of("layers.1.down") == layout.of("layers.2.o") == Form("int8")
-    assert layout.of("layers.2.down") == Form("bf16")
-    assert layout.of("layers.12.down") == Form("int4", 64, zeros=True)
-    assert layout.of("lm_head") == Form("fp8")
-    assert parse_layout({"default": "int4", "layers.0": "fp16"}).of("layers.0.o") == Form("fp16")
+    assert layout.of("layers.0.qkv") == WeightForm("int4", 64, zeros=True)
+    assert layout.of("layers.1.down") == layout.of("layers.2.o") == WeightForm("int8")
+    assert layout.of("layers.2.down") == WeightForm("bf16")
+    assert layout.of("layers.12.down") == WeightForm("int4", 64, zeros=True)
+    assert layout.of("lm_head") == WeightForm("fp8")
+    assert parse_layout({"default": "int4", "layers.0": "fp16"}).of("layers.0.o") == WeightForm("fp16")
 
 
 def test_the_head_keeps_its_precision_unless_it_is_named():
@@ -80,7 +80,7 @@ def test_a_group_that_does_not_divide_is_refused_and_an_unset_one_is_solved():
 def test_the_native_library_packs_what_it_can():
     schemes = choose_schemes(parse_layout("int4,layers.1=fp8,layers.2=bf16"), HEAD, {}, False, NATIVE)
     first = schemes.of("layers.0.qkv")
-    assert isinstance(first, Packed) and first.form == Form("int4", 32)
+    assert isinstance(first, Packed) and first.form == WeightForm("int4", 32)
     assert isinstance(schemes.of("lm_head"), Packed) and isinstance(schemes.of("embed"), Packed)
     assert schemes.of("layers.1.o").name == "fp8" and schemes.of("layers.2.o").name == "packed bf16"
     assert describe(schemes, ["layers.0.o", "layers.0.down", "layers.1.o"]) == "packed int4-g32 (2), fp8 (1)"
@@ -99,7 +99,7 @@ def test_a_form_that_no_layer_can_have_is_refused_and_one_that_some_can_have_is_
 
 
 def test_what_is_not_asked_for_stays_as_it_is_stored():
-    stored = {"layers.0.qkv": Form("int8"), "layers.1.qkv": Form("int4", 32)}
+    stored = {"layers.0.qkv": WeightForm("int8"), "layers.1.qkv": WeightForm("int4", 32)}
     kept = choose_schemes(Layout(), SHAPES, stored, False, PLAIN)
     assert kept.as_stored == stored.keys()
     assert isinstance(kept.of("layers.2.qkv"), Dense)
@@ -109,9 +109,9 @@ def test_what_is_not_asked_for_stays_as_it_is_stored():
 
 def test_what_is_stored_as_it_is_asked_for_is_not_rounded_again():
     stored = {
-        "layers.0.qkv": Form("int4", 32, zeros=True),
-        "layers.0.o": Form("fp8"),
-        "layers.0.down": Form("int4", 32),
+        "layers.0.qkv": WeightForm("int4", 32, zeros=True),
+        "layers.0.o": WeightForm("fp8"),
+        "layers.0.down": WeightForm("int4", 32),
     }
     for place in (PLAIN, NATIVE):
         found = choose_schemes(parse_layout("int4"), SHAPES, stored, False, place)
@@ -119,14 +119,14 @@ def test_what_is_stored_as_it_is_asked_for_is_not_rounded_again():
         found = choose_schemes(parse_layout("fp8"), SHAPES, stored, False, place)
         assert found.as_stored == {"layers.0.o"} and found.of("layers.0.o").name == "fp8"
         other = choose_schemes(parse_layout("int4-g64"), SHAPES, stored, False, place)
-        assert not other.as_stored and other.of("layers.0.down").form == Form("int4", 64)
+        assert not other.as_stored and other.of("layers.0.down").form == WeightForm("int4", 64)
 
 
 def test_auto_says_why():
     layout, why = auto_layout(NATIVE, is_quantized=False, max_rows=None, fits=True)
-    assert layout.default == Form("int8") and "bytes" in why
+    assert layout.default == WeightForm("int8") and "bytes" in why
     layout, why = auto_layout(PLAIN, is_quantized=False, max_rows=None, fits=True)
     assert layout == Layout() and "widened for every product" in why
     layout, why = auto_layout(PLAIN, is_quantized=False, max_rows=None, fits=False)
-    assert layout.default == Form("int4") and "memory" in why
+    assert layout.default == WeightForm("int4") and "memory" in why
     assert auto_layout(PLAIN, is_quantized=True, max_rows=None, fits=True)[0] == Layout()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.quant.forms import Form, parse_form
+from tokenmill.quant.forms import WeightForm, parse_form
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS, decode, encode, find_scales, group_blocks, round_to_nearest
 from tokenmill.quant.tool.gptq import gptq, inverse_factor
@@ -44,7 +44,7 @@ def test_inputs_that_do_not_depend_on_each_other_leave_the_nearest_codes():
     assert torch.equal(gptq(weight, gram, form).codes, nearest.codes)
 
 
-def one_by_one(weight: torch.Tensor, gram: torch.Tensor, form: Form, order: torch.Tensor) -> torch.Tensor:
+def one_by_one(weight: torch.Tensor, gram: torch.Tensor, form: WeightForm, order: torch.Tensor) -> torch.Tensor:
     """The definition: round a column, spread its error by the inverse of what is left, leave the column out."""
     damped = gram.double() + 0.01 * gram.diagonal().mean().double() * torch.eye(len(gram), dtype=torch.float64)
     scale, _ = find_scales(weight, form, True, importance=group_blocks(gram, form.group))

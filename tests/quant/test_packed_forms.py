@@ -8,7 +8,7 @@ from small_models import checkpoint, write
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.ops.native.library import Library, load
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.schemes.packed import Packed, can_hold
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs t
 CPU = torch.device("cpu")
 
 
-def stored(form: Form, weight: torch.Tensor) -> torch.Tensor:
+def stored(form: WeightForm, weight: torch.Tensor) -> torch.Tensor:
     """What a packed matrix holds, read back through products with unit vectors that 8 bits hold exactly."""
     scheme = Packed(form)
     storage = scheme.allocate(*weight.shape, torch.float32, CPU)
@@ -26,13 +26,19 @@ def stored(form: Form, weight: torch.Tensor) -> torch.Tensor:
     return Linear(scheme, storage)(torch.eye(weight.shape[1])).T
 
 
-FORMS = [Form("int8"), Form("w8a8"), Form("int4"), Form("int4", 64), Form("int4", 32, zeros=True)]
+FORMS = [
+    WeightForm("int8"),
+    WeightForm("w8a8"),
+    WeightForm("int4"),
+    WeightForm("int4", 64),
+    WeightForm("int4", 32, zeros=True),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_floats_are_rounded_as_the_form_says(form):
     weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(1)) + 0.3
-    fine = Form(form.kind, form.group or 32, form.zeros)
+    fine = WeightForm(form.kind, form.group or 32, form.zeros)
     expected = round_to_nearest(weight, fine, scale_dtype=torch.float16).widen(torch.float32)
     got = stored(form, weight)
     # With zeros, blocks hold the smallest weight in float16 rather than the zero's code.
@@ -47,7 +53,7 @@ def test_codes_of_a_checkpoint_are_kept():
     scale = torch.rand(17, 2, generator=generator).half()
     for zeros in (None, torch.randint(-8, 8, (17, 2), generator=generator, dtype=torch.int8)):
         groups = Groups(codes, scale, 4, zeros)
-        scheme = Packed(Form("int4", 64, zeros is not None))
+        scheme = Packed(WeightForm("int4", 64, zeros is not None))
         storage = scheme.allocate(17, 128, torch.float32, CPU)
         scheme.write_groups(storage, 0, groups)
         got = Linear(scheme, storage)(torch.eye(128)).T
@@ -64,7 +70,12 @@ def test_eight_bits_per_row_with_zeros_become_floats():
 
 
 def test_the_bytes_are_the_bytes_planned():
-    for form, bits in ((Form("int4"), 4.5), (Form("int8"), 8.5), (Form("int4", 64, zeros=True), 6), (Form("bf16"), 16)):
+    for form, bits in (
+        (WeightForm("int4"), 4.5),
+        (WeightForm("int8"), 8.5),
+        (WeightForm("int4", 64, zeros=True), 6),
+        (WeightForm("bf16"), 16),
+    ):
         scheme = Packed(form)
         storage = scheme.allocate(64, 256, torch.float32, CPU)
         scheme.write(storage, 0, torch.randn(64, 256))
@@ -76,7 +87,7 @@ def test_the_bytes_are_the_bytes_planned():
 def test_floats_in_panels_that_are_not_full_are_planned_as_they_lie():
     for kind in ("bf16", "fp16", "fp32"):
         for rows, columns in ((40, 40), (17, 33)):  # panels have 16 rows and whole cache lines
-            scheme = Packed(Form(kind))
+            scheme = Packed(WeightForm(kind))
             storage = scheme.allocate(rows, columns, torch.float32, CPU)
             scheme.write(storage, 0, torch.randn(rows, columns))
             assert sum(panels.nbytes for panels in storage.values()) == scheme.nbytes(rows, columns, torch.float32)
@@ -107,8 +118,12 @@ def test_the_plan_holds_what_a_packed_model_of_floats_holds(tmp_path, dtype, qua
 
 def test_columns_that_fill_no_block_stay_floats():
     weight = torch.randn(8, 40, generator=torch.Generator().manual_seed(4))
-    assert torch.equal(stored(Form("int4"), weight), weight)
-    assert not can_hold(Form("int4", 16), 64) and not can_hold(Form("fp8"), 64) and can_hold(Form("int8"), 64)
+    assert torch.equal(stored(WeightForm("int4"), weight), weight)
+    assert (
+        not can_hold(WeightForm("int4", 16), 64)
+        and not can_hold(WeightForm("fp8"), 64)
+        and can_hold(WeightForm("int8"), 64)
+    )
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4,layers.0=bf16"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.quant.forms import Form, parse_form
+from tokenmill.quant.forms import WeightForm, parse_form
 from tokenmill.quant.rounding import GRIDS, find_scales, group_blocks, round_to_nearest
 from tokenmill.quant.schemes.row_scaled import Fp8
 
@@ -53,7 +53,7 @@ def test_what_is_on_the_grid_stays_where_it_is(name):
 
 
 def test_float8_is_what_the_engine_makes_of_the_same_rows():
-    scheme, ours = Fp8(), round_to_nearest(matrix(), Form("fp8"))
+    scheme, ours = Fp8(), round_to_nearest(matrix(), WeightForm("fp8"))
     storage = scheme.allocate(*matrix().shape, torch.float32, torch.device("cpu"))
     scheme.write(storage, 0, matrix())
     assert torch.equal(ours.codes.float(), storage["weight"].float())

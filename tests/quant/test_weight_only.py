@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tokenmill.errors import ConfigError
 from tokenmill.ops.types import QuantizedRows
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.schemes.scheme import Linear, TakesGroups
@@ -19,10 +19,10 @@ from tokenmill.quant.schemes.weight_only import WeightOnly, why_not
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
 FORMS = [
-    *(Form("int4", group, zeros) for group, zeros in itertools.product((32, 64, 128), (False, True))),
-    Form("int8"),
-    Form("int8", 64),
-    Form("fp8", 128),
+    *(WeightForm("int4", group, zeros) for group, zeros in itertools.product((32, 64, 128), (False, True))),
+    WeightForm("int8"),
+    WeightForm("int8", 64),
+    WeightForm("fp8", 128),
 ]
 SHAPES = [(5, 128), (48, 384), (16, 1024), (4, 640), (16, 96 * 4)]  # some in tiles, some in plain order
 
@@ -31,7 +31,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_groups(rows: int, columns: int, form: Form, scale_dtype: torch.dtype = torch.float32) -> Groups:
+def random_groups(rows: int, columns: int, form: WeightForm, scale_dtype: torch.dtype = torch.float32) -> Groups:
     """Every code occurs, and scales that no other dtype can hold."""
     generator = torch.Generator().manual_seed(rows * columns)
     count = columns // (form.group or columns)
@@ -45,7 +45,7 @@ def random_groups(rows: int, columns: int, form: Form, scale_dtype: torch.dtype 
     return Groups(codes, scale, 4 if form.kind == "int4" else 8, zeros)
 
 
-def stored(groups: Groups, form: Form) -> Linear:
+def stored(groups: Groups, form: WeightForm) -> Linear:
     scheme = WeightOnly(form)
     storage = scheme.allocate(*groups.codes.shape, torch.float32, CPU)
     scheme.write_groups(storage, 0, groups)
@@ -110,39 +110,39 @@ def test_products_are_those_of_the_stored_numbers(rows, dtype, form):
 
 
 def test_inputs_that_are_float8_already_are_widened():
-    groups = random_groups(8, 128, Form("int8"))
+    groups = random_groups(8, 128, WeightForm("int8"))
     x = QuantizedRows(randn(3, 128).to(FLOAT8), torch.tensor([1.0, 2.0, 0.5]), torch.float32)
-    layer = stored(groups, Form("int8"))
+    layer = stored(groups, WeightForm("int8"))
     torch.testing.assert_close(layer(x), F.linear(x.widen(), groups.widen(torch.float32)))
 
 
 def test_scales_coarser_than_the_groups_are_repeated():
-    form = Form("int4", 32, True)
-    coarse = random_groups(6, 256, Form("int4", 128, True))
+    form = WeightForm("int4", 32, True)
+    coarse = random_groups(6, 256, WeightForm("int4", 128, True))
     layer = stored(coarse, form)
     assert torch.equal(layer.scheme.groups(layer.storage).widen(torch.float32), coarse.widen(torch.float32))
-    symmetric = random_groups(6, 256, Form("int4", 128))
+    symmetric = random_groups(6, 256, WeightForm("int4", 128))
     layer = stored(symmetric, form)  # zeros of zero
     assert torch.equal(layer.scheme.groups(layer.storage).widen(torch.float32), symmetric.widen(torch.float32))
 
 
 def test_codes_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="8-bit codes"):
-        stored(random_groups(4, 128, Form("int8")), Form("int4", 128))
+        stored(random_groups(4, 128, WeightForm("int8")), WeightForm("int4", 128))
     with pytest.raises(ConfigError, match="8-bit codes"):
-        stored(random_groups(4, 128, Form("fp8", 128)), Form("int8"))
+        stored(random_groups(4, 128, WeightForm("fp8", 128)), WeightForm("int8"))
     with pytest.raises(ConfigError, match="zeros"):
-        stored(random_groups(4, 128, Form("int4", 128, True)), Form("int4", 128))
+        stored(random_groups(4, 128, WeightForm("int4", 128, True)), WeightForm("int4", 128))
     with pytest.raises(ConfigError, match="scales a row"):
-        stored(random_groups(4, 256, Form("int4", 64)), Form("int4", 128))
+        stored(random_groups(4, 256, WeightForm("int4", 64)), WeightForm("int4", 128))
 
 
 def test_sizes_that_do_not_fit_are_refused_with_what_fits():
-    assert why_not(10, 4096, Form("int4", 128)) is None
-    assert "take int4-g64" in (why_not(10, 576, Form("int4", 128)) or "")
-    assert "take int8" in (why_not(10, 100, Form("int4", 32)) or "")
-    assert "bf16" in (why_not(10, 33, Form("int8")) or "")
+    assert why_not(10, 4096, WeightForm("int4", 128)) is None
+    assert "take int4-g64" in (why_not(10, 576, WeightForm("int4", 128)) or "")
+    assert "take int8" in (why_not(10, 100, WeightForm("int4", 32)) or "")
+    assert "bf16" in (why_not(10, 33, WeightForm("int8")) or "")
     with pytest.raises(ConfigError, match=r"10 x 576 cannot be int4-g128: its 576 inputs"):
-        WeightOnly(Form("int4", 128)).allocate(10, 576, torch.bfloat16, CPU)
+        WeightOnly(WeightForm("int4", 128)).allocate(10, 576, torch.bfloat16, CPU)
     with pytest.raises(ConfigError, match="w8a8 is not a weight-only form"):
-        WeightOnly(Form("w8a8"))
+        WeightOnly(WeightForm("w8a8"))

@@ -14,32 +14,32 @@ from tokenmill.model.weights.checkpoint import GroupCheckpoint
 from tokenmill.model.weights.load import load_weights, stored_forms
 from tokenmill.model.weights.quantized import open_quantized
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
-from tokenmill.quant.forms import Form, Layout
+from tokenmill.quant.forms import Layout, WeightForm
 from tokenmill.quant.schemes.choose import Place, choose_schemes
 from tokenmill.quant.tool.evaluate import logits_of
 
 DATA = Path(__file__).parent / "data"
-INT4, INT4_ZEROS = Form("int4", 32), Form("int4", 32, True)
+INT4, INT4_ZEROS = WeightForm("int4", 32), WeightForm("int4", 32, True)
 # What attention and MLP layers are stored as; None: floats only.
 FORMS = {
     "awq": (INT4_ZEROS, INT4_ZEROS),
-    "fp8_block": (Form("fp8", 64), Form("fp8", 64)),
-    "fp8_dynamic": (Form("fp8"), Form("fp8")),
-    "fp8_files_block": (Form("fp8", 32), Form("fp8", 32)),
-    "fp8_files_tensor": (Form("fp8"), Form("fp8")),
-    "fp8_static": (Form("fp8"), Form("fp8")),
+    "fp8_block": (WeightForm("fp8", 64), WeightForm("fp8", 64)),
+    "fp8_dynamic": (WeightForm("fp8"), WeightForm("fp8")),
+    "fp8_files_block": (WeightForm("fp8", 32), WeightForm("fp8", 32)),
+    "fp8_files_tensor": (WeightForm("fp8"), WeightForm("fp8")),
+    "fp8_static": (WeightForm("fp8"), WeightForm("fp8")),
     "gptq_8bit": (None, None),
     "gptq_desc_act": (None, None),
     "gptq_v1": (INT4, INT4),
     "gptq_v1_asymmetric": (INT4_ZEROS, INT4_ZEROS),
     "gptq_v2_asymmetric": (INT4_ZEROS, INT4_ZEROS),
-    "mixed": (INT4, Form("fp8")),
-    "w4a16_channel_asymmetric": (Form("int4", 64, True), Form("int4", 64, True)),
+    "mixed": (INT4, WeightForm("fp8")),
+    "w4a16_channel_asymmetric": (WeightForm("int4", 64, True), WeightForm("int4", 64, True)),
     "w4a16_group": (INT4, INT4),
     "w4a16_group_asymmetric": (INT4_ZEROS, INT4_ZEROS),
-    "w8a16_channel": (Form("int8"), Form("int8")),
-    "w8a8_dynamic": (Form("w8a8"), Form("w8a8")),
-    "w8a8_static": (Form("w8a8"), Form("w8a8")),
+    "w8a16_channel": (WeightForm("int8"), WeightForm("int8")),
+    "w8a8_dynamic": (WeightForm("w8a8"), WeightForm("w8a8")),
+    "w8a8_static": (WeightForm("w8a8"), WeightForm("w8a8")),
 }
 NOTES = {
     "fp8_block": "inputs are not rounded",
@@ -82,7 +82,7 @@ def test_layers_are_stored_as_they_were_quantized(name):
     for index, layer in enumerate(("self_attn.k_proj", "mlp.down_proj")):
         form = FORMS[name][index]
         if form is not None and form.group == 64 and layer == "mlp.down_proj":
-            form = Form(form.kind, 32, form.zeros)  # 160 columns are no multiple of 64
+            form = WeightForm(form.kind, 32, form.zeros)  # 160 columns are no multiple of 64
         assert checkpoint.stored(f"model.layers.0.{layer}.weight") == form
     assert checkpoint.stored("model.norm.weight") is None
     assert checkpoint.stored("lm_head.weight") is None and checkpoint.groups("lm_head.weight") is None

@@ -22,7 +22,7 @@ from quantized_files import (
 from tokenmill.errors import ModelError
 from tokenmill.model.weights.quantized import open_quantized
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -59,7 +59,7 @@ def test_gptq(tmp_path, bits, version, group):
     tensors = gptq_tensors(codes, zeros - int(version == "gptq"), scale, bits)
     found = opened(saved(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": group, "checkpoint_format": version}))
     assert torch.equal(found.tensor(WEIGHT), floats(codes, zeros, scale, group_of))
-    form = None if bits == 8 or group == 16 else Form("int4", 32 if group == 32 else 64, True)
+    form = None if bits == 8 or group == 16 else WeightForm("int4", 32 if group == 32 else 64, True)
     assert found.stored(WEIGHT) == form
 
 
@@ -119,7 +119,7 @@ def test_awq(tmp_path, group):
     codes, zeros, scale = numbers(4, size)
     found = opened(saved(tmp_path, awq_tensors(codes, zeros, scale), AWQ | {"group_size": group}))
     assert torch.equal(found.tensor(WEIGHT), floats(codes, zeros, scale, torch.arange(COLUMNS) // size))
-    assert found.stored(WEIGHT) == Form("int4", 32 if group == 32 else 64, True)
+    assert found.stored(WEIGHT) == WeightForm("int4", 32 if group == 32 else 64, True)
 
 
 def test_awq_in_older_spelling(tmp_path):
@@ -147,15 +147,15 @@ def test_compressed_tensors_columns_in_the_order_of_activations(tmp_path):
     assert found.stored(WEIGHT) is None and "order of activations" in found.notes()[0]
     unused = torch.full((COLUMNS,), -1)
     found = opened(saved(tmp_path, compressed_tensors(codes, scale, 4, unused), config))
-    assert found.stored(WEIGHT) == Form("int4", 32)
+    assert found.stored(WEIGHT) == WeightForm("int4", 32)
 
 
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
-        (None, Form("int8")),
-        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}, Form("w8a8")),
-        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}, Form("int8")),
+        (None, WeightForm("int8")),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}, WeightForm("w8a8")),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}, WeightForm("int8")),
     ],
 )
 def test_inputs_that_no_form_has_are_left_unrounded(tmp_path, inputs, expected):
@@ -180,7 +180,7 @@ def test_fp8_files(tmp_path, block, names):
     wide = scale if block is None else scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     assert torch.equal(found.tensor(WEIGHT), weight.float() * (wide if block is None else wide[:ROWS, :COLUMNS]))
     groups = found.groups(WEIGHT)
-    assert found.stored(WEIGHT) == Form("fp8", {None: None, (16, 32): 32, (128, 128): 64}[block])
+    assert found.stored(WEIGHT) == WeightForm("fp8", {None: None, (16, 32): 32, (128, 128): 64}[block])
     assert (groups.inputs, groups.input_scale) == (("fp8", 0.25) if block is None else (None, None))
 
 

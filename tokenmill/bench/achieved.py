@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.figures import Answer
 from tokenmill.plan.solve.shape import ModelShape, shape_of
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 
 if TYPE_CHECKING:
     from tokenmill.bench.timing import Ceilings
     from tokenmill.config import EngineConfig
     from tokenmill.quant.schemes.scheme import QuantScheme, Schemes
 
-AS_IN_FILES = Form("int4", 32, zeros=True)  # GGUF's Q4_1, as the default model has it
+AS_IN_FILES = WeightForm("int4", 32, zeros=True)  # GGUF's Q4_1, as the default model has it
 
 
 @dataclass(frozen=True)

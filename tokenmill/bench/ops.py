@@ -14,7 +14,7 @@ from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import CAUSAL, AttentionBatch, SampleBatch
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Packed
 from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
@@ -26,7 +26,7 @@ MAX_COPIES = 64
 CACHED_BYTES = 64 << 20  # what is smaller, all copies together, may stay in a cache: its line says so
 NEAR = 0.9  # from this share of a ceiling on, it is measured again beside the op
 AGAIN = 0.1  # seconds, for each part of the ceilings
-PACKED = (Form("int4", 32, zeros=True), Form("int8", 32))  # as GGUF's Q4_1 and Q8_0
+PACKED = (WeightForm("int4", 32, zeros=True), WeightForm("int8", 32))  # as GGUF's Q4_1 and Q8_0
 
 
 @dataclass(frozen=True)

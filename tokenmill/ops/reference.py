@@ -243,8 +243,8 @@ def kept_tokens(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int) -> torch.Tensor:
     left, right = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
-    return torch.cat([turned, x[..., 2 * half :]], dim=-1)
+    rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -72,10 +72,12 @@ class Ops:
     logprobs: Callable[..., torch.Tensor]
     shape: Callable[..., None]
 
-    def __init__(self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: list[Refused]) -> None:
+    def __init__(
+        self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: Iterable[Refused] = ()
+    ) -> None:
         self.chosen = chosen
         self.reasons = reasons
-        self.refused = refused  # better ones that do not fit
+        self.refused = list(refused)  # better ones that do not fit
         for op, implementation in chosen.items():
             setattr(self, op, implementation.fn)
 

@@ -16,7 +16,7 @@ _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?(?:\.(\w+))?")
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """How a weight is stored and multiplied."""
 
     kind: str  # one of KINDS
@@ -32,10 +32,10 @@ class Form:
 class Layout:
     """The form of every linear layer, by canonical name: `layers.3.gate_up`, `lm_head`."""
 
-    default: Form | None = None  # None: as the model computes, or as its file stores it
-    overrides: tuple[tuple[str, Form], ...] = ()  # patterns; the last that fits counts
+    default: WeightForm | None = None  # None: as the model computes, or as its file stores it
+    overrides: tuple[tuple[str, WeightForm], ...] = ()  # patterns; the last that fits counts
 
-    def of(self, name: str) -> Form | None:
+    def of(self, name: str) -> WeightForm | None:
         for pattern, form in reversed(self.overrides):
             if _fits(pattern, name):
                 return form
@@ -95,7 +95,7 @@ def check_names(layout: Layout, names: Collection[str]) -> None:
         raise ConfigError(f"quantization names {pattern!r} (as {form.name}), but {why}")
 
 
-def parse_form(text: object) -> Form:
+def parse_form(text: object) -> WeightForm:
     if not isinstance(text, str):
         raise ConfigError(f"quantization is {text!r}; it must be a name such as 'int4'")
     kind, *options = text.split("-")
@@ -109,7 +109,7 @@ def parse_form(text: object) -> Form:
             zeros = True
         else:
             raise ConfigError(f"quantization={text!r} is not known; int4 may be followed by -g32, -g64, -g128, -zeros")
-    return Form(kind, group, zeros)
+    return WeightForm(kind, group, zeros)
 
 
 def _fits(pattern: str, name: str) -> bool:

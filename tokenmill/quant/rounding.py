@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenmill.errors import ConfigError
-from tokenmill.quant.forms import GROUPS, Form
+from tokenmill.quant.forms import GROUPS, WeightForm
 from tokenmill.quant.groups import Groups
 
 FLOAT8 = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ INPUTS = {"w8a8": "int8", "fp8": "fp8"}  # forms whose inputs are rounded, too
 
 def round_to_nearest(
     weight: torch.Tensor,  # [rows, columns]
-    form: Form,
+    form: WeightForm,
     clip_search: bool = False,
     *,
     importance: torch.Tensor | None = None,  # [columns], or [groups, group, group]: see `find_scales`
@@ -53,14 +53,14 @@ def round_to_nearest(
     return pack(codes.flatten(1), scale, zeros, form)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, form: Form) -> Groups:
+def pack(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, form: WeightForm) -> Groups:
     """Groups from codes that `encode` made, still as floats."""
     grid = GRIDS[form.kind]
     small = None if zeros is None else zeros.to(torch.int8)
     return Groups(codes.to(grid.dtype), scale, grid.bits, small, inputs=INPUTS.get(form.kind))
 
 
-def group_of(form: Form, columns: int) -> int:
+def group_of(form: WeightForm, columns: int) -> int:
     """Columns that share a scale: the whole row, or the form's group."""
     group = form.group or columns
     if form.kind not in GRIDS:
@@ -75,7 +75,7 @@ def group_of(form: Form, columns: int) -> int:
 
 def find_scales(
     weight: torch.Tensor,  # [rows, columns]
-    form: Form,
+    form: WeightForm,
     clip_search: bool = False,
     *,
     importance: torch.Tensor | None = None,
@@ -127,7 +127,7 @@ def _range(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [rows
 
 
 def _of_range(
-    low: torch.Tensor, high: torch.Tensor, form: Form, scale_dtype: torch.dtype
+    low: torch.Tensor, high: torch.Tensor, form: WeightForm, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     grid = GRIDS[form.kind]
     extent, reach = (high - low, grid.high - grid.low) if form.zeros else (torch.maximum(-low, high), grid.reach)
@@ -143,7 +143,7 @@ def _of_range(
 
 def _search(
     grouped: torch.Tensor,  # [rows, groups, group]
-    form: Form,
+    form: WeightForm,
     importance: torch.Tensor | None,  # [groups, group] or [groups, group, group]
     scale_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -165,7 +165,7 @@ def _error(
     grouped: torch.Tensor,
     scale: torch.Tensor,
     zeros: torch.Tensor | None,
-    form: Form,
+    form: WeightForm,
     importance: torch.Tensor | None,
 ) -> torch.Tensor:  # [rows, groups]
     spread = None if zeros is None else zeros[..., None]

@@ -10,7 +10,7 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.config_reader import StoredConfig
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.schemes.packed import Blocks
 
@@ -54,7 +54,7 @@ class BlockCheckpoint(Checkpoint, Protocol):
 class GroupCheckpoint(Checkpoint, Protocol):
     """A checkpoint whose linear layers are small integers or float8 with scales; `tensor` gives them as floats."""
 
-    def stored(self, name: str) -> Form | None:
+    def stored(self, name: str) -> WeightForm | None:
         """The form of a matrix that `groups` gives, without reading it; None: it is had as floats only."""
         ...
 

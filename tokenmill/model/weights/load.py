@@ -12,7 +12,7 @@ from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocat
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, TypedCheckpoint
 from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Blocks, can_pack, float_bytes, packed_bytes
 from tokenmill.quant.schemes.scheme import Linear, Schemes, TakesBlocks, TakesGroups
@@ -55,12 +55,12 @@ def load_weights(
     return ResidentWeights(spec, weights)
 
 
-def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, Form]:
+def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightForm]:
     """The linear layers that a quantized checkpoint holds in one form each, under their canonical names."""
     if not isinstance(checkpoint, GroupCheckpoint):
         return {}
     spelled = canonical(checkpoint.names())
-    found: dict[str, Form] = {}
+    found: dict[str, WeightForm] = {}
     for name, recipe in _choose(spec, spelled).items():
         if spec.parameters()[name].kind == "linear":
             forms = {None if piece.change else checkpoint.stored(spelled[piece.source]) for piece in recipe}

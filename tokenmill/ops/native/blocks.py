@@ -12,7 +12,7 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.ops.native.arena import Arena
-from tokenmill.ops.native.formats import Format
+from tokenmill.ops.native.formats import GGUFFormat
 from tokenmill.ops.native.library import Library
 
 UNPACK, ROUND, MOST_GROUP = 6, 7, 128  # src/matrix.h
@@ -50,7 +50,7 @@ class RoundArgs(ctypes.Structure):
 def unpack(
     native: Library,
     raw: Bytes,  # rows one after the other
-    format: Format,
+    format: GGUFFormat,
     rows: int,
     columns: int,
     order: Order | None = None,
@@ -75,7 +75,7 @@ def unpack(
     return out
 
 
-def rounded(native: Library, weight: torch.Tensor, format: Format, group: int) -> Bytes:  # [rows, columns]
+def rounded(native: Library, weight: torch.Tensor, format: GGUFFormat, group: int) -> Bytes:  # [rows, columns]
     """The nearest numbers in blocks of Q4_0, Q4_1 or Q8_0; `group` columns share a scale."""
     native.check(ROUND, RoundArgs)
     if weight.dtype not in STORAGE:
@@ -99,7 +99,7 @@ def rounded(native: Library, weight: torch.Tensor, format: Format, group: int) -
     return blocks.numpy()
 
 
-def check_blocks(raw: Bytes, format: Format, rows: int, columns: int, order: Order | None) -> None:
+def check_blocks(raw: Bytes, format: GGUFFormat, rows: int, columns: int, order: Order | None) -> None:
     """The library reads what its arguments say, wherever that is."""
     if columns % format.values or raw.dtype != np.uint8 or not raw.flags.c_contiguous:
         raise ValueError(f"{columns} columns of {raw.dtype} cannot be read as {format.name}")
@@ -114,7 +114,7 @@ def check_blocks(raw: Bytes, format: Format, rows: int, columns: int, order: Ord
 
 
 @lru_cache
-def book_of(format: Format) -> npt.NDArray[np.int8] | None:
+def book_of(format: GGUFFormat) -> npt.NDArray[np.int8] | None:
     """The values that indices of a format stand for; the gguf package has them."""
     if format.book is None:
         return None

@@ -8,7 +8,7 @@ PANEL, GROUP = 16, 32  # src/formats.h
 
 
 @dataclass(frozen=True)
-class Form:
+class PanelForm:
     """One way in which rows are stored in panels."""
 
     number: int
@@ -31,60 +31,60 @@ class Form:
         return -(-rows // PANEL) * self.panel_bytes(columns)
 
 
-F32 = Form(0, "f32", 64)
-F16 = Form(1, "f16", 32)
-BF16 = Form(2, "bf16", 32)
-INT4 = Form(3, "int4", 256, 2, 64)  # scale per 32 columns
-INT4_MIN = Form(4, "int4+min", 256, 1, 64)  # scale and minimum per 32 columns
-INT4_K = Form(5, "int4k", 256, 8, 320)
-INT5 = Form(6, "int5", 320, 2, 64)
-INT5_MIN = Form(7, "int5+min", 320, 1, 64)
-INT5_K = Form(8, "int5k", 320, 8, 320)
-INT6_K = Form(9, "int6k", 384, 8, 320)
-INT8 = Form(10, "int8", 512, 2, 64)  # scale per 32 columns
-INT8_K = Form(11, "int8k", 512, 8, 320)
+F32 = PanelForm(0, "f32", 64)
+F16 = PanelForm(1, "f16", 32)
+BF16 = PanelForm(2, "bf16", 32)
+INT4 = PanelForm(3, "int4", 256, 2, 64)  # scale per 32 columns
+INT4_MIN = PanelForm(4, "int4+min", 256, 1, 64)  # scale and minimum per 32 columns
+INT4_K = PanelForm(5, "int4k", 256, 8, 320)
+INT5 = PanelForm(6, "int5", 320, 2, 64)
+INT5_MIN = PanelForm(7, "int5+min", 320, 1, 64)
+INT5_K = PanelForm(8, "int5k", 320, 8, 320)
+INT6_K = PanelForm(9, "int6k", 384, 8, 320)
+INT8 = PanelForm(10, "int8", 512, 2, 64)  # scale per 32 columns
+INT8_K = PanelForm(11, "int8k", 512, 8, 320)
 
 FORMS = (F32, F16, BF16, INT4, INT4_MIN, INT4_K, INT5, INT5_MIN, INT5_K, INT6_K, INT8, INT8_K)
 
 
 @dataclass(frozen=True)
-class Format:
+class GGUFFormat:
     """One way in which files store rows: in blocks of `values` numbers and `size` bytes."""
 
     number: int  # as GGUF numbers its types
     name: str
     values: int
     size: int
-    form: Form  # float32 where no other keeps it
+    form: PanelForm  # float32 where no other keeps it
     book: tuple[int, int] | None = None  # the book its values are taken from: how many entries, of how many values
 
 
 _FORMATS = (
-    Format(0, "F32", 1, 4, F32),
-    Format(1, "F16", 1, 2, F16),
-    Format(30, "BF16", 1, 2, BF16),
-    Format(2, "Q4_0", 32, 18, INT4),
-    Format(3, "Q4_1", 32, 20, INT4_MIN),
-    Format(6, "Q5_0", 32, 22, INT5),
-    Format(7, "Q5_1", 32, 24, INT5_MIN),
-    Format(8, "Q8_0", 32, 34, INT8),
-    Format(10, "Q2_K", 256, 84, F32),
-    Format(11, "Q3_K", 256, 110, INT6_K),
-    Format(12, "Q4_K", 256, 144, INT4_K),
-    Format(13, "Q5_K", 256, 176, INT5_K),
-    Format(14, "Q6_K", 256, 210, INT6_K),
-    Format(16, "IQ2_XXS", 256, 66, INT8_K, (256, 8)),
-    Format(17, "IQ2_XS", 256, 74, INT8_K, (512, 8)),
-    Format(18, "IQ3_XXS", 256, 98, INT8_K, (256, 4)),
-    Format(19, "IQ1_S", 256, 50, INT8_K, (2048, 8)),
-    Format(20, "IQ4_NL", 32, 18, INT8),
-    Format(21, "IQ3_S", 256, 110, INT6_K, (512, 4)),
-    Format(22, "IQ2_S", 256, 82, INT8_K, (1024, 8)),
-    Format(23, "IQ4_XS", 256, 136, INT8_K),
-    Format(29, "IQ1_M", 256, 56, INT8_K, (2048, 8)),
-    Format(34, "TQ1_0", 256, 54, INT4),
-    Format(35, "TQ2_0", 256, 66, INT4),
-    Format(39, "MXFP4", 32, 17, F32),
-    Format(40, "NVFP4", 64, 36, F32),
+    GGUFFormat(0, "F32", 1, 4, F32),
+    GGUFFormat(1, "F16", 1, 2, F16),
+    GGUFFormat(30, "BF16", 1, 2, BF16),
+    GGUFFormat(2, "Q4_0", 32, 18, INT4),
+    GGUFFormat(3, "Q4_1", 32, 20, INT4_MIN),
+    GGUFFormat(6, "Q5_0", 32, 22, INT5),
+    GGUFFormat(7, "Q5_1", 32, 24, INT5_MIN),
+    GGUFFormat(8, "Q8_0", 32, 34, INT8),
+    GGUFFormat(10, "Q2_K", 256, 84, F32),
+    GGUFFormat(11, "Q3_K", 256, 110, INT6_K),
+    GGUFFormat(12, "Q4_K", 256, 144, INT4_K),
+    GGUFFormat(13, "Q5_K", 256, 176, INT5_K),
+    GGUFFormat(14, "Q6_K", 256, 210, INT6_K),
+    GGUFFormat(16, "IQ2_XXS", 256, 66, INT8_K, (256, 8)),
+    GGUFFormat(17, "IQ2_XS", 256, 74, INT8_K, (512, 8)),
+    GGUFFormat(18, "IQ3_XXS", 256, 98, INT8_K, (256, 4)),
+    GGUFFormat(19, "IQ1_S", 256, 50, INT8_K, (2048, 8)),
+    GGUFFormat(20, "IQ4_NL", 32, 18, INT8),
+    GGUFFormat(21, "IQ3_S", 256, 110, INT6_K, (512, 4)),
+    GGUFFormat(22, "IQ2_S", 256, 82, INT8_K, (1024, 8)),
+    GGUFFormat(23, "IQ4_XS", 256, 136, INT8_K),
+    GGUFFormat(29, "IQ1_M", 256, 56, INT8_K, (2048, 8)),
+    GGUFFormat(34, "TQ1_0", 256, 54, INT4),
+    GGUFFormat(35, "TQ2_0", 256, 66, INT4),
+    GGUFFormat(39, "MXFP4", 32, 17, F32),
+    GGUFFormat(40, "NVFP4", 64, 36, F32),
 )
 OF_GGUF = {format.number: format for format in _FORMATS}

@@ -9,7 +9,7 @@ import torch
 from tokenmill.ops.native import recording
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.blocks import Bytes, Order, book_of, check_blocks
-from tokenmill.ops.native.formats import OF_GGUF, Form, Format
+from tokenmill.ops.native.formats import OF_GGUF, GGUFFormat, PanelForm
 from tokenmill.ops.native.library import Library, library
 
 MATMUL, REPACK, TAKE_ROWS = 1, 2, 3  # src/matrix.h
@@ -64,7 +64,7 @@ class PackedMatrix:
 
     def __init__(self, rows: int, columns: int, arena: Arena | None = None) -> None:
         self.rows, self.columns = rows, columns
-        self.segments: list[tuple[Form, int, torch.Tensor]] = []  # form, rows, panels
+        self.segments: list[tuple[PanelForm, int, torch.Tensor]] = []  # form, rows, panels
         self._native = library()
         self._arena = arena or Arena(self._native)
         self._matmul = MatmulArgs(k=columns)
@@ -79,7 +79,7 @@ class PackedMatrix:
     def nbytes(self) -> int:
         return sum(len(panels) for _, _, panels in self.segments)
 
-    def append_blocks(self, raw: Bytes, format: Format, rows: int, order: Order | None = None) -> None:
+    def append_blocks(self, raw: Bytes, format: GGUFFormat, rows: int, order: Order | None = None) -> None:
         """The next rows, from the blocks of a file; row r of them is row order[r] of the file."""
         check_blocks(raw, format, rows, self.columns, order)
         if self.filled + rows > self.rows or len(self.segments) == MAX_SEGMENTS:

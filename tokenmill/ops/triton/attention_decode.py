@@ -18,7 +18,7 @@ from tokenmill.ops.triton.config import (
     power_of_two,
     prefix_splits,
     prefix_tile,
-    turns,
+    reads_transposed,
 )
 from tokenmill.ops.triton.kv_codes import (
     as_kernels_take_it,
@@ -31,7 +31,7 @@ from tokenmill.ops.triton.kv_codes import (
     value_channels,
     whole_values,
 )
-from tokenmill.ops.triton.kv_turned import attend_turned
+from tokenmill.ops.triton.kv_transposed import attend_transposed
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
@@ -47,7 +47,7 @@ class DecodePlan:
     """Who reads which keys: made on the device once per step, for all layers with the same mask."""
 
     tile: Tile
-    turned: bool  # keys and values are the left operands of products
+    transposed: bool  # keys and values are the left operands of products
     head_tiles: int
     shared: bool  # the rows' common beginning is computed apart
     prefix_tile: Tile
@@ -93,7 +93,7 @@ def decode_attention(
         q.stride(0), q.stride(1), *cache.strides, out.stride(0), out.stride(1), batch.block_tables.stride(0),
         heads, plan.num_slots, plan.prefix_splits, mask.window or 0, mask.sinks, cap_scale, score_scale,
         GROUP=group, HEAD_TILES=plan.head_tiles, BLOCK_SIZE=block_size, **cache.constants,
-        TURNED_HEADS=kv_heads if plan.turned else 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        TRANSPOSED_HEADS=kv_heads if plan.transposed else 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SHARED=plan.shared,
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, join_tile // (join_heads * value_block)),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -121,8 +121,8 @@ def _make_plan(
 ) -> DecodePlan:
     rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
     group = heads // kv_heads
-    turned = turns(form, key_dim, value_dim, q.dtype)
-    tile = decode_tile(group, key_dim, value_dim, q.dtype, form if turned else None)
+    transposed = reads_transposed(form, key_dim, value_dim, q.dtype)
+    tile = decode_tile(group, key_dim, value_dim, q.dtype, form if transposed else None)
     head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
@@ -135,7 +135,7 @@ def _make_plan(
     device = q.device
     plan = DecodePlan(
         tile=tile,
-        turned=turned,
+        transposed=transposed,
         head_tiles=head_tiles,
         shared=splits > 0,
         prefix_tile=together,
@@ -279,7 +279,7 @@ def _decode_kernel(
     KEY_WORDS: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
-    TURNED_HEADS: tl.constexpr,  # kv heads, where codes are read in the turned way; 0 elsewhere
+    TRANSPOSED_HEADS: tl.constexpr,  # kv heads, where codes are read as left operands; 0 elsewhere
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -310,13 +310,13 @@ def _decode_kernel(
     first, sink_tiles = 0, 0
     if WINDOWED:
         _, first, sink_tiles = _windowed_tiles(context, window, sinks, BLOCK_N)
-    if TURNED_HEADS > 0:
+    if TRANSPOSED_HEADS > 0:
         skipped = (tl.program_id(0) % HEAD_TILES) * BLOCK_M
-        acc, top, total = attend_turned(
+        acc, top, total = attend_transposed(
             q + row * stride_q_token + (kv_head * GROUP + skipped) * stride_q_head, stride_q_head, GROUP - skipped,
             k_cache, v_cache, k_scales, v_scales, table, kv_head, begin, end, own, context, first, sink_tiles,
             window, sinks, cap_scale, score_scale,
-            TURNED_HEADS, BLOCK_SIZE, KEY_DIM, FORM, PTX, BLOCK_M, BLOCK_N, WINDOWED, SOFTCAP,
+            TRANSPOSED_HEADS, BLOCK_SIZE, KEY_DIM, FORM, PTX, BLOCK_M, BLOCK_N, WINDOWED, SOFTCAP,
         )  # fmt: skip
         dim = tl.arange(0, VALUE_DIM)
     else:

@@ -82,8 +82,8 @@ def split_head(dim: int) -> HeadSplit:
     return HeadSplit(first, max(16, power_of_two(rest)) if rest else 0)
 
 
-def turns(form: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a decode reads codes in the turned way (kv_turned): for queries of 16 bits, and heads of a usual size."""
+def reads_transposed(form: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a decode reads codes as left operands (kv_transposed): for queries of 16 bits, heads of a usual size."""
     return form != "" and key_dim == value_dim and key_dim in (64, 128, 256) and dtype.itemsize == 2
 
 
@@ -92,15 +92,15 @@ def decode_tile(
     key_dim: int,
     value_dim: int,
     dtype: torch.dtype,
-    turned: str | None = None,  # the form of a cache whose codes are the left operands of products
+    transposed: str | None = None,  # the form of a cache whose codes are the left operands of products
 ) -> Tile:
     """One kv head's group of queries against a run of keys.
 
     The load of the block table takes pipeline stages too: five stages keep two tiles of keys on their way.
     """
-    if turned is not None:  # as measured (scripts/gpu_kv.py)
+    if transposed is not None:  # as measured (scripts/gpu_kv.py)
         block_m = min(max(4, power_of_two(group)), 16)
-        return Tile(block_m, 64 if turned == "fp8" else 32, 1, 5 if turned == "int4" else 4)
+        return Tile(block_m, 64 if transposed == "fp8" else 32, 1, 5 if transposed == "int4" else 4)
     token_bytes = (key_dim + value_dim) * dtype.itemsize
     block_m = max(16, power_of_two(group))
     if dtype == torch.float32:

@@ -115,8 +115,8 @@ def _rope_kernel(
             angles = cos_sin + position * stride_angle
             if FORM > 0:
                 inverse = _inverse_norm(source, eps, live, DIM, NORM)
-                low = _turned(source, 0, k_norm, inverse, angles, live, HALF, DIM, NORM)
-                high = _turned(source, DIM // 2, k_norm, inverse, angles, live, HALF, DIM, NORM)
+                low = _rotated(source, 0, k_norm, inverse, angles, live, HALF, DIM, NORM)
+                high = _rotated(source, DIM // 2, k_norm, inverse, angles, live, HALF, DIM, NORM)
                 store_codes(low, high, target, k_scales, slot * kv_heads + head, live, DIM, FORM)
             else:
                 _turn(source, target, k_norm, eps, angles, live, HALF, HALF_BLOCK, DIM, TAIL_BLOCK, NORM, True)
@@ -174,16 +174,16 @@ def _turn(
     if HALF > 0:
         cos = tl.load(angles + dim, mask=dim < HALF, other=0.0)
         sin = tl.load(angles + HALF + dim, mask=dim < HALF, other=0.0)
-        turned_left = (left * cos - right * sin).to(kind)
-        turned_right = (right * cos + left * sin).to(kind)
-        tl.store(target + dim, turned_left.to(target.dtype.element_ty), mask=in_half)
-        tl.store(target + HALF + dim, turned_right.to(target.dtype.element_ty), mask=in_half)
+        rotated_left = (left * cos - right * sin).to(kind)
+        rotated_right = (right * cos + left * sin).to(kind)
+        tl.store(target + dim, rotated_left.to(target.dtype.element_ty), mask=in_half)
+        tl.store(target + HALF + dim, rotated_right.to(target.dtype.element_ty), mask=in_half)
     if TAIL and DIM > 2 * HALF:
         tl.store(target + rest, tail.to(kind).to(target.dtype.element_ty), mask=in_rest)
 
 
 @triton.jit
-def _turned(
+def _rotated(
     source,  # [HEADS, 1] pointers
     FIRST: tl.constexpr,
     norm,  # [DIM]

@@ -179,14 +179,14 @@ LAST_FIRST = tl.constexpr(release() >= (3, 7))
 
 
 @triton.constexpr_function
-def _turned(at, rank):
+def _reversed(at, rank):
     return rank - 2 - at if LAST_FIRST and at < rank - 1 else at
 
 
 @triton.jit
 def lane_axis(size: tl.constexpr, at: tl.constexpr, rank: tl.constexpr):
     """As `axis`, for pointers and masks of a load; lanes and warps go over the first dimensions first."""
-    return axis(size, _turned(at, rank), rank)
+    return axis(size, _reversed(at, rank), rank)
 
 
 @triton.jit

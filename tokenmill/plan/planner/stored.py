@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.plan.planner.precision import WeightPrecision
-from tokenmill.quant.forms import Form, Layout
+from tokenmill.quant.forms import Layout, WeightForm
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ WIDENING_BYTES = 21.0  # of codes of one byte with a scale per row
 HEAD = "lm_head"
 
 
-def stored_precision(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch.dtype) -> WeightPrecision | None:
+def stored_precision(spec: DecoderSpec, stored: Mapping[str, WeightForm], dtype: torch.dtype) -> WeightPrecision | None:
     """The mean over the linear layers, with the rates of the form that most weights have; None: all are floats.
 
     The head is counted apart: it is read for sampled rows only.
@@ -41,7 +41,7 @@ def stored_precision(spec: DecoderSpec, stored: Mapping[str, Form], dtype: torch
         some = [(schemes.of(name).nbytes(*shapes[name], dtype), math.prod(shapes[name])) for name in names]
         return sum(held for held, _ in some) / sum(count for _, count in some)
 
-    weights: Counter[Form] = Counter()
+    weights: Counter[WeightForm] = Counter()
     for name, form in kept.items():
         weights[form] += math.prod(shapes[name])
     most = weights.most_common(1)[0][0]

@@ -25,7 +25,7 @@ class Gpu:
 
     @property
     def rounds(self) -> bool:
-        """Whether the engine's products of rounded weights run there: Hopper and later (quant/schemes/device.py)."""
+        """Whether the engine's products of rounded weights run there: Hopper and later (ops/device_facts.py)."""
         return self.name in ("b200", "h200", "h100")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.ops.device_facts import GEMM, misfit, usable
-from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
+from tokenmill.quant.forms import FLOATS, GROUPS, Layout, WeightForm, check_names
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import BLOCK, Packed, can_hold
 from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
@@ -17,7 +17,7 @@ from tokenmill.quant.schemes.scheme import QuantScheme, Schemes
 from tokenmill.quant.schemes.weight_only import WeightOnly
 
 CPU_GROUP = 32  # int4: on CPUs every block of 32 holds a scale in any case
-_EXACT = Form("fp32")
+_EXACT = WeightForm("fp32")
 FEW_ROWS = 16  # up to here a GPU's step costs what reading the weights costs
 
 
@@ -33,7 +33,7 @@ class Place:
 def choose_schemes(
     layout: Layout,
     shapes: Mapping[str, tuple[int, int]],  # of the linear layers
-    stored: Mapping[str, Form],  # those that a quantized checkpoint holds, as it does
+    stored: Mapping[str, WeightForm],  # those that a quantized checkpoint holds, as it does
     blocks: bool,  # the checkpoint is a GGUF file
     place: Place,
 ) -> Schemes:
@@ -43,10 +43,10 @@ def choose_schemes(
     plain: QuantScheme = Packed() if place.native else Dense()
     named: dict[str, QuantScheme] = {}
     as_stored = set()
-    made: dict[Form, QuantScheme] = {}  # equal forms share a scheme
+    made: dict[WeightForm, QuantScheme] = {}  # equal forms share a scheme
     for name, (_, columns) in shapes.items():
         form, kept = layout.of(name), stored.get(name)
-        if kept is not None and form in (None, kept, Form(kept.kind)):  # not rounded again to what it is
+        if kept is not None and form in (None, kept, WeightForm(kept.kind)):  # not rounded again to what it is
             if place.native and not can_hold(kept, columns) and (form is None or kept.kind != "fp8"):
                 continue  # floats
             form = kept
@@ -74,17 +74,18 @@ def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits:
         return Layout(), "the checkpoint is quantized, and stays as it is"
     if place.device.type == "cpu":
         if not fits:
-            return Layout(Form("int4")), "memory is short"
+            return Layout(WeightForm("int4")), "memory is short"
         if not place.native:
             return Layout(), "without the native library, small weights would be widened for every product"
-        return Layout(Form("int8")), "half to a quarter of the bytes for every token, and next to no change"
+        return Layout(WeightForm("int8")), "half to a quarter of the bytes for every token, and next to no change"
     if not usable(GEMM, place.device):
         return Layout(), "this GPU has no kernels for it"
     if not fits:
-        return Layout(Form("int4")), "memory is short"
+        return Layout(WeightForm("int4")), "memory is short"
     if max_rows is not None and max_rows <= FEW_ROWS:
-        return Layout(Form("int4")), f"with at most {max_rows} requests at once a step costs what reading weights costs"
-    return Layout(Form("fp8")), "8-bit products have twice the speed, and read half the bytes"
+        why = f"with at most {max_rows} requests at once a step costs what reading weights costs"
+        return Layout(WeightForm("int4")), why
+    return Layout(WeightForm("fp8")), "8-bit products have twice the speed, and read half the bytes"
 
 
 def describe(schemes: Schemes, names: Iterable[str]) -> str:
@@ -96,7 +97,7 @@ def describe(schemes: Schemes, names: Iterable[str]) -> str:
     return ", ".join(kind if len(counts) == 1 else f"{kind} ({count})" for kind, count in counts.items())
 
 
-def _complete(form: Form, columns: int, place: Place) -> Form | None:
+def _complete(form: WeightForm, columns: int, place: Place) -> WeightForm | None:
     """With the group that suits the device, and the matrix; None: no group does, so it stays as it is."""
     if place.native and form.kind in ("int8", "w8a8") and columns % BLOCK:
         return None
@@ -107,7 +108,7 @@ def _complete(form: Form, columns: int, place: Place) -> Form | None:
     return replace(form, group=max(fitting)) if fitting else None
 
 
-def _scheme(form: Form, place: Place, plain: QuantScheme) -> QuantScheme:
+def _scheme(form: WeightForm, place: Place, plain: QuantScheme) -> QuantScheme:
     if isinstance(plain, Packed) and form.kind != "fp8":
         return Packed(form, beside=plain)
     if form.kind in FLOATS:

@@ -16,7 +16,7 @@ from tokenmill.ops.native.library import library
 from tokenmill.ops.native.matmul import PackedStorage
 from tokenmill.ops.native.matrix import OF_DTYPE, PackedMatrix
 from tokenmill.ops.types import Storage
-from tokenmill.quant.forms import FLOATS, Form
+from tokenmill.quant.forms import FLOATS, WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS
 from tokenmill.quant.schemes.storage import SchemeDefaults
@@ -63,7 +63,7 @@ class Packed(SchemeDefaults):
     in_one_part = True
     kv_dtype: torch.dtype | None = torch.float16  # half the bytes to read, and far finer than the packed weights
 
-    def __init__(self, form: Form | None = None, beside: Packed | None = None) -> None:
+    def __init__(self, form: WeightForm | None = None, beside: Packed | None = None) -> None:
         """beside: the matrices of both lie in memory in the order they are read."""
         self.form = form
         self._shared: list[Arena] = [] if beside is None else beside._shared  # one arena, made when it is needed
@@ -127,7 +127,7 @@ class Packed(SchemeDefaults):
             storage[f"{number} {form.name}"] = panels
 
 
-def can_hold(groups_of: Form, columns: int) -> bool:
+def can_hold(groups_of: WeightForm, columns: int) -> bool:
     """Whether blocks can hold what a checkpoint stores in this form."""
     group = groups_of.group or columns
     return groups_of.kind in ("int4", "int8", "w8a8") and group % BLOCK == 0 and columns % group == 0

@@ -8,7 +8,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.ops.matmul import Matmul, MatmulNeed, select_matmul
 from tokenmill.ops.types import Storage
 from tokenmill.ops.weight_words import FLOAT8, PARTS, TILE, is_tiled, pack, rows_of, unpack, write_rows
-from tokenmill.quant.forms import GROUPS, Form
+from tokenmill.quant.forms import GROUPS, WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.schemes.storage import SchemeDefaults, counters_beside
@@ -16,7 +16,7 @@ from tokenmill.quant.schemes.storage import SchemeDefaults, counters_beside
 _CHUNK = 1 << 24  # elements rounded at once while loading, so that the wide copy stays small
 
 
-def why_not(rows: int, columns: int, form: Form) -> str | None:
+def why_not(rows: int, columns: int, form: WeightForm) -> str | None:
     """Why a [rows, columns] matrix cannot have this form, and what to do instead; None: it can."""
     if form.group is not None and columns % form.group:
         fitting = [f"g{size}" for size in GROUPS if columns % size == 0]
@@ -36,7 +36,7 @@ class WeightOnly(SchemeDefaults):
     Codes are stored as 16-bit words, in tiles where rows and columns fill them (ops/weight_words.py).
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: WeightForm) -> None:
         if form.kind not in PARTS or (form.kind == "int4" and form.group is None):
             raise ConfigError(f"{form.name} is not a weight-only form; there are int4-g32, -g64, -g128 and int8")
         self.form = form

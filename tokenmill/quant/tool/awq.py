@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.tool.calibrate import Moments
 from tokenmill.quant.tool.joints import Joint, Params
@@ -13,14 +13,14 @@ STEPS = 20  # exponents of the inputs' magnitude that are tried, from 0 to 1
 ROWS = 512  # rows that are tried, spread over the matrix: the scales are common to all
 
 
-def scale_for_inputs(params: Params, joint: Joint, moments: Moments, form: Form) -> Moments:
+def scale_for_inputs(params: Params, joint: Joint, moments: Moments, form: WeightForm) -> Moments:
     """Folds the best scales found into the layer; gives the moments of the inputs as they are then."""
     scale = best_scale(params[joint.reader], moments, form, joint)
     joint.fold(params, scale)
     return moments.divided(scale)
 
 
-def best_scale(weight: torch.Tensor, moments: Moments, form: Form, joint: Joint) -> torch.Tensor:  # [columns]
+def best_scale(weight: torch.Tensor, moments: Moments, form: WeightForm, joint: Joint) -> torch.Tensor:  # [columns]
     magnitude = joint.shared(moments.mean).clamp(min=1e-8)
     weight = weight[:: max(1, weight.shape[0] // ROWS)]
     best = torch.ones_like(magnitude)
@@ -34,7 +34,7 @@ def best_scale(weight: torch.Tensor, moments: Moments, form: Form, joint: Joint)
     return best
 
 
-def product_error(weight: torch.Tensor, scale: torch.Tensor, gram: torch.Tensor, form: Form) -> float:
+def product_error(weight: torch.Tensor, scale: torch.Tensor, gram: torch.Tensor, form: WeightForm) -> float:
     """Sum of squares of what the products with all inputs change when the scaled matrix is rounded."""
     rounded = round_to_nearest(weight * scale, form).widen(torch.float32) / scale
     missing = rounded - weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS, decode, encode, find_scales, group_blocks, group_of, pack
 
@@ -16,7 +16,7 @@ _ATTEMPTS = 6
 def gptq(
     weight: torch.Tensor,  # [rows, columns]
     gram: torch.Tensor,  # [columns, columns]: X^T X of the inputs
-    form: Form,
+    form: WeightForm,
     *,
     act_order: bool = True,
     damping: float = DAMPING,

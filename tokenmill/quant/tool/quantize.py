@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.quant.forms import FLOATS, GROUPS, Form, Layout, check_names
+from tokenmill.quant.forms import FLOATS, GROUPS, Layout, WeightForm, check_names
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS, INPUTS, group_blocks, group_of, round_to_nearest
 from tokenmill.quant.tool.awq import scale_for_inputs
@@ -47,9 +47,9 @@ class Quantized:
     groups: dict[str, Groups] = field(default_factory=dict)  # those that were rounded
 
 
-def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, Form], list[str]]:
+def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, WeightForm], list[str]]:
     """The form of every linear layer that gets one, by canonical name; and what had to differ from the wish."""
-    found: dict[str, Form] = {}
+    found: dict[str, WeightForm] = {}
     changed: dict[tuple[str, str, int], int] = {}
     parameters = spec.parameters()
     check_names(layout, [name for name, param in parameters.items() if param.kind == "linear"])
@@ -80,7 +80,7 @@ def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, Form], list
 
 def quantize_model(
     source: LayerSource,
-    forms: dict[str, Form],
+    forms: dict[str, WeightForm],
     method: Method,
     ids: torch.Tensor | None,  # [samples, length]: the calibration text
     device: torch.device,
@@ -116,7 +116,7 @@ def quantize_model(
         yield _on_host(Quantized("", {"lm_head": _narrowed(head, forms["lm_head"])}, groups))
 
 
-def round_one(weight: torch.Tensor, form: Form, method: Method, moments: Moments | None) -> Groups:
+def round_one(weight: torch.Tensor, form: WeightForm, method: Method, moments: Moments | None) -> Groups:
     if method.name == "gptq" and moments is not None:
         found = gptq(weight, moments.gram, form, act_order=method.act_order, scale_dtype=method.scale_dtype)
     else:
@@ -133,7 +133,7 @@ def round_one(weight: torch.Tensor, form: Form, method: Method, moments: Moments
 
 
 def _prepare(
-    spec: DecoderSpec, params: Params, wanted: dict[str, Form], method: Method, moments: dict[str, Moments]
+    spec: DecoderSpec, params: Params, wanted: dict[str, WeightForm], method: Method, moments: dict[str, Moments]
 ) -> None:
     """Folds scales into the layer before it is rounded."""
     if method.name not in ("awq", "smoothquant"):
@@ -163,10 +163,10 @@ def _on_host(layer: Quantized) -> Quantized:
     return Quantized(layer.prefix, {name: one.cpu() for name, one in layer.params.items()}, groups)
 
 
-def _narrowed(weight: torch.Tensor, form: Form) -> torch.Tensor:
+def _narrowed(weight: torch.Tensor, form: WeightForm) -> torch.Tensor:
     """What stays floats, as floats of its form's type hold it."""
     return weight.to(getattr(torch, FLOATS[form.kind])).to(weight.dtype) if form.kind in FLOATS else weight
 
 
-def _rounded(wanted: dict[str, Form]) -> list[tuple[str, Form]]:
+def _rounded(wanted: dict[str, WeightForm]) -> list[tuple[str, WeightForm]]:
     return [(name, form) for name, form in wanted.items() if form.kind not in FLOATS]

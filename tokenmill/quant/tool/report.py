@@ -12,7 +12,7 @@ import torch
 from tokenmill.errors import TokenmillError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KV_FORMS
-from tokenmill.quant.forms import FLOATS, Form, Layout, parse_layout
+from tokenmill.quant.forms import FLOATS, Layout, WeightForm, parse_layout
 from tokenmill.quant.rounding import INPUTS
 from tokenmill.quant.tool.evaluate import CPU, Judge, Quality, StoreBuilder
 from tokenmill.quant.tool.layer_source import LayerSource
@@ -91,7 +91,7 @@ def measure(
     judge = Judge(spec, baseline, ids)
     for candidate in chosen:
         began, store = time.monotonic(), baseline
-        forms: dict[str, Form] = {}
+        forms: dict[str, WeightForm] = {}
         if candidate.scheme is not None:
             forms, _ = plan_forms(spec, parse_layout(candidate.scheme))
             builder = StoreBuilder(source)
@@ -113,7 +113,7 @@ def measure(
         yield Line(candidate, quality, size, took)
 
 
-def weight_bytes(spec: DecoderSpec, forms: dict[str, Form]) -> int:
+def weight_bytes(spec: DecoderSpec, forms: dict[str, WeightForm]) -> int:
     """Of all weights; with any form, the floats beside are 16 bits wide."""
     wide, total = (2 if forms else 4), 0
     for name, param in spec.parameters().items():

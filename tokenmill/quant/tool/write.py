@@ -16,7 +16,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.gguf_tokenizer import build_backend
 from tokenmill.model.weights.gguf import GGUFCheckpoint
 from tokenmill.model.weights.source import ModelFiles
-from tokenmill.quant.forms import FLOATS, Form
+from tokenmill.quant.forms import FLOATS, WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.tool.layer_source import LayerSource
 from tokenmill.quant.tool.quantize import Quantized
@@ -40,7 +40,7 @@ _BESIDE = (  # files that belong to a tokenizer or to how a model is used
 
 def write_model(
     source: LayerSource,
-    forms: dict[str, Form],  # by canonical name
+    forms: dict[str, WeightForm],  # by canonical name
     layers: Iterable[Quantized],
     folder: Path,
     dtype: torch.dtype,  # of what stays floats
@@ -50,7 +50,7 @@ def write_model(
     writer = _Shards(folder)
     kinds = {name: param.kind for name, param in source.spec.parameters().items()}
     done: set[str] = set()
-    modules: dict[str, Form] = {}  # quantized ones, by their name in the checkpoint
+    modules: dict[str, WeightForm] = {}  # quantized ones, by their name in the checkpoint
     for layer in layers:
         for short, param in layer.params.items():
             name, groups = layer.prefix + short, layer.groups.get(short)
@@ -107,13 +107,13 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:  # [rows, column
 
 
 def quantization_config(
-    modules: dict[str, Form],
+    modules: dict[str, WeightForm],
     others: list[str],  # every module of the checkpoint
     static_inputs: bool = False,
 ) -> dict[str, Any]:
     """What config.json says of it. Modules are named by their last word where it is enough to tell them apart."""
     forms = list(dict.fromkeys(modules.values()))
-    by_word: dict[str, set[Form | None]] = {}
+    by_word: dict[str, set[WeightForm | None]] = {}
     for module in [*modules, *others]:
         by_word.setdefault(module.rpartition(".")[2], set()).add(modules.get(module))
     groups = {}
@@ -245,7 +245,7 @@ class _Shards:
         self._open, self._size = {}, 0
 
 
-def _weights(form: Form) -> dict[str, Any]:
+def _weights(form: WeightForm) -> dict[str, Any]:
     return {
         "num_bits": 4 if form.kind == "int4" else 8,
         "type": "float" if form.kind == "fp8" else "int",
@@ -257,7 +257,7 @@ def _weights(form: Form) -> dict[str, Any]:
     }
 
 
-def _inputs(form: Form, static: bool) -> dict[str, Any] | None:
+def _inputs(form: WeightForm, static: bool) -> dict[str, Any] | None:
     if form.kind not in ("w8a8", "fp8"):
         return None
     return {

@@ -13,7 +13,7 @@ from tokenmill.model.weights.checkpoint import Checkpoint, TypedCheckpoint
 from tokenmill.model.weights.names import canonical, recipes
 from tokenmill.model.weights.quantized.matrix import Kind, Matrix
 from tokenmill.model.weights.quantized.parts import Parts
-from tokenmill.quant.forms import Form
+from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
 
 # Scales for a cache of keys and values in 8 bits: this engine's own have a scale for each token.
@@ -96,7 +96,7 @@ class QuantizedCheckpoint:
             return torch.float32
         return self._checkpoint.dtype(name) if isinstance(self._checkpoint, TypedCheckpoint) else None
 
-    def stored(self, name: str) -> Form | None:
+    def stored(self, name: str) -> WeightForm | None:
         return self._kind(name).form if name in self._layers else None
 
     def groups(self, name: str) -> Groups | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.quant.forms import GROUPS, Form
+from tokenmill.quant.forms import GROUPS, WeightForm
 from tokenmill.quant.groups import Groups
 
 
@@ -35,20 +35,20 @@ class Kind:
         return self.group >= self.shape[1]
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> WeightForm | None:
         """The form in which it can be kept; None: as floats only."""
         if self.shuffled or (self.bits == 8 and self.zeros):
             return None
         if self.bits == 8 and self.by_row and (self.inputs is not None or not self.floating):
-            return Form("fp8" if self.floating else "int8" if self.inputs is None else "w8a8")
+            return WeightForm("fp8" if self.floating else "int8" if self.inputs is None else "w8a8")
         if self.fine is None:
             return None
-        return Form("fp8" if self.floating else f"int{self.bits}", self.fine, self.zeros)
+        return WeightForm("fp8" if self.floating else f"int{self.bits}", self.fine, self.zeros)
 
     @property
     def rounded_inputs(self) -> str | None:
         """How inputs are rounded, in the form in which it is kept."""
-        return self.inputs if self.form in (Form("w8a8"), Form("fp8")) else None
+        return self.inputs if self.form in (WeightForm("w8a8"), WeightForm("fp8")) else None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Decode over codes: keys and values are the left operands of products, and the few queries of a head the right ones.
 
-A product of the hardware has sixteen rows on its left and eight columns on its right. Turned this way, four queries
+A product of the hardware has sixteen rows on its left and eight columns on its right. Transposed so, four queries
 leave few of them empty, and what is done per score (scales, softmax) is done for hardly any score that nobody needs.
 So little is left to do that one warp is a program of its own, and waits for no other warp.
   - int8 and int4 keys are multiplied as the integers they are, and so are queries, of sixteen bits: 256 * high + low,
@@ -38,7 +38,7 @@ _MOST = tl.constexpr(127 * 256)  # of a query as an integer: its upper byte is 1
 
 
 @triton.jit
-def attend_turned(
+def attend_transposed(
     q,  # the first query of the head
     stride_q_head,
     count,  # of queries
