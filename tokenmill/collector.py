@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from looking through what is being loaded to stay: a fifth of the time of imports."""
+"""Keeps Python's garbage collector from looking through what is loaded to stay: a fifth of the time of imports."""
 
 from __future__ import annotations
 

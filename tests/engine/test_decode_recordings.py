@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
-from tokenmill.engine.runner.graphs import PATIENCE, PLAIN, STRETCH, Recording, Recordings, bucket_sizes
+from tokenmill.engine.runner.graphs import PATIENCE, PLAIN, STRETCH, Kind, Recording, Recordings, bucket_sizes
 from tokenmill.engine.runner.warmup import sizes_to_record
 from tokenmill.sampling.settings import Traits
 
 SIZES = bucket_sizes(512)
 
 
-def run(recordings: Recordings, rows: int, traits: Traits = PLAIN, shared: bool = False) -> tuple[int, str]:
+def run(recordings: Recordings, rows: int, traits: Traits = PLAIN, kind: Kind = Kind.PLAIN) -> tuple[int, str]:
     """What the runner does with a step: the size it is run at, and how."""
-    size, recording = recordings.serve(rows, traits, shared)
+    size, recording = recordings.serve(rows, traits, kind)
     recording.uses += 1
     if recording.graph is not None:
         return size, "replay"
@@ -24,8 +24,8 @@ def run(recordings: Recordings, rows: int, traits: Traits = PLAIN, shared: bool 
     return size, "record"
 
 
-def record(recordings: Recordings, rows: int, **kind: Any) -> None:
-    while run(recordings, rows, **kind)[1] != "record":
+def record(recordings: Recordings, rows: int, **how: Any) -> None:
+    while run(recordings, rows, **how)[1] != "record":
         pass
 
 
@@ -75,7 +75,7 @@ def test_the_nearest_recording_of_the_same_kind_stands_in_up_to_a_limit() -> Non
     for rows in (176, 256):
         record(recordings, rows)
     record(recordings, 128, traits=Traits(warm=True))
-    record(recordings, 128, shared=True)
+    record(recordings, 128, kind=Kind.SHARED)
     assert run(recordings, 129) == (176, "replay")
     assert run(recordings, 120) == (176, "replay")
     assert run(recordings, 176 // STRETCH - 8) == (80, "plain")

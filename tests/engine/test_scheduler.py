@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -277,7 +278,8 @@ def test_drafts_never_reach_past_the_last_token(overlap):
     launch = house.runner.launch
 
     def watched(step):
-        assert all(start + count <= 20 + one.max_tokens - 1 for start, count in zip(step.starts, step.counts))
+        for row, start, count in zip(step.rows, step.starts, step.counts):
+            assert start + step.slack.get(row, 0) + count <= 20 + one.max_tokens - 1
         return launch(step)
 
     house.runner.launch = watched
@@ -286,6 +288,31 @@ def test_drafts_never_reach_past_the_last_token(overlap):
         propose(house, 50)
     assert house.scheduler.stats.failed_steps == 0
     assert one.output == answer(one)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_drafts_and_overlap_go_together(wrong):
+    """A row whose drafts are in flight is in the next step, too, before anybody on the host knows how long it is."""
+    house = engine(rows=8, blocks=500, overlap=True)
+    some = [request(f"one-{k}", 20, replace(GREEDY, max_tokens=60), first=k) for k in range(4)]
+    answers = {one.id: answer(one) for one in some}
+    for one in some:
+        house.add(one)
+    random, uncertain, most, steps = Random(5), 0, 0, 0
+    while house.has_work:
+        for one in house.scheduler.running:
+            said = one.num_tokens - one.prompt_len
+            known = answers[one.id][said : said + one.unsure + 3]
+            one.drafts = [0 if random.random() < wrong else token for token in known]
+        house.step()
+        steps += 1
+        step = house._in_flight[-1][0] if house._in_flight else None
+        uncertain += len(step.slack) if step else 0
+        most = max([most, *(step.slack.values() if step else [])])
+    assert {one.id: one.output for one in some} == answers
+    assert house.scheduler.stats.failed_steps == 0
+    assert uncertain > 20 and most == 3  # every launched draft of one step, none of them twice
+    assert wrong or steps < 30  # four tokens a step instead of one
 
 
 @pytest.mark.parametrize("overlap", [False, True])

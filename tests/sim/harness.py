@@ -165,7 +165,7 @@ class Day:
             if request.beams is None and self.rng.random() < self.drafts:
                 answer = self.answers[request.id]
                 said = request.num_tokens - request.prompt_len
-                guess = list(answer.tokens[said : said + self.rng.randrange(1, 6)])
+                guess = list(answer.tokens[said : said + request.unsure + self.rng.randrange(1, 6)])
                 if answer.poisoned:
                     guess = guess[:-1]  # a proposal would carry the sequence past its poison
                 elif self.rng.random() < 0.5:

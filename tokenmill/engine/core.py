@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from tokenmill.engine.proposer import Proposer
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
 from tokenmill.engine.step import Pending, Runner, Step
@@ -30,10 +31,12 @@ class Engine:
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.grammars = grammars
+        self.proposer = proposer
         self.clock = clock
         self._depth = 1 if overlap else 0
         self._in_flight: deque[tuple[Step, Pending]] = deque()
@@ -65,6 +68,8 @@ class Engine:
         constrained = self.grammars is not None and self.grammars.busy
         if constrained:
             self._take_in_grammars()
+        if self.proposer is not None:
+            self.proposer.propose([one for one in self.scheduler.running if one.num_tokens > one.prompt_len])
         step = self.scheduler.schedule(self.clock())
         if constrained and step is None and not self._in_flight:
             self._take_in_grammars(GRAMMAR_PATIENCE)

@@ -62,7 +62,9 @@ class Request:
     """One sequence. `num_computed` chases `num_tokens`; there are no phases.
 
     Positions [0, num_computed) have keys and values in `blocks`, or will have once the launched steps ran.
-    Tokens that a launched step will sample count in `num_tokens` before their values are known.
+    Tokens that a launched step will sample count in `num_tokens` before their values are known. How long a row is may
+    be known to the device alone: with drafts in flight both numbers are lower bounds, and `unsure` is how far off they
+    may be.
     """
 
     __slots__ = (
@@ -108,6 +110,7 @@ class Request:
         "state",
         "stop_ids",
         "tokens",
+        "unsure",
         "void_until",
         "wide",
     )
@@ -148,13 +151,16 @@ class Request:
         self.row = -1
         self.blocks: list[int] = []
         self.num_computed = 0
-        self.pending = 0  # tokens that launched steps will sample
+        self.pending = 0  # tokens that launched steps will sample, at least: one for each that samples
+        self.unsure = 0  # tokens that they may sample beyond that: drafts whose fate only the device knows yet
         self.in_flight = 0  # launched steps that hold this request
         self.last_step = 0  # number of the newest step that held it
         self.last_start = 0  # first position it computed there
         self.fence = 0  # number of the newest step that reads its blocks, as its own or as the source of a fork
-        self.held = False  # not scheduled again before its launched step is committed (drafts, beams, grammars)
-        self.drafts: list[int] = []  # proposed continuation, verified by the next step
+        self.held = False  # not scheduled again before its launched step is committed (beams, grammars)
+        # Proposed tokens from position `num_tokens` on. The device verifies as many as there are beyond `unsure`: where
+        # it is further than the host knows, it takes those that stand at its own positions.
+        self.drafts: list[int] = []
         # The prefix cache's view
         self.identities: list[bytes] = []
         self.num_published = 0  # leading blocks of this request that are in the prefix index
@@ -177,7 +183,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
+        """At least so many; drafts in flight may add `unsure` more."""
         return len(self.tokens) + self.pending
+
+    @property
+    def num_drafts(self) -> int:
+        """Proposed tokens that the next step verifies."""
+        return max(0, len(self.drafts) - self.unsure)
 
     @property
     def num_output(self) -> int:
@@ -199,11 +211,11 @@ class Request:
     def work(self) -> int:
         """Tokens that a step could compute now, drafts included."""
         num_tokens = len(self.tokens) + self.pending
-        last_is_out = self.pending and num_tokens - self.prompt_len >= self.max_tokens
+        last_is_out = self.pending and num_tokens + self.unsure - self.prompt_len >= self.max_tokens
         # The token that reaches max_tokens never becomes an input. (A property costs: this runs per row and step.)
         if self.held or last_is_out or (self.grammar is not None and self.awaits_mask):
             return 0
-        return num_tokens - self.num_computed + len(self.drafts)
+        return num_tokens - self.num_computed + (self.num_drafts if self.drafts else 0)
 
     def __repr__(self) -> str:
         return (

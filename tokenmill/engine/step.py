@@ -40,8 +40,8 @@ class SharedPrefix:
 class Step:
     """One forward pass over some tokens of some rows. Parallel lists, one entry per scheduled row.
 
-    Rows that decode one token come first (`num_singles` of them), so kernels can split decodes from chunks.
-    A chunk of a prompt may be one token, too.
+    Rows that decode one token come first (`num_singles` of them), so kernels can split decodes from chunks; rows that
+    verify drafts follow. A chunk of a prompt may be one token, too.
     Within a step every layer writes all keys and values before any attention reads them, so a row may
     share blocks that another row of the same step fills.
     """
@@ -50,12 +50,16 @@ class Step:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token computed
     counts: list[int] = field(default_factory=list)  # tokens computed, draft tokens included
-    samples: list[int] = field(default_factory=list)  # trailing positions sampled: 0, 1, or 1 + drafts
+    samples: list[int] = field(default_factory=list)  # trailing positions sampled: 0, 1, or 1 + verified drafts
     num_singles: int = 0
     admissions: list[Admission] = field(default_factory=list)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, first index, block ids)
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block), done first
-    drafts: dict[int, list[int]] = field(default_factory=dict)  # row -> proposed tokens, verified in this step
+    # row -> proposed tokens for the positions from start + 1 on, of which as many as the row samples beyond one are
+    # verified in this step: those that stand at the device's own positions
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    # row -> by how much its start may be larger: the drafts of a launched step, whose fate only the device knows
+    slack: dict[int, int] = field(default_factory=dict)
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
     masks: dict[int, bytes] = field(default_factory=dict)  # row -> tokens that may be sampled, one bit each

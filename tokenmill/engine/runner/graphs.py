@@ -1,7 +1,8 @@
-"""DecodeGraphs: steps in which every row decodes one token, recorded once per batch size and replayed."""
+"""DecodeGraphs: steps in which every row decodes, with drafts or without, recorded once per batch size and replayed."""
 
 from __future__ import annotations
 
+import enum
 import warnings
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -11,19 +12,37 @@ import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.inputs import Ints, block_writes, shared_lengths
+from tokenmill.engine.runner.inputs import Ints, block_writes, draft_columns, num_decodes, shared_lengths
 from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.runner.verify import COLUMNS, Entries, is_speculative
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
 
+INPUTS = 12  # integers per row that a step may bring
+PROPOSED = 2  # tokens that may be proposed per token of a step: some stand where rows may already be
 STRETCH = 2  # a size without a recording may be padded to so many times its rows: a replay costs no launches
 PLAIN = Traits()
 PATIENCE = 4  # times that happens before a size gets a recording of its own, which costs about two plain runs
 
 Graph = TypeVar("Graph")
+
+
+class Kind(enum.Enum):
+    """What a recorded step does besides decoding."""
+
+    PLAIN = "plain"
+    SHARED = "shared"  # rows share a beginning, which is read once
+    DRAFTS = "drafts"  # rows start where the device says and verify drafts: a size counts tokens, not rows
+
+
+def only_decodes(step: Step) -> bool:
+    """Whether every row of the step decodes, with drafts or without, and nothing else happens."""
+    return num_decodes(step) == len(step.rows) and not (
+        step.admissions or step.copies or step.chosen or step.prompt_logprobs or 0 in step.samples
+    )
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -54,8 +73,7 @@ class Recordings(Generic[Graph]):
     sizes: list[int]  # ascending
     stretch: float = STRETCH
     warm: bool = False  # whether steps of every size have been run before the first request
-    # By size, traits, and whether there is a shared prefix.
-    _of: dict[tuple[int, Traits, bool], Recording[Graph]] = field(default_factory=dict)
+    _of: dict[tuple[int, Traits, Kind], Recording[Graph]] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -66,19 +84,19 @@ class Recordings(Generic[Graph]):
         returned = recording.uses > 1 or (self.warm and recording.lent >= PATIENCE)
         return returned and recording.graph is None and not recording.refused
 
-    def of(self, size: int, traits: Traits = PLAIN, shared: bool = False) -> Recording[Graph]:
-        return self._of.setdefault((size, traits, shared), Recording())
+    def of(self, size: int, traits: Traits = PLAIN, kind: Kind = Kind.PLAIN) -> Recording[Graph]:
+        return self._of.setdefault((size, traits, kind), Recording())
 
     def serve(
-        self, rows: int, traits: Traits = PLAIN, shared: bool = False, may_record: bool = True
+        self, rows: int, traits: Traits = PLAIN, kind: Kind = Kind.PLAIN, may_record: bool = True
     ) -> tuple[int, Recording[Graph]]:
         """The size at which a step of so many rows is run, and what there is for it."""
         place = bisect_left(self.sizes, rows)
         own = self.sizes[place]
-        recording = self.of(own, traits, shared)
+        recording = self.of(own, traits, kind)
         if recording.graph is None and (recording.lent < PATIENCE or recording.refused or not may_record):
             near = [size for size in self.sizes[place + 1 :] if size <= self.stretch * own]
-            known = [(size, one) for size in near if (one := self._of.get((size, traits, shared))) is not None]
+            known = [(size, one) for size in near if (one := self._of.get((size, traits, kind))) is not None]
             recorded = [pair for pair in known if pair[1].graph is not None]
             tried = [pair for pair in known if pair[1].uses > 0 and not pair[1].refused]  # it is recorded now
             for size, larger in (recorded or tried)[:1]:
@@ -151,75 +169,112 @@ class DecodeGraphs:
         self.replays = self.plain_runs = 0  # steps so far
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
-        # where there is one; then [block_at | block_value]
-        self._inputs = torch.zeros(6 * max_rows, dtype=torch.int64, device=device)
-        self._staging = _Staging(6 * max_rows)
+        # where there is one; then [block_at | block_value]. With drafts `draft_columns`, then proposed tokens, then
+        # the same.
+        self._inputs = torch.zeros(INPUTS * max_rows, dtype=torch.int64, device=device)
+        self._staging = _Staging(INPUTS * max_rows)
         self._columns = _Columns(state.scratch_row)
         self._capture = Capture(device)
 
-    @staticmethod
-    def takes(step: Step) -> bool:
-        """Whether every row of the step decodes exactly one token and nothing else happens."""
-        return step.num_singles == len(step.rows) and not (
-            step.admissions or step.copies or step.chosen or step.drafts or step.prompt_logprobs or 0 in step.samples
-        )
+    def takes(self, step: Step) -> bool:
+        """Whether every row of the step decodes and nothing else happens, and there is room for what it brings."""
+        largest = self.recordings.sizes[-1]
+        if not only_decodes(step) or step.num_tokens > largest:
+            return False
+        if not is_speculative(step):
+            return True
+        proposed, blocks = sum(map(len, step.drafts.values())), sum(len(blocks) for _, _, blocks in step.blocks)
+        return proposed <= PROPOSED * step.num_tokens and COLUMNS + PROPOSED + 2 * blocks / largest <= INPUTS
 
-    def run(self, step: Step, traits: Traits) -> Sampled:  # [rows], overwritten by the next run
+    def run(self, step: Step, traits: Traits) -> Sampled:  # [tokens], overwritten by the next run
         """Launch the step; `traits` says how its rows are sampled."""
-        shared = step.shared is not None
-        bucket, recording = self.recordings.serve(len(step.rows), traits, shared)
+        kind = Kind.DRAFTS if is_speculative(step) else Kind.PLAIN if step.shared is None else Kind.SHARED
+        bucket, recording = self.recordings.serve(step.num_tokens, traits, kind)
         self._send(step, bucket)
         recording.uses += 1
         if self.recordings.is_due(recording):
-            self._record(recording, bucket, traits, shared)
+            self._record(recording, bucket, traits, kind)
         if recording.graph is None or recording.sampled is None:
             self.plain_runs += 1
-            return self._decode(bucket, traits, shared).first(len(step.rows))
+            return self._decode(bucket, traits, kind).first(step.num_tokens)
         self.replays += 1
         recording.graph.replay()
-        return recording.sampled.first(len(step.rows))
+        return recording.sampled.first(step.num_tokens)
 
-    def rehearse(self, bucket: int, traits: Traits, shared: bool) -> None:
+    def rehearse(self, bucket: int, traits: Traits, kind: Kind) -> None:
         """Run a step of so many rows that belong to nobody, plainly."""
         self._inputs.zero_()
-        self._decode(bucket, traits, shared)
+        self._decode(bucket, traits, kind)
 
     def record_ahead(self, bucket: int, traits: Traits) -> None:
         """Record a step of so many rows before anybody needs it; what it runs has been rehearsed."""
         recording = self.recordings.of(bucket, traits)
         if recording.graph is None and not recording.refused:
-            self._record(recording, bucket, traits, shared=False)
+            self._record(recording, bucket, traits, Kind.PLAIN)
 
     def _send(self, step: Step, bucket: int) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""
-        starts = np.zeros(bucket, dtype=np.int64)
-        starts[: len(step.starts)] = step.starts
-        parts = [self._columns.rows(step.rows, bucket), starts]
+        if is_speculative(step):
+            parts = self._draft_inputs(step, bucket)
+        else:
+            starts = np.zeros(bucket, dtype=np.int64)
+            starts[: len(step.starts)] = step.starts
+            parts = [self._columns.rows(step.rows, bucket), starts]
         if step.shared is not None:
             parts += self._columns.shared(step.shared, bucket)
         block_at, block_value = block_writes(step, self._state.max_blocks)
         inputs = self._staging.send([*parts, block_at, block_value], self._inputs)
         if len(block_at):
-            at, value = inputs[len(parts) * bucket :].chunk(2)
+            at, value = inputs[sum(map(len, parts)) :].chunk(2)
             self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _record(self, recording: Recording[torch.cuda.CUDAGraph], bucket: int, traits: Traits, shared: bool) -> None:
+    def _draft_inputs(self, step: Step, bucket: int) -> list[Ints]:  # [COLUMNS * bucket], [PROPOSED * bucket]
+        told, proposed = draft_columns(step)
+        columns = np.zeros((COLUMNS, bucket), dtype=np.int64)
+        columns[0] = self._state.scratch_row
+        columns[:, : told.shape[1]] = told
+        tokens = np.zeros(PROPOSED * bucket, dtype=np.int64)
+        tokens[: len(proposed)] = proposed
+        return [columns.reshape(-1), tokens]
+
+    def _record(self, recording: Recording[torch.cuda.CUDAGraph], bucket: int, traits: Traits, kind: Kind) -> None:
         try:
             with self._capture.recording():
                 self._capture.begin()
-                recording.sampled = self._decode(bucket, traits, shared)
+                recording.sampled = self._decode(bucket, traits, kind)
                 recording.graph = self._capture.end()
         except RuntimeError as error:  # slower, but the answers go on
             recording.refused = True
             if self.recordings.empty:
                 self._capture.renew()
-            warnings.warn(f"steps of {bucket} rows cannot be recorded and are run plainly: {error}", stacklevel=2)
+            warnings.warn(f"steps of {bucket} tokens cannot be recorded and are run plainly: {error}", stacklevel=2)
 
-    def _decode(self, bucket: int, traits: Traits, shared: bool) -> Sampled:  # [bucket]
+    def _decode(self, bucket: int, traits: Traits, kind: Kind) -> Sampled:  # [bucket]
         """The whole step in terms of the static inputs."""
-        state = self._state
+        if kind is Kind.DRAFTS:
+            return self._verify(bucket, traits)
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
-        members, lengths = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if shared else (None, None)
+        shared = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if kind is Kind.SHARED else (None, None)
+        return self._sample(self._state.tokens[rows, starts], rows, starts, traits, *shared)
+
+    def _verify(self, bucket: int, traits: Traits) -> Sampled:  # [bucket]
+        """Drafts are tokens like any others: every one is a row of its own to attention."""
+        told, proposed = self._inputs[: COLUMNS * bucket], self._inputs[COLUMNS * bucket :][: PROPOSED * bucket]
+        entries = Entries.place(self._state, told.view(COLUMNS, bucket), proposed)
+        sampled = self._sample(entries.ids, entries.rows, entries.positions, traits)
+        sampled.reject_drafts(entries.accept(self._state, sampled.tokens))
+        return sampled
+
+    def _sample(
+        self,
+        ids: torch.Tensor,  # [bucket]
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        traits: Traits,
+        members: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> Sampled:  # [bucket]
+        state, bucket = self._state, len(rows)
         live = rows != state.scratch_row
         attention = AttentionBatch(
             rows=rows.int(),
@@ -236,7 +291,7 @@ class DecodeGraphs:
             shared_tokens=lengths,
         )
         batch = TokenBatch(
-            ids=state.tokens[rows, starts],
+            ids=ids,
             positions=starts,
             slots=torch.where(live, state.slots(rows, starts), -1),
             attention=attention,

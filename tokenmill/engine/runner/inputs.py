@@ -20,19 +20,58 @@ class PackedStep:
     words: Ints
     sections: dict[str, slice]
     sample_rows: list[int]  # of the sampled entries, on the host
-    sample_positions: list[int]
+    attention: AttentionRows
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Rows as attention sees them. One that verifies drafts may be several, of one query each."""
+
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    context: list[int]  # at most so many keys: the device may know of fewer
+    num_singles: int
+
+    @classmethod
+    def of(cls, step: Step, split_drafts: bool) -> AttentionRows:
+        def context(row: int, start: int, count: int) -> int:
+            return start + count + step.slack.get(row, 0)
+
+        decodes = num_decodes(step) if split_drafts else 0
+        if decodes <= step.num_singles:
+            shares = zip(step.rows, step.starts, step.counts, strict=True)
+            bounds = [context(*share) for share in shares]
+            return cls(step.rows, step.starts, step.counts, bounds, step.num_singles)
+        shares = zip(step.rows[:decodes], step.starts[:decodes], step.counts[:decodes], strict=True)
+        singles = [(row, start + n) for row, start, count in shares for n in range(count)]
+        chunks = range(decodes, len(step.rows))
+        return cls(
+            rows=[row for row, _ in singles] + step.rows[decodes:],
+            starts=[start for _, start in singles] + step.starts[decodes:],
+            counts=[1] * len(singles) + step.counts[decodes:],
+            context=[context(row, start, 1) for row, start in singles]
+            + [context(step.rows[i], step.starts[i], step.counts[i]) for i in chunks],
+            num_singles=len(singles),
+        )
 
 
 def pack(
-    step: Step, max_len: int, max_blocks: int, padding: tuple[int, int] = (0, 0), num_entries: int = 0
+    step: Step,
+    max_len: int,
+    max_blocks: int,
+    padding: tuple[int, int] = (0, 0),
+    num_entries: int = 0,
+    split_drafts: bool = False,
 ) -> PackedStep:
     """All the integers a step brings; padding: to how many tokens (t) with which row; num_entries: to how many entries,
-    where they are fewer, by repeating the first.
+    where they are fewer, by repeating the first; split_drafts: attention sees drafts as rows of one query each.
 
     Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
     Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
     copy_from/copy_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
+    Drafts, where there are any: told [6 d], proposed (see `draft_columns`).
     """
     rows, starts, counts, samples = (
         np.array(column, dtype=np.int64) for column in (step.rows, step.starts, step.counts, step.samples)
@@ -53,10 +92,12 @@ def pack(
     token_at, token_value = _token_writes(step, max_len)
     block_at, block_value = block_writes(step, max_blocks)
     copies = np.array(step.copies, dtype=np.int64).reshape(-1, 2)
+    seen = AttentionRows.of(step, split_drafts)
+    queries = np.array(seen.counts, dtype=np.int64)
     named = {
-        "rows": rows,
-        "q_start": q_start,
-        "context": ends,
+        "rows": np.array(seen.rows, dtype=np.int64),
+        "q_start": np.concatenate([[0], np.cumsum(queries)]),
+        "context": np.array(seen.starts, dtype=np.int64) + queries,
         "token_rows": _padded(token_rows, *padding),
         "positions": _padded(positions, padding[0], 0),
         "entries": _padded(entries, num_entries, entries[0] if len(entries) else 0),
@@ -68,6 +109,7 @@ def pack(
         "block_value": block_value,
         "copy_from": copies[:, 0],
         "copy_to": copies[:, 1],
+        **_speculation(step),
         "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
         "shared_tokens": shared_lengths(step.shared, len(rows)) if step.shared else np.zeros(0, dtype=np.int64),
     }
@@ -75,7 +117,36 @@ def pack(
     for name, part in named.items():
         sections[name] = slice(at, at + len(part))
         at += len(part)
-    return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), entry_positions.tolist())
+    return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), seen)
+
+
+def _speculation(step: Step) -> dict[str, Ints]:
+    if not (step.drafts or step.slack):
+        return {}
+    told, proposed = draft_columns(step)
+    return {"told": told.reshape(-1), "proposed": proposed}
+
+
+def draft_columns(step: Step) -> tuple[Ints, Ints]:  # [6, tokens], [proposed tokens, at least one]
+    """What rows that decode bring in a step that verifies drafts, one entry for every token that they compute: row,
+    start, number within the row, first and end of its drafts among the proposed tokens, whether it has slack.
+    """
+    decodes = num_decodes(step)
+    parts: list[tuple[int, int, int, int, bool]] = []
+    proposed: list[int] = []
+    for row, start in zip(step.rows[:decodes], step.starts[:decodes], strict=True):
+        first = len(proposed)
+        proposed += step.drafts.get(row, ())
+        parts.append((row, start, first, len(proposed), row in step.slack))
+    counts = np.array(step.counts[:decodes], dtype=np.int64)
+    row, start, first, end, slack = np.repeat(np.array(parts, dtype=np.int64).reshape(-1, 5), counts, axis=0).T
+    number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([row, start, number, first, end, slack]), np.array(proposed or [0], dtype=np.int64)
+
+
+def num_decodes(step: Step) -> int:
+    """Rows that decode, with drafts or without: they come first."""
+    return step.num_singles + sum(1 for samples in step.samples if samples > 1)
 
 
 def _padded(column: Ints, size: int, value: int) -> Ints:  # [size], or as long as it is
@@ -94,7 +165,7 @@ def shared_lengths(shared: SharedPrefix, rows: int) -> Ints:  # [rows]
 
 
 def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
-    """Tokens that the host knows and the device does not: of new rows, of beams, of drafts."""
+    """Tokens that the host knows and the device does not: of new rows, of beams. (Drafts: see `verify`.)"""
     at: list[Ints] = []
     value: list[Ints] = []
     for admission in step.admissions:
@@ -105,11 +176,6 @@ def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
         chosen = np.array(step.chosen, dtype=np.int64)
         at.append(chosen[:, 0] * max_len + chosen[:, 1])
         value.append(chosen[:, 2])
-    if step.drafts:
-        ends = {row: start + count for row, start, count in zip(step.rows, step.starts, step.counts, strict=True)}
-        for row, drafts in step.drafts.items():
-            at.append(row * max_len + np.arange(ends[row] - len(drafts), ends[row]))
-            value.append(np.array(drafts, dtype=np.int64))
     return _joined(at), _joined(value)
 
 

@@ -57,6 +57,11 @@ class Faults:
         self._calm = max(0, self._calm - 1)
 
 
+COPIES = -1  # stands for copies of blocks among rows
+NO_DRAFT = -1  # stands where nothing was proposed; no token is equal to it
+Spans = list[tuple[int, int]]  # of each row of a step: its first position, and how many tokens it computes
+
+
 @dataclass(slots=True)
 class _Row:
     """What the device keeps for a row."""
@@ -105,21 +110,22 @@ class SimulatedRunner:
         faults = self.faults
         faults.pass_step()
         self._apply_changes(step)
-        self._check_fences(step)
+        spans = self._spans(step)
+        self._check_fences(step, spans)
         if faults.strike(faults.fail_at_launch):
-            self._scribble(step)
+            self._scribble(step, spans)
             raise StepFailed(f"injected failure at the launch of step {step.number}")
         seconds = self.step_time.seconds(facts_of(step))
         if faults.slow and faults.random.random() < faults.slow:
             seconds *= faults.slow_factor
         self._free_at = max(self._free_at, self.clock.now) + seconds
-        result, error = StepResult(tokens=[]), self._why_it_fails(step)
+        result, error = StepResult(tokens=[]), self._why_it_fails(step, spans)
         if error is None:
-            result = self._run(step)
+            result = self._run(step, spans)
         else:
             self._broken = True
-            self._scribble(step)
-        pending = _SimulatedPending(self, self._free_at, result, error, self._blocks_read(step))
+            self._scribble(step, spans)
+        pending = _SimulatedPending(self, self._free_at, result, error, self._blocks_read(step, spans))
         self._in_flight.append(pending)
         return pending
 
@@ -137,38 +143,56 @@ class SimulatedRunner:
         if not self._in_flight or self._in_flight.popleft() is not pending:
             self._violation("steps are waited for in another order than they were launched")
 
-    def _why_it_fails(self, step: Step) -> str | None:
+    def _why_it_fails(self, step: Step, spans: Spans) -> str | None:
         if self._broken:
             return f"step {step.number} was launched behind a failed step"
         poison = self.faults.poisoned_tokens
         if poison:
-            for row, start, count in zip(step.rows, step.starts, step.counts):
+            for row, (start, count) in zip(step.rows, spans, strict=True):
                 if not poison.isdisjoint(self._rows[row].tokens[start : start + count]):
                     return f"row {row} holds a poisoned token"
         if self.faults.strike(self.faults.fail_at_wait):
             return f"injected failure of step {step.number}"
         return None
 
-    def _run(self, step: Step) -> StepResult:
+    def _run(self, step: Step, spans: Spans) -> StepResult:
         result = StepResult(tokens=[])
         hashes: list[list[int]] = [[] for _ in step.rows]
         order = sorted(range(len(step.rows)), key=step.starts.__getitem__)  # a prefix is written before its sharer
         for index in order:
             row = self._rows[step.rows[index]]
-            start, count = step.starts[index], step.counts[index]
-            drafts = step.drafts.get(step.rows[index])
-            if drafts:
-                row.tokens[start + count - len(drafts) :] = drafts
+            start, count = spans[index]
+            if step.samples[index]:  # after the tokens that it knows come those that are proposed
+                row.tokens[start + count - step.samples[index] + 1 :] = self._verified(step, index, start)
             hashes[index] = self._compute(row, start, count)
         for index, number in enumerate(step.rows):
             row = self._rows[number]
-            self._check_history(row, step.starts[index] + step.counts[index])
+            self._check_history(row, sum(spans[index]))
             result.tokens.append(self._sample(step, index, row, hashes[index], result))
             if number in step.prompt_logprobs:
                 first, last = step.starts[index], step.starts[index] + step.counts[index]
                 following = row.tokens[first + 1 : min(last + 1, step.prompt_logprobs[number][1])]
                 result.prompt_logprobs[index] = [TokenLogprobs(token, -1.0, 1, []) for token in following]
         return result
+
+    def _spans(self, step: Step) -> Spans:
+        """Where each row really starts, and how many tokens it computes: a row with slack is as long as it is here."""
+        spans = []
+        for number, start, count in zip(step.rows, step.starts, step.counts, strict=True):
+            slack = step.slack.get(number)
+            if slack is not None:
+                first, start = start, len(self._rows[number].tokens) - 1
+                if not first <= start <= first + slack and not self._broken:
+                    self._violation(f"row {number} starts at {start}, which is not within {first} + {slack}")
+            spans.append((start, count))
+        return spans
+
+    def _verified(self, step: Step, index: int, start: int) -> list[int]:
+        """The proposed tokens at the row's own positions; NO_DRAFT where there is none."""
+        drafts = step.drafts.get(step.rows[index], [])
+        first = start - step.starts[index]
+        wanted = drafts[first : first + max(0, step.samples[index] - 1)]
+        return wanted + [NO_DRAFT] * (max(0, step.samples[index] - 1) - len(wanted))
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int]:
         """Write the hash of every position, each from the one before it as the block table finds it."""
@@ -194,10 +218,10 @@ class SimulatedRunner:
         for source, target in step.copies:
             self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
 
-    def _scribble(self, step: Step) -> None:
+    def _scribble(self, step: Step, spans: Spans) -> None:
         """Nobody may read what a failed step was to write."""
         size = self.block_size
-        for number, start, count in zip(step.rows, step.starts, step.counts):
+        for number, (start, count) in zip(step.rows, spans, strict=True):
             table = self._rows[number].table
             for position in range(start, start + count):
                 self._memory[table[position // size] * size + position % size] = -step.number
@@ -209,8 +233,8 @@ class SimulatedRunner:
         samples = step.samples[index]
         if not samples:
             return []
-        end = step.starts[index] + step.counts[index]
-        drafts = step.drafts.get(step.rows[index], [])
+        end = len(row.tokens)
+        drafts = row.tokens[end - samples + 1 :]
         held: list[int] = []
         for number in range(samples):
             value, position = hashes[len(hashes) - samples + number], end - samples + 1 + number
@@ -232,24 +256,32 @@ class SimulatedRunner:
         if self._memory[self._slot(row, position)] != mix(past, row.tokens[position]):
             self._violation(f"a row reads foreign memory at position {position} of {context}")
 
-    def _check_fences(self, step: Step) -> None:
-        """A block that starts a new life must not be one that a step in flight still reads."""
+    def _check_fences(self, step: Step, spans: Spans) -> None:
+        """A block that starts a new life must not be one that a step in flight still reads.
+
+        A row whose drafts are in flight may write again where they stood.
+        """
         if not self._in_flight:
             return
         size = self.block_size
-        fresh = {target for _, target in step.copies}
-        for number, start, count in zip(step.rows, step.starts, step.counts):
+        fresh = {COPIES: {target for _, target in step.copies}}
+        for number, (start, count) in zip(step.rows, spans, strict=True):
             first, last = -(-start // size), (start + count - 1) // size  # blocks whose first slot is written
-            if first <= last:
-                fresh.update(self._rows[number].table[first : last + 1])
+            fresh[number] = set(self._rows[number].table[first : last + 1]) if first <= last else set()
+        written_at_all = set().union(*fresh.values())
         for pending in self._in_flight:
-            if not fresh.isdisjoint(pending.reads):
-                self._violation(f"step {step.number} writes blocks {fresh & pending.reads} that a launched step reads")
+            for reader, blocks in pending.reads.items():
+                if blocks.isdisjoint(written_at_all):
+                    continue
+                for writer, written in fresh.items():
+                    own = reader == writer and writer in step.slack
+                    if not own and not written.isdisjoint(blocks):
+                        self._violation(f"step {step.number} writes {written & blocks}, which a launched step reads")
 
-    def _blocks_read(self, step: Step) -> set[int]:
-        blocks = {source for source, _ in step.copies}
-        for number, start, count in zip(step.rows, step.starts, step.counts):
-            blocks.update(self._rows[number].table[: (start + count - 1) // self.block_size + 1])
+    def _blocks_read(self, step: Step, spans: Spans) -> dict[int, set[int]]:
+        blocks = {COPIES: {source for source, _ in step.copies}}
+        for number, (start, count) in zip(step.rows, spans, strict=True):
+            blocks[number] = set(self._rows[number].table[: (start + count - 1) // self.block_size + 1])
         return blocks
 
     def _slot(self, row: _Row, position: int) -> int:
@@ -266,7 +298,7 @@ class _SimulatedPending:
     done_at: float
     result: StepResult
     error: str | None
-    reads: set[int]  # blocks
+    reads: dict[int, set[int]]  # blocks, by row
 
     def wait(self) -> StepResult:
         self.runner.landed(self)

@@ -1,4 +1,4 @@
-"""DeviceState: what lives on the device between steps: token table, block tables and the KV arena."""
+"""DeviceState: what lives on the device between steps: token table, lengths, block tables and the KV arena."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class DeviceState:
         self.scratch_row = max_rows  # belongs to nobody: padding of recorded steps reads and writes it
         self.tokens = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=device)
+        # How many tokens of a row are known here; kept by steps that verify drafts, for those launched behind them
+        self.lengths = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         shapes = set(spec.kv_shapes)
         if len(shapes) != 1:
             raise ModelError(f"layers that cache keys of different shapes are not supported: {shapes}")

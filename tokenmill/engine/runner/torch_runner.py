@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.graphs import DecodeGraphs
+from tokenmill.engine.runner.graphs import DecodeGraphs, Kind, only_decodes
 from tokenmill.engine.runner.guard import PrecisionGuard
-from tokenmill.engine.runner.inputs import PackedStep, pack
+from tokenmill.engine.runner.inputs import AttentionRows, PackedStep, pack
 from tokenmill.engine.runner.piecewise import PieceGraphs, Served, tokens_worth_recording
 from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, is_speculative, settled
 from tokenmill.engine.step import Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
@@ -78,14 +79,17 @@ class TorchRunner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _launch(self, step: Step) -> Pending:
+        if self.device.type == "cpu":
+            step = settled(step, self.state.lengths.tolist() if step.slack else [])
         self._sampler.take_masks(step.masks)
         if step.wide:
             return self._launch_eagerly(step)
         if self._graphs is not None and self._graphs.takes(step):
             traits = self._sampler.traits(step.rows)
             if self._sampler.recordable(traits):
-                return self._pending(step, self._graphs.run(step, traits), step.rows)
-        if self._recorded is not None and DecodeGraphs.takes(step):
+                entry_rows = step.rows if len(step.rows) == step.num_tokens else _repeated(step.rows, step.counts)
+                return self._pending(step, self._graphs.run(step, traits), entry_rows)
+        if self._recorded is not None and only_decodes(step) and not is_speculative(step):
             sampled = self._recorded.run(step)
             if sampled is not None:
                 return self._pending(step, sampled, step.rows)
@@ -100,17 +104,26 @@ class TorchRunner:
 
     def _launch_eagerly(self, step: Step) -> Pending:
         served = None
-        if self._pieces is not None and not step.wide:  # the guard looks into every layer, in another dtype
+        speculative = is_speculative(step)
+        if self._pieces is not None and not (step.wide or speculative):  # the guard looks into every layer
             served = self._pieces.serve(step)
         padding = (0, 0) if served is None else (served[0], self.state.scratch_row)
-        packed = pack(step, self.state.max_len, self.state.max_blocks, padding, self._num_entries(step))
+        packed = pack(
+            step,
+            self.state.max_len,
+            self.state.max_blocks,
+            padding,
+            self._num_entries(step),
+            split_drafts=speculative and self.device.type == "cuda",
+        )
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
         self._sampler.admit(step.admissions)
         if step.copies:
             self.state.copy_blocks(part["copy_from"], part["copy_to"])
-        begun, entries = self._begin(step, part, served), part["entries"]
+        drafts = self._place_drafts(part) if speculative else None
+        begun, entries = self._begin(step, packed, part, served), part["entries"]
         if step.wide or step.prompt_logprobs:
             hidden = self._hidden(step, begun)
             prompts = self._prompt_logprobs(step, hidden)
@@ -120,7 +133,21 @@ class TorchRunner:
             wanted = None if all_wanted else entries
             prompts, logits = {}, self._logits_of(begun, entries, wanted)
         sampled = self._sample(packed, part, logits[: len(packed.sample_rows)]) if packed.sample_rows else None
+        if drafts is not None and sampled is not None:
+            sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)]))
         return self._pending(step, sampled, packed.sample_rows, prompts)
+
+    def _place_drafts(self, part: dict[str, torch.Tensor]) -> Entries:
+        """Correct where rows stand that decode: only the device may know."""
+        told = part["told"].view(COLUMNS, -1)
+        drafts = Entries.place(self.state, told, part["proposed"])
+        count = len(drafts.rows)
+        ahead = drafts.positions - part["positions"][:count]
+        part["positions"][:count] += ahead
+        part["entry_positions"][:count] += ahead
+        if self.device.type == "cuda":  # elsewhere rows stand where the host says
+            part["context"][:count] += ahead
+        return drafts
 
     def _num_entries(self, step: Step) -> int:
         """For how many tokens logits are computed: as many as some step that only decodes has, so sizes are few.
@@ -133,8 +160,8 @@ class TorchRunner:
             return count
         return sizes[bisect_left(sizes, count)]
 
-    def _begin(self, step: Step, part: dict[str, torch.Tensor], served: Served | None) -> Begun:
-        attention = self._attention_batch(step, part)
+    def _begin(self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor], served: Served | None) -> Begun:
+        attention = self._attention_batch(step, packed.attention, part)
         if self._pieces is not None and served is not None:
             return self._pieces.begin(served, part["token_rows"], part["positions"], attention)
         rows, positions = part["token_rows"], part["positions"]
@@ -176,7 +203,7 @@ class TorchRunner:
         """The same of a step in which so many rows decode, which is recorded otherwise."""
         if self._graphs is not None:
             with self._on_device():
-                self._graphs.rehearse(rows, Traits(), shared)
+                self._graphs.rehearse(rows, Traits(), Kind.SHARED if shared else Kind.PLAIN)
 
     @torch.inference_mode()
     def record_decode(self, rows: int, traits: Traits) -> None:
@@ -220,19 +247,18 @@ class TorchRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _attention_batch(self, step: Step, part: dict[str, torch.Tensor]) -> AttentionBatch:
-        context = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
+    def _attention_batch(self, step: Step, seen: AttentionRows, part: dict[str, torch.Tensor]) -> AttentionBatch:
         return AttentionBatch(
             rows=part["rows"].int(),
             q_start=part["q_start"].int(),
             context=part["context"].int(),
             block_tables=self.state.block_tables,
-            num_singles=step.num_singles,
-            max_query=max(step.counts),
-            max_context=max(context),
-            host_rows=step.rows,
-            host_counts=step.counts,
-            host_context=context,
+            num_singles=seen.num_singles,
+            max_query=max(seen.counts),
+            max_context=max(seen.context),
+            host_rows=seen.rows,
+            host_counts=seen.counts,
+            host_context=seen.context,
             shared_members=part["shared_members"].int() if step.shared else None,
             shared_tokens=part["shared_tokens"].int() if step.shared else None,
         )
@@ -319,7 +345,9 @@ class _TorchPending:
         )
         at = 0
         for index, samples in enumerate(self.step.samples):
-            held = _held(tokens[at : at + samples], self.step.drafts.get(self.step.rows[index], []))
+            held = tokens[at : at + samples]
+            if REJECTED in held:
+                held = held[: held.index(REJECTED)]
             result.tokens.append(held)
             mine = [one for one in logprobs[at : at + len(held)] if one is not None]
             if mine:
@@ -328,14 +356,8 @@ class _TorchPending:
         return result
 
 
-def _held(sampled: list[int], drafts: list[int]) -> list[int]:
-    """Drafts hold as long as they are what would have been sampled anyway: noise is keyed by position, so the
-    tokens are those of the plain path, greedy or not. One token is gained even where no draft holds.
-    """
-    for number, draft in enumerate(drafts):
-        if sampled[number] != draft:
-            return sampled[: number + 1]
-    return sampled
+def _repeated(rows: list[int], counts: list[int]) -> list[int]:
+    return [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Scheduler(Roster):
         else:
             self._make_room(now)
             if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
-                unread = [request for request in self.running if request.work() > 1 + len(request.drafts)]
+                unread = [request for request in self.running if request.work() > 1 + request.num_drafts]
                 for request in unread:
                     request.drafts = []  # as in _deal_decodes
                 self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
@@ -88,6 +88,7 @@ class Scheduler(Roster):
             request.in_flight -= 1
             if samples:
                 request.pending -= 1
+                request.unsure -= samples - 1
             if request.state is FINISHED or number <= request.void_until:
                 continue
             if request.failures and step.starts[index] + step.counts[index] >= request.failed_at:
@@ -106,10 +107,9 @@ class Scheduler(Roster):
                 rounds[request.beams.leader.id] = request.beams
                 request.beams.collect(request, tokens, logprobs)
                 continue
-            if samples > 1:  # drafts: keep what held, forget the rest
-                request.held = False
+            if samples > 1:  # drafts: as many as the device found right are computed, too
                 if request.state is RUNNING:
-                    request.num_computed = len(request.tokens) + len(tokens) - 1
+                    request.num_computed += len(tokens) - 1
             elif request.grammar is not None:
                 request.held = False
             deltas.append(self._append(request, tokens, logprobs, now))
@@ -130,6 +130,7 @@ class Scheduler(Roster):
             for request, sampled in zip(step.requests, step.samples, strict=True):
                 request.in_flight -= 1
                 request.pending -= sampled > 0
+                request.unsure -= max(0, sampled - 1)
                 request.held = False
                 involved[request.id] = request
         self.stats.failed_steps += 1
@@ -193,13 +194,14 @@ class Scheduler(Roster):
             if work == 0 or request.state is not RUNNING:
                 continue
             if request.drafts:
-                wanted = request.max_tokens - (request.num_tokens - request.prompt_len) - 1
+                wanted = request.max_tokens - (request.num_tokens + request.unsure - request.prompt_len) - 1
                 # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
-                through = work == 1 + len(request.drafts) and request.grammar is None
-                del request.drafts[max(0, min(wanted, for_drafts)) if through else 0 :]
-                for_drafts -= len(request.drafts)
+                through = work == 1 + request.num_drafts and request.grammar is None
+                verified = max(0, min(wanted, for_drafts)) if through else 0
+                del request.drafts[request.unsure + verified if verified else 0 :]
+                for_drafts -= request.num_drafts
                 work = request.work()
-            if work > 1 + len(request.drafts):
+            if work > 1 + request.num_drafts:
                 prefilling.append(request)
                 continue
             if self._deal(step, shares, request, work):
@@ -235,12 +237,13 @@ class Scheduler(Roster):
         """Give the request `count` tokens of this step, if their blocks can be had."""
         start = request.num_computed
         end = start + count
-        if end > len(request.blocks) * self.kv.block_size and not self._grow(step, request, end):
+        furthest = end + request.unsure
+        if furthest > len(request.blocks) * self.kv.block_size and not self._grow(step, request, furthest):
             return False
         shares.append((request, start, count))
         request.last_step = request.fence = step.number
         request.last_start = start
-        request.num_computed = end
+        request.num_computed = end - (request.num_drafts if request.drafts else 0)  # drafts may turn out wrong
         if len(request.tokens) >= (request.num_published + 1) * self.kv.block_size:
             self.kv.publish(request)  # so that the next newcomer of this very step can share it
         return True
@@ -364,7 +367,8 @@ class Scheduler(Roster):
         """
         singles = [share for share in shares if share[2] == 1 and share[1] >= share[0].prompt_len]
         if len(singles) < len(shares):
-            shares = singles + [share for share in shares if share[2] != 1 or share[1] < share[0].prompt_len]
+            others = [share for share in shares if share[2] != 1 or share[1] < share[0].prompt_len]
+            shares = singles + sorted(others, key=lambda share: not share[0].drafts)
         step.num_singles = len(singles)
         step.requests = [request for request, _, _ in shares]
         step.rows = [request.row for request in step.requests]
@@ -377,10 +381,14 @@ class Scheduler(Roster):
             request.in_flight += 1
             drafts = request.drafts
             beams = request.beams
-            if request.num_computed == len(request.tokens) + request.pending + len(drafts):
-                samples.append(1 + len(drafts))
+            if request.unsure:
+                step.slack[request.row] = request.unsure
+            if request.num_computed == len(request.tokens) + request.pending:
+                verified = request.num_drafts if drafts else 0
+                samples.append(1 + verified)
                 request.pending += 1
-                request.held = bool(drafts) or beams is not None
+                request.unsure += verified
+                request.held = beams is not None
                 if request.grammar is not None and request.grammar.mask is not None:
                     request.held = True  # what may come next is known once it is known what came
                     step.masks[request.row] = request.grammar.mask
@@ -396,7 +404,7 @@ class Scheduler(Roster):
             wanted = request.params.prompt_logprobs
             if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
                 step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
-        if self._shared_prefixes is not None:
+        if self._shared_prefixes is not None and not (step.drafts or step.slack):
             together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
             step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))
         self.stats.steps += 1

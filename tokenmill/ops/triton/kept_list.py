@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-import tokenmill
 from tokenmill.ops.triton.specializations import Collected
 
 DESCRIBING = ("tokenmill.ops.triton.specializations.", "triton.")  # where classes of described arguments come from
@@ -29,7 +28,7 @@ def list_path(folder: Path, context: str) -> Path:
     The state of the package's own files is part of its name: which kernels a step launches is written there.
     """
     digest = hashlib.sha256(context.encode())
-    root = Path(tokenmill.__file__).parent
+    root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
         found = path.stat()
         digest.update(f"{path.relative_to(root)} {found.st_size} {found.st_mtime_ns}\n".encode())

@@ -1,0 +1,148 @@
+"""Drafts and overlap together: rows are as long as the device says, steps are replayed, tokens stay the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import FakeRecorder
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny import write_tiny
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.engine.core import Engine
+from tokenmill.engine.request import Request
+from tokenmill.engine.runner import graphs, torch_runner
+from tokenmill.engine.runner.graphs import DecodeGraphs, Kind
+from tokenmill.engine.runner.verify import settled
+from tokenmill.ops.types import AttentionBatch, Mask
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 8, "ops": "reference",
+    "cuda_graphs": False, "enable_prefix_caching": False, "max_model_len": 128,
+}  # fmt: skip
+PROMPTS = [[3 + (7 * i + j) % 120 for j in range(3 + 5 * i)] for i in range(5)]
+
+
+class Replay:
+    """Proposes how known answers go on, wrong at a set rate."""
+
+    def __init__(self, answers: dict[str, list[int]], wrong: float, length: int = 3) -> None:
+        self.answers, self.wrong, self.length, self.random = answers, wrong, length, Random(3)
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        for one in requests:
+            said = one.num_tokens - one.prompt_len
+            known = self.answers[one.id][said : said + one.unsure + self.length]
+            one.drafts = [5 if self.random.random() < self.wrong else token for token in known]
+
+
+def params(index: int, penalty: float) -> SamplingParams:
+    warm = {"temperature": 0.8, "top_k": 20, "repetition_penalty": penalty} if index % 2 else {"temperature": 0.0}
+    return SamplingParams(seed=index, max_tokens=12 + 5 * index, ignore_eos=True, **warm)
+
+
+def requests(penalty: float) -> list[Request]:
+    return [
+        Request(f"r{i}", prompt, params(i, penalty), max_tokens=12 + 5 * i, seed=i) for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def run(engine: Engine, proposer: Replay | None = None, penalty: float = 1.2) -> tuple[dict[str, list[int]], int, int]:
+    """What requests were answered, how many steps that took, and how many rows started where only the device knew."""
+    some, engine.proposer = requests(penalty), proposer
+    for one in some[:3]:
+        engine.add(one)
+    late, steps, uncertain = some[3:], 0, 0
+    while engine.has_work or late:
+        if steps == 6:
+            for one in late:
+                engine.add(one)
+            late = []
+        engine.step()
+        steps += 1
+        uncertain += sum(len(step.slack) for step, _ in engine._in_flight)
+    assert engine.scheduler.stats.failed_steps == 0
+    return {one.id: one.output for one in some}, steps, uncertain
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_drafts_change_no_token(tmp_path: Path, wrong: float, overlap: bool) -> None:
+    model = write_tiny(tmp_path / "model")
+    with LLM(model=model, overlap=overlap, **OPTIONS) as llm:
+        plain, steps, _ = run(llm._built.engine)
+        drafted, fewer, uncertain = run(llm._built.engine, Replay(plain, wrong))
+    assert drafted == plain
+    assert wrong == 1.0 or fewer < 0.8 * steps
+    assert (uncertain > 10) == overlap
+
+
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, mask: Mask, scale: float, **_: Any
+) -> torch.Tensor:
+    """Attention of single queries in terms of the device's tensors alone, as kernels compute it: it can be replayed."""
+    tables = batch.block_tables[batch.rows.long()].long()
+    n, heads = len(tables), q.shape[1] // k.shape[2]
+    keys, values = (one[tables].reshape(n, -1, *one.shape[2:]).repeat_interleave(heads, 2) for one in (k, v))
+    scores = torch.einsum("nhd,nthd->nht", q, keys) * scale
+    far = torch.arange(keys.shape[1])[None, None, :] >= batch.context[:, None, None].clamp_min(1)
+    weights = scores.masked_fill(far, -torch.inf).softmax(-1)
+    return torch.einsum("nht,nthd->nhd", weights, values)
+
+
+class Graphs(DecodeGraphs):
+    """What is recorded on a GPU does not happen; here it does, and is undone."""
+
+    def _record(self, *args: Any) -> None:
+        changed = self._state.lengths, self._state.tokens
+        before = [one.clone() for one in changed]
+        super()._record(*args)
+        for now, then in zip(changed, before, strict=True):
+            now.copy_(then)
+
+
+class FakeStaging:
+    def __init__(self, words: int, buffers: int = 4) -> None:
+        self.words = words
+
+    def send(self, parts: list[Any], target: torch.Tensor) -> torch.Tensor:
+        count = sum(map(len, parts))
+        target[:count] = torch.cat([torch.from_numpy(part) for part in parts])
+        return target[:count]
+
+
+def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on recordings: the only thing that a CPU cannot show is the device itself."""
+    model = write_tiny(tmp_path / "model")
+    with LLM(model=model, overlap=False, **OPTIONS) as llm:
+        plain, _, _ = run(llm._built.engine, penalty=1.0)  # a CPU counts tokens in a loop, which is not recorded
+    monkeypatch.setattr(graphs, "_Staging", FakeStaging)
+    monkeypatch.setattr(graphs, "Capture", lambda device: FakeRecorder())
+    monkeypatch.setattr(torch_runner, "settled", lambda step, lengths: step)  # as on a GPU, and so is the next
+    monkeypatch.setattr(torch_runner, "_to_host", lambda tensor: tensor.clone())
+    with LLM(model=model, overlap=True, **OPTIONS) as llm:
+        runner = llm._built.engine.runner
+        assert isinstance(runner, torch_runner.TorchRunner)
+        plainly = runner.decoder.ops.attention
+
+        def attention(q: Any, k: Any, v: Any, batch: AttentionBatch, *rest: Any, **more: Any) -> torch.Tensor:
+            if batch.num_singles == len(batch.host_rows):
+                return masked_attention(q, k, v, batch, *rest, **more)
+            return plainly(q, k, v, batch, *rest, **more)
+
+        monkeypatch.setattr(type(runner.decoder.ops), "attention", property(lambda self: attention), raising=False)
+        runner._graphs = Graphs(runner.decoder, runner.state, runner._sampler, 32)
+        eagerly = runner._launch_eagerly
+        runner._launch_eagerly = lambda step: eagerly(settled(step, runner.state.lengths.tolist()))  # beside prompts
+        drafted, _, uncertain = run(llm._built.engine, Replay(plain, 0.3), penalty=1.0)
+        kinds = {kind for (_, _, kind), one in runner._graphs.recordings._of.items() if one.graph is not None}
+        assert Kind.DRAFTS in kinds and runner._graphs.replays > 10
+    assert drafted == plain
+    assert uncertain > 10
