@@ -144,8 +144,16 @@ def test_every_number_of_rows_has_a_kernel_that_declares_it(pretend):
 
 
 def test_where_nothing_fits_every_reason_is_told():
-    with pytest.raises(ConfigError, match="nothing multiplies a packed weight of 8 x 32 here: native: no bfloat16"):
+    with pytest.raises(ConfigError, match=r"nothing multiplies a packed weight of 8 x 32 here \(native: no bfloat16\)"):
         select_matmul(MatmulNeed("packed", 8, 32, BF16, torch.device("cpu")))
+
+
+def test_weights_that_cannot_be_multiplied_whatever_the_batch_are_refused_before_they_are_loaded(pretend):
+    pretend()
+    with pytest.raises(ConfigError, match=r"batch_invariant is set, .*rows of 100 inputs are no multiples of 16 bytes"):
+        select_matmul(need_of("dense", in_features=100, batch_invariant=True))
+    chosen = select_matmul(need_of("dense", batch_invariant=True))
+    assert {kernel.name for _, kernel in chosen.serving} == {"batch-invariant"}
 
 
 def test_on_a_cpu_only_native_products_can_be_recorded(pretend):

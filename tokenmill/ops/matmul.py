@@ -188,18 +188,27 @@ def select_matmul(need: MatmulNeed) -> Matmul:
             serving.pop()
         serving.append((most, best))
     if not serving or serving[-1][0] != NO_LIMIT:
-        reasons = "; ".join(f"{kernel.name}: {reason}" for kernel, reason in refused)
-        raise ConfigError(
-            f"nothing multiplies a {need.name} weight of {need.out_features} x {need.in_features} here: {reasons}"
-        )
+        told = [one for one in refused if one[0].batch_invariant or not need.batch_invariant]
+        reasons = ", ".join(f"{kernel.name}: {reason}" for kernel, reason in told)
+        what = f"{need.name} weight of {need.out_features} x {need.in_features}"
+        if need.batch_invariant:
+            raise ConfigError(
+                f"batch_invariant is set, but nothing multiplies a {what} so ({reasons}); leave batch_invariant out"
+            )
+        raise ConfigError(f"nothing multiplies a {what} here ({reasons}); take another quantization or dtype")
     chosen = Matmul(need, serving)
+    chosen.passed_over = _passed_over(chosen, refused)
+    return chosen
+
+
+def _passed_over(chosen: Matmul, refused: Iterable[tuple[MatmulKernel, str]]) -> tuple[str, ...]:
+    """What would be better for some rows, why it is not used, and what serves them instead."""
     told = []
     for kernel, reason in refused:
         instead = chosen.kernel(max(kernel.rows[0], 1))
         if kernel.rank > instead.rank:
             told.append(f"{kernel.name}: {reason}; instead for {_rows(kernel.rows)}: {instead.name}")
-    chosen.passed_over = tuple(told)
-    return chosen
+    return tuple(told)
 
 
 def counters_of(need: MatmulNeed) -> int:

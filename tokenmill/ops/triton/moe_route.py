@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.registry import FLOATS
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe_scores import router_scores
@@ -355,5 +354,5 @@ def _write_tiles(tiles, tile, expert, row, end, mask):
     tl.store(tiles + tile * 4 + 2, nothing + end, mask=mask)
 
 
-# It has to be there for every dtype of a model, because no other implementation is registered.
-IMPLEMENTATIONS = (replace(declare(route, batch_invariant=False), dtypes=FLOATS),)
+# Where it does not fit, the model routes in torch (model/moe.py).
+IMPLEMENTATIONS = (declare(route, batch_invariant=False, optional=True),)
