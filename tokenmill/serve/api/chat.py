@@ -14,7 +14,7 @@ from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, encoded
 from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.sampling_params import sampling_params
 from tokenmill.serve.api.schemas import ChatRequest
-from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event

@@ -15,7 +15,7 @@ from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
 from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, best_of, encoded, finite, usage_of
 from tokenmill.serve.api.sampling_params import sampling_params
 from tokenmill.serve.api.schemas import CompletionRequest
-from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event

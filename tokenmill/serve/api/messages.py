@@ -16,7 +16,7 @@ from tokenmill.serve.api.output_format import DeltaTracker
 from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.sampling_params import make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import HOTTEST_ANTHROPIC, CountRequest, MessagesRequest
-from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import SSEResponse, event

@@ -18,7 +18,7 @@ from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.response_items import checked_items, history, messages_of, referenced, resolved
 from tokenmill.serve.api.sampling_params import make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import ResponsesRequest
-from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import GONE, HttpError
 from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
 from tokenmill.serve.http.sse import SSEResponse, event

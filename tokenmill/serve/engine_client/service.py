@@ -14,16 +14,16 @@ from tokenmill.follow import Follow
 from tokenmill.front import Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
+from tokenmill.sampling.grammar import check_grammar
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
 from tokenmill.serve.engine_client.admission import Admission, CircuitBreaker, Load, Unavailable
-from tokenmill.serve.engine_client.dispatcher import Dispatcher
 from tokenmill.serve.engine_client.embeddings import EmbeddingClient
 from tokenmill.serve.engine_client.events import EngineEvent, Event, EventBus, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.remote_model import Progress, RemoteModel, load_tokenizer
 from tokenmill.serve.engine_client.stats import ServiceCounters, ServiceStats
-from tokenmill.serve.engine_client.stream import Stream, StreamState
+from tokenmill.serve.engine_client.streams import Dispatcher, Stream, StreamState
 from tokenmill.serve.engine_client.supervisor import Supervisor
 from tokenmill.serve.engine_client.text_pool import SHORT, TextPool, size_of
 from tokenmill.serve.settings import ServeSettings
@@ -143,6 +143,8 @@ class Service:
         try:
             self._check_open()
             prompt = await self.texts.run(size_of(prompt), self._front.encode, prompt)
+            if params.structured is not None:  # may take seconds; `prepare` asks again, and is told what was found
+                await asyncio.to_thread(check_grammar, params.structured)
             follow = self._front.prepare(
                 prompt, params, request_id=request_id, priority=priority, timeout=timeout, cache_salt=cache_salt
             )
@@ -337,7 +339,7 @@ class Service:
             for view in views:
                 if not view.done():
                     view.set_result(message.view)
-        self._drop_hopeless()
+        self._dispatcher.end_hopeless(self._admission.prefill_seconds)
         self._events.emit(StatsEvent(self._remote.clock(), message.stats))
 
     @property
@@ -349,16 +351,6 @@ class Service:
         self._changed.set()
         if not self._remote.sequences and not self._embeddings.pending:
             self._supervisor.expect_work(False)
-
-    def _drop_hopeless(self) -> None:
-        """Deadlines that can no longer be met even by an engine that did nothing else."""
-        now = self._remote.clock()
-        for sequence in [one for one in self._remote.waiting() if one.request.deadline is not None]:
-            least = self._admission.prefill_seconds(sequence.request.prompt_len)
-            if least is not None and sequence.request.deadline is not None and now + least > sequence.request.deadline:
-                why = f"its first token would take {least:.3g} s or more, past its deadline"
-                self._remote.end(sequence, Finish.DEADLINE, why)
-        self._dispatcher.deliver()
 
     def _ended(self, state: StreamState) -> None:
         """A request has ended: count it, and learn from it."""

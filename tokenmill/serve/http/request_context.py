@@ -19,8 +19,7 @@ from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.grammar import check_grammar
-from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
 from tokenmill.serve.http.access_log import RequestRecord
@@ -86,8 +85,6 @@ class RequestContext:
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
-        if params.structured is not None:  # the answer is kept: it is asked again, and then costs nothing
-            await asyncio.to_thread(check_grammar, params.structured)
         if self.record.trace is not None:
             self.record.trace.asked(params, self.model)
         stream = await self.service.submit(

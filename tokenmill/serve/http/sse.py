@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.serve.engine_client.stream import Stream
+from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
 
 DONE = b"data: [DONE]\n\n"
@@ -89,7 +89,7 @@ class SSEResponse(SelfClosingResponse):
                 try:
                     await self._send(send, self._encoder.start())
                     for number, stream in enumerate(self._encoder.streams):
-                        stream.listen(partial(self._moved, number))
+                        stream.set_listener(partial(self._moved, number))
                     await self._tell(send)
                     part = self._encoder.finish()
                 except Exception as problem:
@@ -125,7 +125,7 @@ class SSEResponse(SelfClosingResponse):
 
     def _look(self, number: int) -> bytes:
         stream = self._encoder.streams[number]
-        stream.look()
+        stream.mark_read()
         if stream.follow.finished:
             self._open.discard(number)
         return self._encoder.update(number)

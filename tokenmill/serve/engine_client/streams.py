@@ -1,0 +1,208 @@
+"""Stream: a request that somebody waits for and its outputs; Dispatcher hands each what the engine sent for it.
+
+A stream is two objects: `Stream` is the reader's, and a reader that drops it cancels the request; `StreamState` is what
+the dispatcher holds as long as the request is not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from tokenmill.engine.request import Finish
+from tokenmill.follow import Follow
+from tokenmill.front import Front
+from tokenmill.outputs import RequestOutput
+from tokenmill.serve.engine_client.remote_engine import RemoteEngine
+
+log = logging.getLogger("tokenmill.serve")
+
+EXPIRY_GRACE = 0.25  # seconds after a deadline before the front ends what the engine should have ended
+
+
+class Dispatcher:
+    """One `StreamState` per request that is not finished. Whatever ends a request, it is closed exactly once."""
+
+    front: Front  # there once an engine has told its facts
+
+    def __init__(self, remote: RemoteEngine, on_end: Callable[[StreamState], None]) -> None:
+        self.active: dict[str, StreamState] = {}
+        self._remote = remote
+        self._on_end = on_end
+
+    def open(self, follow: Follow, generation: int) -> Stream:
+        """Hand a prepared request to the engine. Raises what `Front.submit` raises."""
+        self.front.submit(follow)
+        state = self.active[follow.id] = StreamState(follow, generation)
+        if follow.timeout is not None:
+            loop = asyncio.get_running_loop()
+            state.timer = loop.call_later(follow.timeout + EXPIRY_GRACE, self._expire, state)
+        return Stream(state, self.drop)
+
+    def deliver(self, made: float | None = None) -> None:
+        """Give what arrived to those who wait for it; `made` is when the engine made it."""
+        for delta in self._remote.step():
+            id = delta.request.id
+            state = self.active.get(id) or self.active.get(id.partition("/")[0])
+            try:
+                moved = self.front.take_in([delta])
+            except Exception as error:  # one answer that cannot be decoded is no other's trouble
+                log.exception("request %s cannot be followed", id)
+                if state is not None:
+                    state.follow.leader.error = f"{type(error).__name__}: {error}"
+                    self.drop(state, Finish.ERROR)
+                continue
+            if id in self._remote.at_fault:
+                self._remote.at_fault.discard(id)
+                if state is not None:
+                    state.at_fault = True
+            if moved and state is not None:
+                state.notify(made)
+                if state.follow.finished:
+                    self._close(state)
+
+    def drop(self, state: StreamState, why: Finish = Finish.CANCELLED) -> None:
+        """End a request from this side."""
+        if self.active.get(state.follow.id) is not state:
+            return
+        for sequence in state.follow.sequences:
+            sequence.finish = sequence.finish or why
+        self.front.cancel(state.follow)
+        state.notify()
+        self._close(state)
+
+    def _close(self, state: StreamState) -> None:
+        if self.active.pop(state.follow.id, None) is None:
+            return
+        if state.timer is not None:
+            state.timer.cancel()
+        self._on_end(state)
+
+    # Deadlines are the engine's scheduler's to keep. Here is what it cannot do: end requests while it is away or hangs,
+    # and those whose deadline is not over but whose prompt alone would take longer.
+
+    def _expire(self, state: StreamState) -> None:
+        """Its deadline has passed and no engine was there to say so."""
+        leader = state.follow.leader
+        late = self._remote.clock() - leader.arrival
+        leader.error = leader.error or f"its deadline passed {late:.3f} s after it arrived"
+        self.drop(state, Finish.DEADLINE)
+
+    def end_hopeless(self, prefill_seconds: Callable[[int], float | None]) -> None:
+        """End those who wait and could not have a first token in time even of an engine that did nothing else."""
+        now = self._remote.clock()
+        for sequence in [one for one in self._remote.waiting() if one.request.deadline is not None]:
+            least = prefill_seconds(sequence.request.prompt_len)
+            if least is not None and sequence.request.deadline is not None and now + least > sequence.request.deadline:
+                why = f"its first token would take {least:.3g} s or more, past its deadline"
+                self._remote.end(sequence, Finish.DEADLINE, why)
+        self.deliver()
+
+
+class Stream:
+    """The answer to one request, for one reader, in one of three ways: as an async iterator of outputs, each the whole
+    answer so far (a slow reader sees fewer of them); `last`, the complete answer; or `set_listener` and a look at
+    `follow`, which builds nothing and wakes nobody. Leaving it (`aclose`, `async with`, or dropping it) cancels the
+    request; a wait for what comes next that is itself cancelled (a timeout, say) does not: it can be read on."""
+
+    def __init__(self, state: StreamState, drop: Callable[[StreamState], None]) -> None:
+        self.request_id = state.follow.id
+        self.prompt_token_ids = state.follow.prompt_ids
+        self.follow = state.follow
+        self.made: float | None = None  # when the engine made the oldest token that the last update brought
+        self._state = state
+        self._drop = drop
+        self._loop = asyncio.get_running_loop()
+        self._over = False
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether the request itself caused the error that it ended with."""
+        return self._state.at_fault
+
+    async def _next_update(self) -> bool:
+        """Wait until `follow` has moved. False: the reader knows its end already."""
+        state = self._state
+        while not self._over and not state.moved:
+            state.waiter = self._loop.create_future()
+            await state.waiter
+        if self._over:
+            return False
+        self.mark_read()
+        return True
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever `follow` has moved, in the middle of the delivery; it must `mark_read`."""
+        self._state.listener = listener
+        if self._state.moved:
+            listener()
+
+    def mark_read(self) -> None:
+        """The reader looks at `follow` now: what is there is no longer new."""
+        state = self._state
+        state.moved = False
+        self.made, state.made = state.made, None
+        self._over = self.follow.finished
+
+    async def last(self) -> RequestOutput:
+        """The complete answer; nobody is woken before it is there."""
+        self._state.final_only = True
+        while await self._next_update() and not self._over:
+            pass
+        return self.follow.output()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The newest output. A request that failed ends with finish_reason "error" and says why in `.error`."""
+        if not await self._next_update():
+            raise StopAsyncIteration
+        return self.follow.output()
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it is finished."""
+        self._over = True
+        self._drop(self._state)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._over and not self._loop.is_closed():  # any thread may collect garbage
+            self._loop.call_soon_threadsafe(self._drop, self._state)
+
+
+class StreamState:
+    """A request on its way, as its stream and the service share it."""
+
+    __slots__ = ("at_fault", "final_only", "follow", "generation", "listener", "made", "moved", "timer", "waiter")
+
+    def __init__(self, follow: Follow, generation: int) -> None:
+        self.follow = follow
+        self.generation = generation  # of the engine that was up when it came
+        self.at_fault = False  # its error is of its own making
+        self.moved = False
+        self.made: float | None = None  # when the engine made the oldest token that nobody has read
+        self.final_only = False  # its reader wants nothing but the end
+        self.waiter: asyncio.Future[None] | None = None
+        self.listener: Callable[[], None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def notify(self, made: float | None = None) -> None:
+        """It has moved; `made` is when the engine made what is new."""
+        if self.final_only and not self.follow.finished:
+            return
+        self.moved = True
+        if self.made is None:
+            self.made = made
+        if self.listener is not None:
+            self.listener()
+            return
+        waiter = self.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
