@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokenmill.serve.tool_calls.allowed_tools import restriction
-from tokenmill.serve.tool_calls.parsers import BareParser, TaggedParser, checked_tools, parse, parser_for
+from tokenmill.serve.tool_calls.definitions import checked_tools
+from tokenmill.serve.tool_calls.parsers import BareParser, TaggedParser, parse, parser_for
 
 TOOLS = checked_tools([{"type": "function", "function": {"name": name}} for name in ("time", "v1.time", "weather")])
 SOME = TOOLS[:2]

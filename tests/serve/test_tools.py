@@ -12,19 +12,17 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
+from tokenmill.serve.tool_calls.definitions import checked_choice, checked_tools, structured_from_choice
 from tokenmill.serve.tool_calls.parsers import (
     ArgumentsParser,
     BareParser,
     TaggedParser,
     ToolCall,
     ToolCallParser,
-    checked_choice,
-    checked_tools,
     collected,
     format_of,
     parse,
     parser_for,
-    structured_from_choice,
 )
 
 WEATHER = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.tool_calls.parsers import Choice
+from tokenmill.serve.tool_calls.definitions import Choice
 
 Messages = list[dict[str, Any]]
 
@@ -108,7 +108,7 @@ def template_input(
     shown = [] if choice == "none" else [_as_function(tool) for tool in tools or []]
     if "tools" in (template or ""):
         return messages, options | ({"tools": shown} if shown else {})
-    return _in_words(messages, shown), options
+    return _with_tools_as_text(messages, shown), options
 
 
 def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -119,21 +119,21 @@ def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _in_words(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
-    told = [_told(message) for message in messages]
+def _with_tools_as_text(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
+    texts = [_as_text(message) for message in messages]
     if not tools:
-        return told
+        return texts
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = (
         f"You can call these functions, one per line as JSON:\n{lines}\n"
         'To call one, write <tool_call>{"name": "its name", "arguments": {...}}</tool_call>.'
     )
-    if told and told[0]["role"] == "system":
-        return [{**told[0], "content": f"{told[0]['content']}\n\n{text}"}, *told[1:]]
-    return [{"role": "system", "content": text}, *told]
+    if texts and texts[0]["role"] == "system":
+        return [{**texts[0], "content": f"{texts[0]['content']}\n\n{text}"}, *texts[1:]]
+    return [{"role": "system", "content": text}, *texts]
 
 
-def _told(message: dict[str, Any]) -> dict[str, Any]:
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """Calls and their results as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}

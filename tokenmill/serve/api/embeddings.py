@@ -15,10 +15,10 @@ from tokenmill.serve.http.request_context import RequestContext
 
 
 async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
-    form = body.encoding_format or "float"
-    if form not in ("float", "base64"):
+    format = body.encoding_format or "float"
+    if format not in ("float", "base64"):
         raise HttpError(
-            400, f"encoding_format is {form[:60]!r}; it may be float or base64", "invalid_value", "encoding_format"
+            400, f"encoding_format is {format[:60]!r}; it may be float or base64", "invalid_value", "encoding_format"
         )
     pooling = body.pooling or "mean"
     if pooling not in ("mean", "last"):
@@ -28,7 +28,9 @@ async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
     vectors = await context.run_or_cancel(context.service.embed(prompts, pooling))
     if body.dimensions is not None:
         vectors = [_shortened(vector, body.dimensions) for vector in vectors]
-    data = [{"object": "embedding", "index": at, "embedding": _told(one, form)} for at, one in enumerate(vectors)]
+    data = [
+        {"object": "embedding", "index": at, "embedding": _vector_json(one, format)} for at, one in enumerate(vectors)
+    ]
     used = {"prompt_tokens": context.prompt_tokens, "total_tokens": context.prompt_tokens}
     return context.answer({"object": "list", "data": data, "model": context.model, "usage": used})
 
@@ -44,5 +46,5 @@ def _shortened(vector: list[float], dimensions: int) -> list[float]:
     return [value / length for value in kept]
 
 
-def _told(vector: list[float], form: str) -> Any:
-    return vector if form == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
+def _vector_json(vector: list[float], format: str) -> Any:
+    return vector if format == "float" else base64.b64encode(array("f", vector).tobytes()).decode()

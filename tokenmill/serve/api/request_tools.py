@@ -8,15 +8,8 @@ from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.api.chat_messages import Messages, template_input
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.tool_calls.allowed_tools import allowed_tools, restriction
-from tokenmill.serve.tool_calls.parsers import (
-    Choice,
-    ToolCallParser,
-    checked_choice,
-    checked_tools,
-    format_of,
-    parser_for,
-    structured_from_choice,
-)
+from tokenmill.serve.tool_calls.definitions import Choice, checked_choice, checked_tools, structured_from_choice
+from tokenmill.serve.tool_calls.parsers import ToolCallParser, format_of, parser_for
 
 
 class RequestTools:

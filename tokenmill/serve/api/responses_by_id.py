@@ -25,7 +25,7 @@ async def one_response(server: ServerState, request: Request, tenant: Tenant) ->
         raise HttpError(
             400, "stream is set, but a stored response is told as a whole; leave it out", "unsupported", "stream"
         )
-    return _told(stored)
+    return _response(stored)
 
 
 async def input_items(server: ServerState, request: Request, tenant: Tenant) -> Response:
@@ -50,7 +50,7 @@ async def cancel_response(server: ServerState, request: Request, tenant: Tenant)
     if stored.cancel is not None and stored.task is not None:
         stored.cancel()
         await asyncio.wait([stored.task], timeout=_PATIENCE)
-    return _told(stored)
+    return _response(stored)
 
 
 async def delete_response(server: ServerState, request: Request, tenant: Tenant) -> Response:
@@ -62,5 +62,5 @@ async def delete_response(server: ServerState, request: Request, tenant: Tenant)
     return json_response({"id": stored.id, "object": "response", "deleted": True})
 
 
-def _told(stored: StoredResponse) -> Response:
+def _response(stored: StoredResponse) -> Response:
     return Response(stored.response, media_type="application/json")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.sampling.structured import StructuredOutput
-from tokenmill.serve.tool_calls.parsers import Tool
+from tokenmill.serve.tool_calls.definitions import Tool
 
 _MODES = ("auto", "required")
 
