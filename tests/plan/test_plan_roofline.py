@@ -14,7 +14,7 @@ from tokenmill.plan.planner.fit import fit
 from tokenmill.plan.solve.gpus import GPUS, parse_gpus, rates_of, recognize
 from tokenmill.plan.solve.roofline import ElementBytes, Link, Roofline, facts_for
 from tokenmill.plan.solve.shape import Split
-from tokenmill.step_time import Facts, facts_of
+from tokenmill.step_time import TYPICAL, Facts, FittedStepTime, facts_of
 
 EIGHT = plan_models.shape("llama3-8b")
 COST = Roofline(EIGHT, ElementBytes(2, 2, 2), rates_of(GPUS["h200"], "dense"))
@@ -59,6 +59,12 @@ def test_more_of_anything_never_takes_less_time(load, what, model):
 def test_a_step_of_the_engine_is_judged_as_the_planners():
     step = Step(1, rows=[0, 1, 2], starts=[99, 49, 10], counts=[1, 1, 30], samples=[1, 1, 0], num_singles=2)
     assert facts_of(step) == facts_for(EIGHT, [100, 50], [(10, 30, 0)])
+
+
+def test_a_roofline_is_a_prior_of_what_is_fitted_to_steps():
+    fitted = FittedStepTime(COST)
+    for facts in TYPICAL:
+        assert fitted.seconds(facts) == pytest.approx(COST.seconds(facts), rel=0.15)
 
 
 def test_dividing_a_model_shortens_large_steps_and_costs_exchanges_in_small_ones():
