@@ -138,11 +138,12 @@ def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.Monk
             return plainly(q, k, v, batch, *rest, **more)
 
         monkeypatch.setattr(type(runner.decoder.ops), "attention", property(lambda self: attention), raising=False)
-        runner._graphs = Graphs(runner.decoder, runner.state, runner._sampler, 32)
-        eagerly = runner._launch_eagerly
-        runner._launch_eagerly = lambda step: eagerly(settled(step, runner.state.lengths.tolist()))  # beside prompts
+        recorded = Graphs(runner.decoder, runner.state, runner._sampler, 32)
+        runner.decode_paths = [recorded]
+        eagerly = runner._launch_prepared
+        runner._launch_prepared = lambda step: eagerly(settled(step, runner.state.lengths.tolist()))  # beside prompts
         drafted, _, uncertain = run(llm._built.engine, Replay(plain, 0.3), penalty=1.0)
-        kinds = {kind for (_, _, kind), one in runner._graphs.recordings._of.items() if one.graph is not None}
-        assert Kind.DRAFTS in kinds and runner._graphs.replays > 10
+        kinds = {kind for (_, _, kind), one in recorded.recordings._of.items() if one.graph is not None}
+        assert Kind.DRAFTS in kinds and recorded.replays > 10
     assert drafted == plain
     assert uncertain > 10

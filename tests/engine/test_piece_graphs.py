@@ -76,7 +76,9 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(model: str, made: Made, **options: Any) -> tuple[list[Any], PieceGraphs | None]:
     with LLM(model, **OPTIONS | options) as llm:
-        pieces = runner_of(llm)._pieces = made(llm)
+        pieces = made(llm)
+        if pieces is not None:
+            runner_of(llm).forward_paths.insert(0, pieces)
         outputs = llm.generate(*requests(), use_tqdm=False)
         assert [output.error for output in outputs if output.error] == []
         found = [(one.token_ids, one.logprobs, output.prompt_logprobs) for output in outputs for one in output.outputs]
@@ -152,7 +154,9 @@ def test_padding_changes_nothing_of_mixtures_and_latent_attention(
 def test_padding_stays_finite_and_writes_no_keys(model: str) -> None:
     with LLM(model, **OPTIONS) as llm:
         runner = runner_of(llm)
-        pieces = runner._pieces = in_pieces(FakeRecorder())(llm)
+        pieces = in_pieces(FakeRecorder())(llm)
+        assert pieces is not None
+        runner.forward_paths.insert(0, pieces)
         for _ in range(3):  # plain, recorded, replayed
             pieces._mixed.fill_(float("nan"))  # as a step that overflowed would leave it
             llm.reset_prefix_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +51,31 @@ class TokenBatch:
     attend: Attend | None = None  # stands in for `Decoder.attend`: for whoever records what lies between two of them
 
 
+@dataclass
+class Hidden:
+    """What goes from layer to layer."""
+
+    residual: torch.Tensor  # [tokens, hidden]
+    update: torch.Tensor | None = None  # [tokens, hidden]: what the last block computed, not yet added to it
+
+
+class Attended:
+    """A layer between its two halves: what its heads found, and the residual."""
+
+    def __init__(self, index: int, layer: LayerWeights, mixed: torch.Tensor, residual: torch.Tensor) -> None:
+        self.index, self.layer = index, layer
+        self._tensors = [mixed, residual]  # [tokens, heads, v_dim], [tokens, hidden]
+
+    def pick(self, wanted: torch.Tensor) -> None:  # [n]
+        """Go on with these tokens only."""
+        self._tensors[:] = [one[wanted] for one in self._tensors]
+
+    def take(self) -> list[torch.Tensor]:
+        """Both, once: whoever computes with them decides how long they live."""
+        taken, self._tensors = self._tensors, []
+        return taken
+
+
 class Decoder:
     """Computes hidden states and logits. Holds only weights and constants, so passes do not affect each other."""
 
@@ -75,47 +100,59 @@ class Decoder:
         wanted: torch.Tensor | None = None,  # [n]: tokens whose hidden states are read; None: all
     ) -> torch.Tensor:  # [tokens, hidden] or [n, hidden], normed
         """Of tokens that nobody reads, the last layer computes keys and values only."""
-        return self.end(list(self.begin(tokens, kv, watch)), watch, wanted)
+        return self.end(self.begin(tokens, kv, watch), watch, wanted)
 
-    def begin(
-        self, tokens: TokenBatch, kv: list[LayerKV], watch: Watch | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [tokens, heads, v_dim], [tokens, hidden]
-        """Up to the last layer's attention: what its heads found, and the residual."""
-        residual = self._embed(tokens.ids)
-        update: torch.Tensor | None = None  # what the last block computed, not yet added to the residual
+    def begin(self, tokens: TokenBatch, kv: list[LayerKV], watch: Watch | None = None) -> Attended:
+        """Up to the last layer's attention."""
         *before, last = self.order
-        for index in before:
-            layer = self.weights.layer(index)
-            x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
-            update = self._join(self._mix(index, x, layer.attention, tokens, kv[index]), layer)
-            x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
-            update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
-            if watch is not None:
-                watch(index, residual + update)
-        layer = self.weights.layer(last)
-        x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
-        return self._mix(last, x, layer.attention, tokens, kv[last]), residual
+        return self.attention_of(last, self.layers(before, self.embed(tokens.ids), tokens, kv, watch), tokens, kv)
 
     def end(
         self,
-        halfway: list[torch.Tensor],  # [n, heads, v_dim] and [n, hidden]; emptied, so that no caller keeps them alive
+        attended: Attended,  # emptied, so that no caller keeps its tensors alive
         watch: Watch | None = None,
-        wanted: torch.Tensor | None = None,  # [m]: which of the n; None: all
-    ) -> torch.Tensor:  # [n, hidden] or [m, hidden], normed
+        wanted: torch.Tensor | None = None,  # [m]: which of its tokens; None: all
+    ) -> torch.Tensor:  # [tokens, hidden] or [m, hidden], normed
         """What follows `begin`, for all of its tokens or for some."""
         if wanted is not None:
-            halfway[:] = [one[wanted] for one in halfway]
+            attended.pick(wanted)
             if not wanted.numel():  # kernels have nothing to launch for no rows
-                return halfway[1]
-        layer = self.weights.layer(self.order[-1])
-        residual, mixed = halfway.pop(), halfway.pop()
+                return attended.take()[1]
+        return self.norm(self.mlp_of(attended, watch))
+
+    def layers(
+        self,
+        indices: Iterable[int],  # in their order: a rank or an offloading store runs a range of them
+        hidden: Hidden,
+        tokens: TokenBatch,
+        kv: list[LayerKV],
+        watch: Watch | None = None,
+    ) -> Hidden:
+        for index in indices:
+            hidden = self.mlp_of(self.attention_of(index, hidden, tokens, kv), watch)
+        return hidden
+
+    def attention_of(self, index: int, hidden: Hidden, tokens: TokenBatch, kv: list[LayerKV]) -> Attended:
+        """The first half of a layer, whose weights are asked for here."""
+        layer = self.weights.layer(index)
+        x, residual = self._add_norm(hidden.update, hidden.residual, layer.before_attention, layer.attention.qkv)
+        return Attended(index, layer, self._mix(index, x, layer.attention, tokens, kv[index]), residual)
+
+    def mlp_of(self, attended: Attended, watch: Watch | None = None) -> Hidden:
+        """The second half."""
+        layer = attended.layer
+        mixed, residual = attended.take()
         update = self._join(mixed, layer)
         del mixed
         x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
         update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
         if watch is not None:
-            watch(self.order[-1], residual + update)
-        return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
+            watch(attended.index, residual + update)
+        return Hidden(residual, update)
+
+    def norm(self, hidden: Hidden) -> torch.Tensor:  # [tokens, hidden]
+        """What the head reads."""
+        return _as_tensor(self._add_norm(hidden.update, hidden.residual, self.weights.final_norm, None)[0])
 
     @cached_property
     def kinds(self) -> dict[object, int]:
@@ -157,9 +194,9 @@ class Decoder:
             logits = self.ops.soft_cap(logits, self.spec.logit_softcap)
         return logits
 
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor) -> Hidden:
         x = self.weights.embedding(ids)
-        return x if self._embed_scale == 1.0 else self.ops.scaled(x, self._embed_scale)
+        return Hidden(x if self._embed_scale == 1.0 else self.ops.scaled(x, self._embed_scale))
 
     def _add_norm(
         self,

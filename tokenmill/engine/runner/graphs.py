@@ -179,15 +179,18 @@ class DecodeGraphs:
     def takes(self, step: Step) -> bool:
         """Whether every row of the step decodes and nothing else happens, and there is room for what it brings."""
         largest = self.recordings.sizes[-1]
-        if not only_decodes(step) or step.num_tokens > largest:
+        if step.wide or not only_decodes(step) or step.num_tokens > largest:
+            return False
+        if not self._sampler.recordable(self._sampler.traits(step.rows)):
             return False
         if not is_speculative(step):
             return True
         proposed, blocks = sum(map(len, step.drafts.values())), sum(len(blocks) for _, _, blocks in step.blocks)
         return proposed <= PROPOSED * step.num_tokens and COLUMNS + PROPOSED + 2 * blocks / largest <= INPUTS
 
-    def run(self, step: Step, traits: Traits) -> Sampled:  # [tokens], overwritten by the next run
-        """Launch the step; `traits` says how its rows are sampled."""
+    def run(self, step: Step) -> Sampled:  # [tokens], overwritten by the next run
+        """Launch the step."""
+        traits = self._sampler.traits(step.rows)
         kind = Kind.DRAFTS if is_speculative(step) else Kind.PLAIN if step.shared is None else Kind.SHARED
         bucket, recording = self.recordings.serve(step.num_tokens, traits, kind)
         self._send(step, bucket)

@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 
 from tokenmill.engine.runner.graphs import Recording, Recordings
+from tokenmill.engine.runner.paths import PlainForward, PreparedStep
 from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.runner.verify import is_speculative
 from tokenmill.engine.step import Step
-from tokenmill.model.decoder import Attend, Decoder, TokenBatch
+from tokenmill.model.decoder import Attend, Attended, Decoder, TokenBatch
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.plan.solve.memory import RECORDED_PIECES, RECORDED_TOKENS
@@ -74,7 +76,7 @@ class Pieces:
 Served = tuple[int, Recording[Pieces]]  # the size at which a step is run, and what there is for it
 
 
-class PieceGraphs:
+class PieceGraphs(PlainForward):
     """What `Decoder.begin` computes for a step's tokens, with a launch per layer besides those of its attention.
 
     Attention's grid follows from the mix of rows, so it is launched plainly, with the step's own batch; the rest of a
@@ -87,7 +89,10 @@ class PieceGraphs:
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, most_tokens: int, recorder: Recorder) -> None:
+        super().__init__(decoder, state)
         self._decoder, self._state, self._recorder = decoder, state, recorder
+        self.resting = False  # takes nothing for now
+        self._served: Served
         self.recordings = Recordings[Pieces](token_sizes(most_tokens), STRETCH)
         self._pieces = 0  # recorded so far
         self.replays = self.plain_runs = 0  # steps so far
@@ -96,25 +101,31 @@ class PieceGraphs:
         value_dim = spec.mla.kv_rank if spec.mla else spec.head_dim
         self._mixed = torch.zeros(most_tokens, spec.heads, value_dim, dtype=decoder.weights.dtype, device=device)
 
-    def serve(self, step: Step) -> Served | None:
-        """Who runs the step; None: it is too large, or its size cannot be recorded, and it is run plainly."""
+    def takes(self, step: Step) -> bool:
+        """Unless it is too large, or its size cannot be recorded."""
         sizes = self.recordings.sizes
-        if not sizes or step.num_tokens > sizes[-1]:
-            return None
+        if self.resting or is_speculative(step) or not sizes or step.num_tokens > sizes[-1]:
+            return False
         full = self._pieces + self._decoder.spec.num_layers > RECORDED_PIECES
-        size, recording = self.recordings.serve(step.num_tokens, may_record=not full)
-        plain = recording.refused or (full and recording.graph is None)
-        return None if plain else (size, recording)
+        self._served = self.recordings.serve(step.num_tokens, may_record=not full)
+        recording = self._served[1]
+        return not (recording.refused or (full and recording.graph is None))
 
-    def begin(
-        self,
-        served: Served,
-        rows: torch.Tensor,  # [size] int64, of the tokens; padding is the scratch row's
-        positions: torch.Tensor,  # [size] int64
-        batch: AttentionBatch,
-    ) -> list[torch.Tensor]:  # [tokens, heads, v_dim] and [tokens, hidden], overwritten by the next step
-        """As `Decoder.begin`, of the step's tokens without the padding."""
-        size, recording = served
+    def padded(self, step: Step) -> int:
+        return self._served[0]
+
+    def hidden(self, prepared: PreparedStep) -> torch.Tensor:
+        return self._decoder.end(self._begin(prepared))
+
+    def logits(self, prepared: PreparedStep) -> torch.Tensor | None:
+        wanted = None if prepared.all_wanted else prepared.entries
+        hidden = self._decoder.end(self._begin(prepared), wanted=wanted)
+        return self._decoder.logits(hidden) if len(prepared.entries) else hidden
+
+    def _begin(self, prepared: PreparedStep) -> Attended:
+        """As `Decoder.begin`, of the step's tokens without the padding; overwritten by the next step."""
+        rows, positions, batch = prepared.rows, prepared.positions, prepared.attention
+        size, recording = self._served
         tokens = sum(batch.host_counts)
         torch.cat([rows, positions], out=self._inputs[: 2 * size])
         self._mixed[tokens:size].zero_()  # what an earlier step left there may be no number
@@ -132,7 +143,8 @@ class PieceGraphs:
                 graph.replay()
                 self._attend(index, q, batch, size)
             residual = pieces.residual
-        return [self._mixed[:tokens], residual[:tokens]]
+        last = self._decoder.spec.num_layers - 1
+        return Attended(last, self._decoder.weights.layer(last), self._mixed[:tokens], residual[:tokens])
 
     def _attend(
         self,
@@ -181,4 +193,4 @@ class PieceGraphs:
         rows, positions = self._inputs[: 2 * size].chunk(2)
         slots = torch.where(rows != state.scratch_row, state.slots(rows, positions), -1)
         tokens = TokenBatch(state.tokens[rows, positions], positions, slots, batch, attend)
-        return self._decoder.begin(tokens, state.kv)[1]
+        return self._decoder.begin(tokens, state.kv).take()[1]

@@ -7,9 +7,10 @@ import warnings
 import numpy as np
 import torch
 
-from tokenmill.engine.runner.graphs import PLAIN
+from tokenmill.engine.runner.graphs import PLAIN, only_decodes
 from tokenmill.engine.runner.inputs import block_writes
 from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.runner.verify import is_speculative
 from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.native.ops import choose_into, decode_inputs
@@ -45,6 +46,9 @@ class RecordedDecode:
         self._context = torch.zeros(max_rows, dtype=torch.int32)
         self._q_start = torch.arange(max_rows + 1, dtype=torch.int32)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64)
+
+    def takes(self, step: Step) -> bool:
+        return only_decodes(step) and not is_speculative(step) and not step.wide
 
     def run(self, step: Step) -> Sampled | None:
         """Compute and sample the step; None where it has to be run plainly."""

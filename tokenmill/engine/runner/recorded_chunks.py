@@ -6,9 +6,11 @@ import warnings
 
 import torch
 
+from tokenmill.engine.runner.paths import PlainForward, PreparedStep
 from tokenmill.engine.runner.recorded import agree
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.engine.step import Step
+from tokenmill.model.decoder import Attended, Decoder, TokenBatch
 from tokenmill.ops.native.ops import embed
 from tokenmill.ops.native.recording import NotRecordableError, Tape
 from tokenmill.ops.types import AttentionBatch
@@ -16,7 +18,7 @@ from tokenmill.ops.types import AttentionBatch
 _COMPARED = 32  # tokens that a new recording is held against the plain computation with
 
 
-class RecordedChunks:
+class RecordedChunks(PlainForward):
     """The Python between the ops of a step takes as long as several tokens: it is left out from the second step on.
 
     One tape computes all tokens up to the last layer's attention, another one goes on with those that are sampled
@@ -24,6 +26,7 @@ class RecordedChunks:
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, max_rows: int, max_tokens: int) -> None:
+        super().__init__(decoder, state)
         self._decoder, self._state, self._max_rows = decoder, state, max_rows
         self._uses = 0
         self._refused = False
@@ -35,12 +38,16 @@ class RecordedChunks:
         self._q_start = torch.zeros(max_rows + 1, dtype=torch.int32)
         self._counts, self._wanted = torch.zeros(2, dtype=torch.int64), torch.zeros(max_rows, dtype=torch.int64)
 
-    def logits(self, tokens: TokenBatch, wanted: torch.Tensor) -> torch.Tensor | None:  # [len(wanted), vocab]
-        """Of these tokens; overwritten by the next step. None: the step has to be run plainly."""
+    def takes(self, step: Step) -> bool:
+        return not self._refused and not step.prompt_logprobs  # for which all hidden states are wanted
+
+    def logits(self, prepared: PreparedStep) -> torch.Tensor | None:  # [entries, vocab]
+        """Overwritten by the next step. None: the step has to be run plainly."""
+        tokens, wanted = prepared.tokens, prepared.entries
         batch, count = tokens.attention, len(tokens.ids)
         rows = len(batch.rows)
         self._uses += 1
-        if self._refused or self._uses < 2 or len(wanted) > self._max_rows or batch.tree is not None:
+        if self._uses < 2 or len(wanted) > self._max_rows or batch.tree is not None:
             return None
         self._ids[:count], self._positions[:count], self._slots[:count] = tokens.ids, tokens.positions, tokens.slots
         self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
@@ -61,11 +68,12 @@ class RecordedChunks:
         begin, end = Tape(len(self._ids)), Tape(self._max_rows)
         try:
             with begin.record():
-                mixed, residual = self._decoder.begin(self._largest(tokens.attention), self._state.kv)
-                mixed, residual = mixed.view(len(mixed), -1), residual.view(len(residual), -1)
+                attended = self._decoder.begin(self._largest(tokens.attention), self._state.kv)
+                mixed, residual = (one.view(len(one), -1) for one in attended.take())
             with end.record():
                 some = embed(self._wanted, mixed).view(self._max_rows, self._decoder.spec.heads, -1)
-                hidden = self._decoder.end([some, embed(self._wanted, residual)])
+                last = Attended(attended.index, attended.layer, some, embed(self._wanted, residual))
+                hidden = self._decoder.end(last)
                 self._logits = self._decoder.logits(hidden, wide=False)
         except NotRecordableError:  # decode steps, which need it more, warn of the same
             return False

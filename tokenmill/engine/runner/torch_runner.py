@@ -5,31 +5,25 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.graphs import DecodeGraphs, Kind, only_decodes
+from tokenmill.engine.runner.graphs import DecodeGraphs, Kind
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import AttentionRows, PackedStep, pack
-from tokenmill.engine.runner.piecewise import PieceGraphs, Served, tokens_worth_recording
+from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
+from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, is_speculative, settled
 from tokenmill.engine.step import Pending, Step, StepResult
-from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.model.decoder import Decoder
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
-
-if TYPE_CHECKING:
-    from tokenmill.engine.runner.recorded import RecordedDecode
-    from tokenmill.engine.runner.recorded_chunks import RecordedChunks
-
-Begun = TokenBatch | list[torch.Tensor]  # a step's tokens, or what `Decoder.begin` made of them
 
 
 class TorchRunner:
@@ -47,27 +41,26 @@ class TorchRunner:
         guard: PrecisionGuard | None = None,  # for rows that a narrow dtype cannot compute
     ) -> None:
         self.decoder = decoder
-        self._guard = guard
         self.state = state
         self.device = state.tokens.device
         self._max_rows = max_rows
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
-        self._graphs: DecodeGraphs | None = None
-        self._pieces: PieceGraphs | None = None
-        self._recorded: RecordedDecode | None = None
-        self._chunks: RecordedChunks | None = None
+        self.decode_paths: list[DecodePath] = []
+        self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
         if graphs and self.device.type == "cuda":
-            self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
+            self.decode_paths.append(DecodeGraphs(decoder, state, self._sampler, max_rows))
             if prompt_graphs:
                 most = tokens_worth_recording(decoder.spec, max_tokens)
-                self._pieces = PieceGraphs(decoder, state, most, Capture(self.device))
+                self.forward_paths.insert(0, PieceGraphs(decoder, state, most, Capture(self.device)))
         elif graphs:
             from tokenmill.engine.runner.recorded import RecordedDecode
             from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
-            self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
+            self.decode_paths.append(RecordedDecode(decoder, state, self._sampler, max_rows))
             if prompt_graphs:
-                self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
+                self.forward_paths.insert(0, RecordedChunks(decoder, state, max_rows, max_tokens))
+        if guard is not None:
+            self.forward_paths.insert(0, GuardedForward(decoder, state, guard))
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
@@ -82,18 +75,11 @@ class TorchRunner:
         if self.device.type == "cpu":
             step = settled(step, self.state.lengths.tolist() if step.slack else [])
         self._sampler.take_masks(step.masks)
-        if step.wide:
-            return self._launch_eagerly(step)
-        if self._graphs is not None and self._graphs.takes(step):
-            traits = self._sampler.traits(step.rows)
-            if self._sampler.recordable(traits):
-                entry_rows = step.rows if len(step.rows) == step.num_tokens else _repeated(step.rows, step.counts)
-                return self._pending(step, self._graphs.run(step, traits), entry_rows)
-        if self._recorded is not None and only_decodes(step) and not is_speculative(step):
-            sampled = self._recorded.run(step)
-            if sampled is not None:
-                return self._pending(step, sampled, step.rows)
-        return self._launch_eagerly(step)
+        for path in self.decode_paths:
+            if path.takes(step) and (sampled := path.run(step)) is not None:
+                rows = step.rows if len(step.rows) == step.num_tokens else _repeated(step.rows, step.counts)
+                return self._pending(step, sampled, rows)
+        return self._launch_prepared(step)
 
     def _pending(
         self, step: Step, sampled: Sampled | None, rows: list[int], prompts: dict[int, list[_Slice]] | None = None
@@ -102,17 +88,16 @@ class TorchRunner:
         asked = sampled is not None and sampled.logprobs is not None
         return _TorchPending(step, sampled, self._sampler.widths(rows) if asked else None, prompts or {}, self.device)
 
-    def _launch_eagerly(self, step: Step) -> Pending:
-        served = None
+    def _launch_prepared(self, step: Step) -> Pending:
+        """A step that is not only decodes, or that no decode path takes."""
+        paths = (path for path in self.forward_paths if path.takes(step))
+        path = next(paths)
         speculative = is_speculative(step)
-        if self._pieces is not None and not (step.wide or speculative):  # the guard looks into every layer
-            served = self._pieces.serve(step)
-        padding = (0, 0) if served is None else (served[0], self.state.scratch_row)
         packed = pack(
             step,
             self.state.max_len,
             self.state.max_blocks,
-            padding,
+            (path.padded(step), self.state.scratch_row),
             self._num_entries(step),
             split_drafts=speculative and self.device.type == "cuda",
         )
@@ -123,19 +108,33 @@ class TorchRunner:
         if step.copies:
             self.state.copy_blocks(part["copy_from"], part["copy_to"])
         drafts = self._place_drafts(part) if speculative else None
-        begun, entries = self._begin(step, packed, part, served), part["entries"]
-        if step.wide or step.prompt_logprobs:
-            hidden = self._hidden(step, begun)
-            prompts = self._prompt_logprobs(step, hidden)
-            logits = self._logits(hidden[entries], step, packed.sample_rows)
-        else:
-            all_wanted = len(packed.sample_rows) == step.num_tokens  # in their order
-            wanted = None if all_wanted else entries
-            prompts, logits = {}, self._logits_of(begun, entries, wanted)
+        prepared = self._prepared(step, packed, part)
+        prompts: dict[int, list[_Slice]] = {}
+        logits: torch.Tensor | None = None
+        if step.prompt_logprobs:
+            hidden = path.hidden(prepared)
+            prompts = self._prompt_logprobs(path, prepared, hidden)
+            logits = path.project(prepared, hidden[prepared.entries], packed.sample_rows)
+        while logits is None:
+            logits = path.logits(prepared)
+            if logits is None:
+                path = next(paths)
         sampled = self._sample(packed, part, logits[: len(packed.sample_rows)]) if packed.sample_rows else None
         if drafts is not None and sampled is not None:
             sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)]))
         return self._pending(step, sampled, packed.sample_rows, prompts)
+
+    def _prepared(self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor]) -> PreparedStep:
+        return PreparedStep(
+            step,
+            self.state,
+            part["token_rows"],
+            part["positions"],
+            self._attention_batch(step, packed.attention, part),
+            part["entries"],
+            all_wanted=len(packed.sample_rows) == step.num_tokens,
+            sample_rows=packed.sample_rows,
+        )
 
     def _place_drafts(self, part: dict[str, torch.Tensor]) -> Entries:
         """Correct where rows stand that decode: only the device may know."""
@@ -160,43 +159,18 @@ class TorchRunner:
             return count
         return sizes[bisect_left(sizes, count)]
 
-    def _begin(self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor], served: Served | None) -> Begun:
-        attention = self._attention_batch(step, packed.attention, part)
-        if self._pieces is not None and served is not None:
-            return self._pieces.begin(served, part["token_rows"], part["positions"], attention)
-        rows, positions = part["token_rows"], part["positions"]
-        return TokenBatch(self.state.tokens[rows, positions], positions, self.state.slots(rows, positions), attention)
-
-    def _hidden(self, step: Step, begun: Begun) -> torch.Tensor:  # [tokens, hidden]
-        if not step.wide:
-            return self._finish(begun, None)
-        assert self._guard is not None and isinstance(begun, TokenBatch)  # no row is wide without one
-        return self._guard.forward(step, begun, self.state.kv)
-
-    def _logits_of(
-        self, begun: Begun, entries: torch.Tensor, wanted: torch.Tensor | None
-    ) -> torch.Tensor:  # [entries, vocab]
-        if self._chunks is not None and isinstance(begun, TokenBatch):
-            logits = self._chunks.logits(begun, entries)
-            if logits is not None:
-                return logits
-        hidden = self._finish(begun, wanted)
-        return self.decoder.logits(hidden) if len(entries) else hidden
-
-    def _finish(self, begun: Begun, wanted: torch.Tensor | None) -> torch.Tensor:  # [tokens or wanted, hidden]
-        if isinstance(begun, TokenBatch):
-            return self.decoder.forward(begun, self.state.kv, wanted=wanted)
-        return self.decoder.end(begun, wanted=wanted)
-
     @torch.inference_mode()
     def rehearse(self, step: Step) -> None:
         """Run a step of rows that belong to nobody, plainly: what it leaves behind is for `end_rehearsal`."""
-        pieces, self._pieces = self._pieces, None
+        pieces = self._pieces
+        if pieces is not None:
+            pieces.resting = True
         try:
             with self._on_device():
-                self._launch_eagerly(step)
+                self._launch_prepared(step)
         finally:
-            self._pieces = pieces
+            if pieces is not None:
+                pieces.resting = False
 
     @torch.inference_mode()
     def rehearse_decode(self, rows: int, shared: bool) -> None:
@@ -226,6 +200,14 @@ class TorchRunner:
             if recorded is not None:
                 recorded.recordings.warm = True
         self.close()  # ready means that the device is idle, too
+
+    @property
+    def _graphs(self) -> DecodeGraphs | None:
+        return next((path for path in self.decode_paths if isinstance(path, DecodeGraphs)), None)
+
+    @property
+    def _pieces(self) -> PieceGraphs | None:
+        return next((path for path in self.forward_paths if isinstance(path, PieceGraphs)), None)
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -274,20 +256,12 @@ class TorchRunner:
         self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
         return sampled
 
-    def _logits(self, hidden: torch.Tensor, step: Step, rows: list[int]) -> torch.Tensor:  # [n, vocab], of these rows
-        if not rows:
-            return hidden  # [0, ...]: nobody reads it
-        if not step.wide:
-            return self.decoder.logits(hidden)
-        assert self._guard is not None
-        wide = {step.rows[index] for index in step.wide}
-        return self._guard.logits(hidden, torch.tensor([row in wide for row in rows], device=self.device))
-
-    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> dict[int, list[_Slice]]:
+    def _prompt_logprobs(
+        self, path: ForwardPath, prepared: PreparedStep, hidden: torch.Tensor
+    ) -> dict[int, list[_Slice]]:
         """Log-probabilities of the prompt tokens that follow this step's tokens, a bounded slice at a time."""
         found: dict[int, list[_Slice]] = {}
-        if not step.prompt_logprobs:
-            return found
+        step = prepared.step
         first = 0
         for index, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
             if row in step.prompt_logprobs:
@@ -295,7 +269,7 @@ class TorchRunner:
                 last = min(start + count, prompt_len - 1)
                 for at in range(start, last, self._max_rows):
                     size = min(self._max_rows, last - at)
-                    logits = self._logits(hidden[first + at - start :][:size], step, [row] * size)
+                    logits = path.project(prepared, hidden[first + at - start :][:size], [row] * size)
                     targets = self.state.tokens[row, at + 1 : at + 1 + size]
                     words = _to_host(self._sampler.prompt_logprobs(logits, targets, width))
                     found.setdefault(index, []).append((words, np.full(size, width, dtype=np.int32)))
