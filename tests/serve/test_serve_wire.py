@@ -28,7 +28,9 @@ params = st.builds(
     logprobs=st.none() | st.integers(0, 1024),
     n=st.integers(1, 8),
 )
-sequences = st.builds(wire.Sequence, st.integers(0, 2**63), st.integers(0, 2**63 - 1), st.lists(tokens, max_size=5))
+sequences = st.builds(
+    wire.SubmittedSequence, st.integers(0, 2**63), st.integers(0, 2**63 - 1), st.lists(tokens, max_size=5)
+)
 submits = st.builds(
     wire.Submit,
     sequences=st.lists(sequences, min_size=1, max_size=3),

@@ -34,7 +34,7 @@ from tokenmill.serve.http.origin_guard import OriginGuard
 from tokenmill.serve.http.request_context import Handler, Reader, endpoint, error_response, reader
 from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http_settings import HttpSettings
-from tokenmill.serve.observe.metrics import Metrics
+from tokenmill.serve.observe.metrics import ServerMetrics
 from tokenmill.serve.storage.jobs import JobStore
 from tokenmill.serve.storage.journal import Journal
 from tokenmill.serve.storage.stored_responses import StoredResponses
@@ -87,7 +87,7 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     responses = StoredResponses(settings.max_responses_bytes, settings.response_seconds)
     tracing = tracing or _tracing(service, settings)
     app.state.server = ServerState(
-        service, settings, ApiKeys(settings.keys), Metrics(service), runner, responses, tracing
+        service, settings, ApiKeys(settings.keys), ServerMetrics(service), runner, responses, tracing
     )
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)

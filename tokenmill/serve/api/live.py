@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.engine.request import Request as Sequence
+from tokenmill.engine.request import Request as EngineRequest
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine_client.events import EngineEvent, Event, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.service import Service
@@ -140,7 +140,7 @@ class Live:
                 pass
         self._moved = True
 
-    def _count_running(self, running: list[Sequence]) -> None:
+    def _count_running(self, running: list[EngineRequest]) -> None:
         """The latencies of those who are not finished yet."""
         for request in running:
             times, told = request.metrics.token_times, self._told.get(request.id, 0)
@@ -186,7 +186,9 @@ class Live:
             "itl": percentiles(self._gaps),
         }
 
-    def _rows(self, view: wire.EngineSnapshot | None, leaders: list[Sequence], now: float) -> dict[str, dict[str, Any]]:
+    def _rows(
+        self, view: wire.EngineSnapshot | None, leaders: list[EngineRequest], now: float
+    ) -> dict[str, dict[str, Any]]:
         """Every sequence that is not finished, by id: as the engine saw it last, or as the front knows it."""
         if view is None:
             return {one.id: _row_of_request(one, "waiting", now) for one in leaders}
@@ -260,7 +262,7 @@ def _row(id: str, row: wire.SequenceSnapshot) -> dict[str, Any]:
     }
 
 
-def _row_of_request(request: Sequence, state: str, now: float) -> dict[str, Any]:
+def _row_of_request(request: EngineRequest, state: str, now: float) -> dict[str, Any]:
     return {
         "id": _short(request.id),
         "state": state,

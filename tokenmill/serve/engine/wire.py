@@ -14,7 +14,7 @@ from tokenmill.sampling.records import TokenLogprobs
 VERSION = 2  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
-class Sequence(msgspec.Struct, array_like=True, frozen=True):
+class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
     """One sequence of a request."""
 
     key: int
@@ -103,7 +103,7 @@ FREE, CACHED, USED, SHARED = 0, 1, 2, 3  # a block: empty; free with content; he
 class Submit(msgspec.Struct, array_like=True, tag=1):
     """One request. Several sequences share the prompt (n > 1); with output already there, they are on their own."""
 
-    sequences: list[Sequence]
+    sequences: list[SubmittedSequence]
     prompt: list[int]
     params: SamplingParams  # with what it says about structured output; its grammar is advanced over `output`
     max_tokens: int

@@ -298,7 +298,7 @@ class RemoteEngine:
             params = replace(params, prompt_logprobs=None)  # they are here, or with its leader
         self._send(
             wire.Submit(
-                sequences=[wire.Sequence(one.key, one.request.seed, one.request.output) for one in group],
+                sequences=[wire.SubmittedSequence(one.key, one.request.seed, one.request.output) for one in group],
                 prompt=request.tokens[: request.prompt_len],
                 params=params,
                 max_tokens=request.max_tokens,

@@ -14,7 +14,7 @@ from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.http.tenants import Tenant
 from tokenmill.serve.http_settings import HttpSettings
-from tokenmill.serve.observe.metrics import Metrics
+from tokenmill.serve.observe.metrics import ServerMetrics
 from tokenmill.serve.storage.stored_responses import StoredResponses
 
 if TYPE_CHECKING:  # an extra
@@ -26,7 +26,7 @@ class ServerState:
     service: Service
     settings: HttpSettings
     keys: ApiKeys
-    metrics: Metrics
+    metrics: ServerMetrics
     batches: BatchRunner
     responses: StoredResponses
     tracing: Tracing | None = None

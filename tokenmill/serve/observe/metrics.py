@@ -52,7 +52,7 @@ _REFUSALS = (
 _ENGINE_EVENTS = ("ready", "died", "breaker_open", "breaker_closed")
 
 
-class Metrics:
+class ServerMetrics:
     """Histograms are filled as things happen; counters and gauges are read from the service when somebody asks."""
 
     def __init__(self, service: Service) -> None:
