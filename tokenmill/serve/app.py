@@ -26,7 +26,7 @@ from tokenmill.serve.api.messages import count, message
 from tokenmill.serve.api.page import add_pages
 from tokenmill.serve.api.responses import respond
 from tokenmill.serve.engine_client.service import Service
-from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape
+from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape, shape_at
 from tokenmill.serve.http.access_log import RequestRecord
 from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
@@ -92,7 +92,7 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:
-        _add(app, path, method, reader(read_handler, _shape_at(path)))
+        _add(app, path, method, reader(read_handler, shape_at(path)))
     for path, read in (
         ("/health", health.ready),
         ("/health/live", health.live),
@@ -121,8 +121,7 @@ def _tracing(service: Service, settings: HttpSettings) -> Tracing | None:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         raise ConfigError(f"tracing needs the package {error.name}; {pip_install('otel')}") from None
-    services = [service] if service.degrade is None else [service, service.degrade]
-    return Tracing.over_http(settings.otlp_endpoint, services, settings.trace_ratio)
+    return Tracing.over_http(settings.otlp_endpoint, service.and_degrade(), settings.trace_ratio)
 
 
 def _add(
@@ -220,8 +219,4 @@ async def _broken(request: Request, problem: Exception) -> Response:
 
 def _shape_of(request: Request) -> Shape:
     # Not request.url, of which a client's Host is a part.
-    return _shape_at(request.scope["path"])
-
-
-def _shape_at(path: str) -> Shape:
-    return anthropic_shape if path.startswith("/v1/messages") else openai_shape
+    return shape_at(request.scope["path"])

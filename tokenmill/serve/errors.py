@@ -64,3 +64,8 @@ _ANTHROPIC = {
 def anthropic_shape(error: HttpError) -> dict[str, Any]:
     kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def shape_at(path: str) -> Shape:
+    """The shape of the API that a path belongs to."""
+    return anthropic_shape if path.startswith("/v1/messages") else openai_shape

@@ -42,7 +42,7 @@ async def serve(
     sock = listen(settings.host, settings.port)
     allow_files(settings.max_connections + _SPARE_FILES)
     server = _Server(settings, service)
-    services = [service] if service.degrade is None else [service.degrade, service]
+    services = service.and_degrade()[::-1]
     for one in services:
         one.set_engine_niceness(process_priority.niceness())
     process_priority.raise_priority()

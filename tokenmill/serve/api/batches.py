@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tokenmill.serve.api.schemas import BatchRequest
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.batch_runner import SendRequest, about
-from tokenmill.serve.http.paging import ordered, page
+from tokenmill.serve.http.paging import listing, ordered, page
 from tokenmill.serve.http.request_body import read_body
 from tokenmill.serve.http.request_context import RequestContext, json_response
 from tokenmill.serve.http.server_state import ServerState
@@ -134,7 +134,7 @@ async def list_files(server: ServerState, request: Request, tenant: Tenant) -> R
     if (purpose := request.query_params.get("purpose")) not in (None, "batch"):
         raise HttpError(400, f"purpose is {str(purpose)[:60]!r}; files are for batches", "invalid_value", "purpose")
     jobs, more = page(request, found, lambda job: job.id, 10_000, 10_000)
-    return json_response(_list([_file(job.id, len(job.items[0]), job) for job in jobs], more))
+    return json_response({"object": "list", **listing([_file(job.id, len(job.items[0]), job) for job in jobs], more)})
 
 
 async def one_file(server: ServerState, request: Request, tenant: Tenant) -> Response:
@@ -238,7 +238,7 @@ def _items(content: bytes, endpoint: str) -> list[bytes]:
 async def list_batches(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """Your batches, the newest first."""
     jobs, more = page(request, jobs_of(server, tenant, "batch")[::-1], lambda job: job.id)
-    return json_response(_list([_batch(job) for job in jobs], more))
+    return json_response({"object": "list", **listing([_batch(job) for job in jobs], more)})
 
 
 async def one_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:
@@ -257,11 +257,6 @@ def jobs_of(server: ServerState, tenant: Tenant, kind: str) -> list[Job]:
     """Oldest first."""
     jobs = [job for job in server.batches.store.jobs.values() if job.owner == tenant.name]
     return [job for job in jobs if about(job)["kind"] == kind]
-
-
-def _list(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, "has_more": more, **ends}
 
 
 def job_of(server: ServerState, tenant: Tenant, id: str, kind: str) -> Job:

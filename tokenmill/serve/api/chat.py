@@ -12,15 +12,13 @@ from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.serve.api.chat_messages import normal_messages
 from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, encoded, token_logprobs, usage_of
 from tokenmill.serve.api.request_tools import RequestTools
-from tokenmill.serve.api.sampling_params import sampling_params
+from tokenmill.serve.api.sampling_params import check_logprobs, sampling_params
 from tokenmill.serve.api.schemas import ChatRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
 from tokenmill.serve.tool_calls.parsers import CallDelta, ToolCallParser, ToolDelta, parse
-
-MOST_TOP_LOGPROBS = 20
 
 
 async def chat(context: RequestContext, body: ChatRequest) -> Response:
@@ -52,10 +50,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 def _logprobs(body: ChatRequest) -> int | None:
     top = body.top_logprobs
-    if top is not None and not 0 <= top <= MOST_TOP_LOGPROBS:
-        raise HttpError(
-            400, f"top_logprobs is {top}; it must be from 0 to {MOST_TOP_LOGPROBS}", "invalid_value", "top_logprobs"
-        )
+    check_logprobs("top_logprobs", top)
     if top and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", "invalid_value", "top_logprobs")
     return (top or 0) if body.logprobs else None

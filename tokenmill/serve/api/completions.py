@@ -13,7 +13,7 @@ from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
 from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, best_of, encoded, finite, usage_of
-from tokenmill.serve.api.sampling_params import sampling_params
+from tokenmill.serve.api.sampling_params import check_logprobs, sampling_params
 from tokenmill.serve.api.schemas import CompletionRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
@@ -21,7 +21,6 @@ from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
 
 MOST_PROMPTS = 256
-MOST_LOGPROBS = 20
 
 
 async def complete(context: RequestContext, body: CompletionRequest) -> Response:
@@ -29,10 +28,7 @@ async def complete(context: RequestContext, body: CompletionRequest) -> Response
     nothing = body.max_tokens == 0  # only the prompt's own log-probabilities are wanted
     if nothing and not body.echo:
         raise HttpError(400, "max_tokens is 0; without echo there would be no answer", "invalid_value", "max_tokens")
-    if body.logprobs is not None and not 0 <= body.logprobs <= MOST_LOGPROBS:
-        raise HttpError(
-            400, f"logprobs is {body.logprobs}; it must be from 0 to {MOST_LOGPROBS}", "invalid_value", "logprobs"
-        )
+    check_logprobs("logprobs", body.logprobs)
     if body.suffix and body.echo:
         raise HttpError(
             400, "echo would repeat the prompt as it is around a suffix, marks and all; leave one of them out",

@@ -18,7 +18,7 @@ from tokenmill.serve.api.batches import MOST_LINES, begin_batch, job_of, jobs_of
 from tokenmill.serve.api.schemas import MessageBatchRequest
 from tokenmill.serve.errors import HttpError, anthropic_shape
 from tokenmill.serve.http.batch_runner import RETRY_STATUSES, WINDOW
-from tokenmill.serve.http.paging import page
+from tokenmill.serve.http.paging import listing, page
 from tokenmill.serve.http.request_context import RequestContext, json_response
 from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.tenants import Tenant
@@ -58,8 +58,7 @@ async def list_batches(server: ServerState, request: Request, tenant: Tenant) ->
     """Your message batches, the newest first."""
     jobs = jobs_of(server, tenant, KIND)[::-1]
     shown, more = page(request, jobs, lambda job: job.id, most=1000, after="after_id", before="before_id")
-    ends = {"first_id": shown[0].id if shown else None, "last_id": shown[-1].id if shown else None}
-    return json_response({"data": [_batch(job) for job in shown], "has_more": more, **ends})
+    return json_response(listing([_batch(job) for job in shown], more))
 
 
 async def one_batch(server: ServerState, request: Request, tenant: Tenant) -> Response:

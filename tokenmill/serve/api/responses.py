@@ -16,7 +16,7 @@ from tokenmill.serve.api.content_blocks import BlockChange, ContentBlock, Conten
 from tokenmill.serve.api.output_format import DeltaTracker, encoded, token_logprobs, usage_of
 from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.response_items import checked_items, history, messages_of, referenced, resolved
-from tokenmill.serve.api.sampling_params import make_params, single_structured, structured_from_format
+from tokenmill.serve.api.sampling_params import check_logprobs, make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import ResponsesRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import GONE, HttpError
@@ -25,7 +25,6 @@ from tokenmill.serve.http.sse import SSEResponse, event
 from tokenmill.serve.storage.stored_responses import StoredResponse
 
 _WITH_LOGPROBS = "message.output_text.logprobs"
-MOST_TOP_LOGPROBS = 20
 
 
 async def respond(context: RequestContext, body: ResponsesRequest) -> Response:
@@ -186,10 +185,7 @@ class _ResponseBuilder:
 
 def _logprobs(body: ResponsesRequest) -> int | None:
     top = body.top_logprobs
-    if top is not None and not 0 <= top <= MOST_TOP_LOGPROBS:
-        raise HttpError(
-            400, f"top_logprobs is {top}; it must be from 0 to {MOST_TOP_LOGPROBS}", "invalid_value", "top_logprobs"
-        )
+    check_logprobs("top_logprobs", top)
     return (top or 0) if top or _WITH_LOGPROBS in (body.include or []) else None
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tokenmill.serve.api.response_items import history, items_of
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.paging import ordered, page
+from tokenmill.serve.http.paging import listing, ordered, page
 from tokenmill.serve.http.request_context import json_response
 from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.http.tenants import Tenant
@@ -35,8 +35,7 @@ async def input_items(server: ServerState, request: Request, tenant: Tenant) -> 
     said = await asyncio.to_thread(lambda: [*history(before), *items_of(stored.given)])  # may be megabytes
     items = ordered(request, said, "desc")
     shown, more = page(request, items, lambda item: str(item["id"]))
-    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return json_response({"object": "list", "data": shown, "has_more": more, **ends})
+    return json_response({"object": "list", **listing(shown, more)})
 
 
 async def cancel_response(server: ServerState, request: Request, tenant: Tenant) -> Response:

@@ -29,6 +29,7 @@ _SAME_NAME = (
 )
 _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 MOST_ENTRIES = 1024
+MOST_LOGPROBS = 20
 MOST_CHARACTERS = 16_384
 LEAST_SHARE = 1e-9  # of probability, above 0, which the engine does not know
 
@@ -92,6 +93,12 @@ def _check_list(name: str, value: str | list[Any] | dict[str, Any] | None) -> No
             "invalid_value",
             name,
         )
+
+
+def check_logprobs(name: str, top: int | None) -> None:
+    """Raises HttpError for more log-probabilities per token than may be asked for."""
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise HttpError(400, f"{name} is {top}; it must be from 0 to {MOST_LOGPROBS}", "invalid_value", name)
 
 
 def structured_from_format(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput | None:

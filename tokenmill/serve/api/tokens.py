@@ -36,11 +36,10 @@ async def one_model(server: ServerState, request: Request, tenant: Tenant) -> Re
 
 
 def _models(server: ServerState) -> list[dict[str, Any]]:
-    services = [server.service] if server.service.degrade is None else [server.service, server.service.degrade]
     names = [(name, server.service) for name in server.settings.names] or [
         (server.name_of(server.service), server.service)
     ]
-    names += [(server.name_of(service), service) for service in services[1:]]
+    names += [(server.name_of(service), service) for service in server.service.and_degrade()[1:]]
     return [
         {
             "id": name,

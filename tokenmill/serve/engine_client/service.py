@@ -126,6 +126,10 @@ class Service:
             return self.degrade
         return self
 
+    def and_degrade(self) -> list[Service]:
+        """This service, and behind it the one that `route` may name instead."""
+        return [self] if self.degrade is None else [self, self.degrade]
+
     # -- requests -------------------------------------------------------------------------------------------
 
     async def submit(

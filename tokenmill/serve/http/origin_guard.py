@@ -13,7 +13,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokenmill.serve.errors import HttpError, anthropic_shape, openai_shape
+from tokenmill.serve.errors import HttpError, shape_at
 from tokenmill.serve.http.access_log import RequestRecord
 from tokenmill.serve.http.request_context import error_response
 from tokenmill.serve.http.server_state import server_of
@@ -40,8 +40,7 @@ class OriginGuard:
             request = Request(scope)
             record = RequestRecord(server_of(request), request)
             record.end(problem.status, error=problem)
-            shape = anthropic_shape if scope["path"].startswith("/v1/messages") else openai_shape
-            await error_response(problem, shape, record.headers())(scope, receive, send)
+            await error_response(problem, shape_at(scope["path"]), record.headers())(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -47,6 +47,12 @@ def ordered(request: Request, found: Sequence[T], default: str) -> list[T]:
     if order not in ("asc", "desc"):
         raise HttpError(400, f"order is {order[:60]!r}; it must be asc or desc", "invalid_value", "order")
     return list(found) if order == "asc" else list(found)[::-1]
+
+
+def listing(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    """A page as both APIs tell it."""
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"data": data, "has_more": more, **ends}
 
 
 def _place(ids: list[str], name: str, mark: str) -> int:
