@@ -99,7 +99,7 @@ def test_cancelled_requests_leave_nothing_behind_a_blocked_head(tiny_model: str)
             front.cancel(follow)
         scheduler = front.engine.scheduler
         assert sum(len(lane) for lane in scheduler.waiting._lanes.values()) < 200
-        assert len(scheduler._deadlines) < 200
+        assert len(scheduler.life.deadlines) < 200
 
 
 def test_beams_keep_the_log_probabilities_of_the_prompt(tiny_model: str) -> None:

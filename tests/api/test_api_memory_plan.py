@@ -277,7 +277,7 @@ def test_a_step_in_float32_stays_within_the_plan_of_a_narrow_model(
         launch = runner.launch
 
         def widened(step: Any) -> Any:
-            step.wide = list(range(len(step.rows)))
+            step.in_float32 = list(range(len(step.rows)))
             return launch(step)
 
         runner.launch = widened  # type: ignore[method-assign]

@@ -171,12 +171,13 @@ def test_padding_stays_finite_and_writes_no_keys(model: str) -> None:
 
 def test_where_kernels_change_there_is_a_size() -> None:
     """A step that is padded must not be multiplied by a kernel that is slow for as few tokens as it has."""
-    from tokenmill.ops.triton import gemm_small, gemm_weight_only, matmul, moe, moe_route
+    from tokenmill.ops.triton import moe, moe_route
+    from tokenmill.ops.triton.gemm import matmul, small, weight_only
 
     sizes = token_sizes(1024)
     for few in (
-        gemm_small.NARROW_ROWS, matmul.WIDE_INPUT_ROWS, matmul.TILED_ROWS - 1,
-        gemm_weight_only.FEW_ROWS, gemm_weight_only.MOST_ROWS, gemm_weight_only.MOST_ROWS_OF_COSTLY,
+        small.NARROW_ROWS, matmul.WIDE_INPUT_ROWS, matmul.TILED_ROWS - 1,
+        weight_only.FEW_ROWS, weight_only.MOST_ROWS, weight_only.MOST_ROWS_OF_COSTLY,
         moe.FEW_TOKENS, moe_route.FEW_TOKENS,
     ):  # fmt: skip
         assert few in sizes

@@ -142,7 +142,7 @@ def test_a_suspect_runs_with_nobody_in_flight_even_if_they_were_cancelled():
     for id in ("first", "second"):
         house.add(request(id))
     fail_steps(house, 2)
-    assert len(house.scheduler._suspects) == 2
+    assert len(house.scheduler.isolation.suspects) == 2
     house.step()
     launched = house.runner.launched
     house.cancel("first")
@@ -182,7 +182,8 @@ def test_two_failures_at_once_do_not_convict_anybody():
     faults.fail_at_launch = 1.0
     house.step()
     faults.fail_at_wait = faults.fail_at_launch = 0.0
-    assert [one.failures for one in pair] == [2, 2] and all(one.alone for one in pair)
+    isolation = house.scheduler.isolation
+    assert [isolation.failures(one) for one in pair] == [2, 2] and all(isolation.is_suspect(one) for one in pair)
     fail_steps(house, 1)
     finish(house)
     assert all(one.finish is Finish.LENGTH for one in pair)
@@ -194,7 +195,7 @@ def test_a_suspect_runs_without_proposals(overlap):
     one = request("one", 40)
     house.add(one)
     fail_steps(house, 2)
-    assert one.alone
+    assert house.scheduler.isolation.is_suspect(one)
     while house.has_work:
         propose(house, 5)
         house.step()

@@ -185,7 +185,7 @@ class Day:
 
     def _waits_for_lower(self, request: Request) -> bool:
         running, limits, kv = self.scheduler.running, self.scheduler.limits, self.scheduler.kv
-        if request.metrics.first_scheduled is not None or self.scheduler._suspects:
+        if request.metrics.first_scheduled is not None or self.scheduler.isolation.suspects:
             return False
         peers = [one for one in running if one.lane <= REALTIME]  # promoted ones count as peers
         kept = {block for one in peers for block in one.blocks}
@@ -199,9 +199,9 @@ class Day:
         scheduler.check_integrity()
         assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
         assert pool.num_free == pool.num_blocks and pool.num_parked == 0, "blocks leaked"
-        assert len(scheduler._free_rows) == scheduler.limits.max_rows, "rows leaked"
-        assert not scheduler._suspects and not scheduler._dormant
-        assert scheduler._num_promoted == 0
+        assert len(scheduler.life.free_rows) == scheduler.limits.max_rows, "rows leaked"
+        assert not scheduler.isolation.suspects and scheduler.isolation.is_quiet and not scheduler.life.parked
+        assert scheduler.life.num_promoted == 0
 
     def _judge(self) -> None:
         unheard = self.heard.keys() - self.ends.keys()

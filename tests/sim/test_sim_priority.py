@@ -35,7 +35,7 @@ class Watched(Day):
         for request in [*self.scheduler.running, *(delta.request for delta in deltas)]:
             if request.metrics.first_scheduled is not None:
                 self.began.setdefault(request.id, self.steps)
-        self.most_promoted = max(self.most_promoted, self.scheduler._num_promoted)
+        self.most_promoted = max(self.most_promoted, self.scheduler.life.num_promoted)
         return deltas
 
     def waits(self, priority):

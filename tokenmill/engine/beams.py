@@ -78,7 +78,7 @@ class Beams:
                 request.identities = []
                 request.fork_from, request.fork_tokens = parents[parent], len(pasts[parent])
                 turn.forks.append(request)
-            request.held = False
+            request.waits_for = None
             self.live.append(request)
         assert not dropped, "the search keeps as many beams as it has"
         return turn

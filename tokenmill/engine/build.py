@@ -166,7 +166,7 @@ def join(
         max_step_tokens=settings.max_step_tokens,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        may_widen=guard is not None,
+        float32_retry=guard is not None,
         whole_prompts=not config.enable_chunked_prefill,
         reserved_tokens=settings.max_len if config.kv_reservation == "max_model_len" else 0,
     )

@@ -15,9 +15,19 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    WAITING = "waiting"  # in the queue, holds neither row nor blocks
+    WAITING = "waiting"  # in the queue, for room: holds neither row nor blocks
+    PARKED = "parked"  # holds nothing either, and is not queued before what it waits for has happened
     RUNNING = "running"  # holds a row and blocks
     FINISHED = "finished"
+
+
+class Wait(enum.Enum):
+    """What a request waits for, besides room, before it may be in a step."""
+
+    GRAMMAR = "grammar"  # is compiled, or it is not known yet which tokens it allows next
+    LEADER = "leader"  # a sibling computes the prompt that they share
+    ROUND = "round"  # the other beams of its search
+    COMMIT = "commit"  # a launched step reads what it would write again
 
 
 class Finish(enum.StrEnum):
@@ -68,27 +78,24 @@ class Request:
     """
 
     __slots__ = (
-        "alone",
         "arrival",
+        "avoids_cache",
         "beams",
         "blocks",
         "cumulative_logprob",
         "deadline",
-        "distrustful",
         "drafts",
         "error",
-        "failed_at",
-        "failures",
         "fence",
         "finish",
         "followers",
         "fork_from",
         "fork_tokens",
         "grammar",
-        "held",
         "id",
         "identities",
         "in_flight",
+        "in_float32",
         "lane",
         "last_start",
         "last_step",
@@ -99,6 +106,8 @@ class Request:
         "num_published",
         "params",
         "pending",
+        "pooled",
+        "pooling",
         "priority",
         "promoted",
         "prompt_len",
@@ -112,7 +121,7 @@ class Request:
         "tokens",
         "unsure",
         "void_until",
-        "wide",
+        "waits_for",
     )
 
     def __init__(
@@ -128,6 +137,7 @@ class Request:
         arrival: float = 0.0,
         deadline: float | None = None,
         salt: str = "",
+        pooling: str | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -143,6 +153,9 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.cumulative_logprob = 0.0
+        # One of POOLINGS: it says nothing, and ends with a vector of its prompt's hidden states
+        self.pooling = pooling
+        self.pooled: list[float] = []
         self.state = State.WAITING
         self.finish: Finish | None = None
         self.error: str | None = None
@@ -157,7 +170,7 @@ class Request:
         self.last_step = 0  # number of the newest step that held it
         self.last_start = 0  # first position it computed there
         self.fence = 0  # number of the newest step that reads its blocks, as its own or as the source of a fork
-        self.held = False  # not scheduled again before its launched step is committed (beams, grammars)
+        self.waits_for: Wait | None = None  # parked, or running and not in steps for now
         # Proposed tokens from position `num_tokens` on. The device verifies as many as there are beyond `unsure`: where
         # it is further than the host knows, it takes those that stand at its own positions.
         self.drafts: list[int] = []
@@ -167,13 +180,10 @@ class Request:
         # Scheduling
         self.lane = priority  # effective class, fixed when it is admitted
         self.promoted = False  # admitted above its class because it had waited long
-        self.failures = 0
         self.started_on_others = False  # holds blocks that another request filled
-        self.distrustful = False  # had logits that were no numbers: uses nobody's blocks any more
-        self.wide = False  # had them on its own, too: is computed in float32
+        self.avoids_cache = False  # had logits that were NaN: uses nobody's blocks any more
+        self.in_float32 = False  # had them on its own, too: is computed in float32 (retry)
         self.void_until = 0  # results of launched steps up to this one are dropped
-        self.failed_at = 0  # how far it had come when a step with it failed
-        self.alone = False  # suspected of breaking steps: runs without company until past failed_at
         # Siblings that start from this request's prompt (n > 1), and where a fork starts
         self.followers: list[Request] = []
         self.fork_from: Request | None = None
@@ -213,7 +223,7 @@ class Request:
         num_tokens = len(self.tokens) + self.pending
         last_is_out = self.pending and num_tokens + self.unsure - self.prompt_len >= self.max_tokens
         # The token that reaches max_tokens never becomes an input. (A property costs: this runs per row and step.)
-        if self.held or last_is_out or (self.grammar is not None and self.awaits_mask):
+        if self.waits_for is not None or last_is_out or (self.grammar is not None and self.awaits_mask):
             return 0
         return num_tokens - self.num_computed + (self.num_drafts if self.drafts else 0)
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 NOT_FINITE = "the model's logits were not finite; try dtype float32 (on CPUs kv_cache_dtype, too), or check the weights"
 
 
+# What a prompt's hidden states are made one vector by: of unit length, from their sum or from the last of them
+POOLINGS = ("mean", "last")
+
+
 @dataclass(slots=True)
 class Admission:
     """A request takes a row: everything the runner keeps for the row's life."""
@@ -62,14 +66,20 @@ class Step:
     slack: dict[int, int] = field(default_factory=dict)
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
+    pooling: dict[int, tuple[str, int]] = field(default_factory=dict)  # row -> (one of POOLINGS, prompt length)
     masks: dict[int, bytes] = field(default_factory=dict)  # row -> tokens that may be sampled, one bit each
-    wide: list[int] = field(default_factory=list)  # indices of rows that are computed in float32, whatever the model's
+    in_float32: list[int] = field(default_factory=list)  # indices of rows computed in that, whatever the model's dtype
     shared: SharedPrefix | None = None  # changes the cost of the step, never its result
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether hidden states are read that nothing is sampled from."""
+        return bool(self.prompt_logprobs or self.pooling)
 
 
 @dataclass(slots=True)
@@ -79,6 +89,7 @@ class StepResult:
     tokens: list[list[int]]  # the tokens that held; [] where nothing was sampled; [-1] where logits were not finite
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index in step -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index -> one per position
+    pooled: dict[int, list[float]] = field(default_factory=dict)  # row index -> vector, when all of its prompt was read
 
 
 class Pending(Protocol):

@@ -20,7 +20,7 @@ class Holder(Protocol):
     identities: list[bytes]  # of its full blocks, computed lazily
     salt: str
     last_step: int  # number of the newest step that computes some of its tokens
-    wide: bool  # computed in another precision, after all others of its steps: nobody shares what it fills
+    in_float32: bool  # computed after all others of its steps: nobody shares what it fills
 
 
 @dataclass
@@ -103,7 +103,7 @@ class KVManager:
 
     def publish(self, request: Holder) -> None:
         """Offer the request's full blocks whose tokens are known to later requests."""
-        if not self.prefix_caching or request.wide:
+        if not self.prefix_caching or request.in_float32:
             return
         full = min(request.num_computed, len(request.tokens)) // self.block_size
         if full <= request.num_published:

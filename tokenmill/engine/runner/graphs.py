@@ -41,7 +41,7 @@ class Kind(enum.Enum):
 def only_decodes(step: Step) -> bool:
     """Whether every row of the step decodes, with drafts or without, and nothing else happens."""
     return num_decodes(step) == len(step.rows) and not (
-        step.admissions or step.copies or step.chosen or step.prompt_logprobs or 0 in step.samples
+        step.admissions or step.copies or step.chosen or step.wants_hidden or 0 in step.samples
     )
 
 
@@ -179,7 +179,7 @@ class DecodeGraphs:
     def takes(self, step: Step) -> bool:
         """Whether every row of the step decodes and nothing else happens, and there is room for what it brings."""
         largest = self.recordings.sizes[-1]
-        if step.wide or not only_decodes(step) or step.num_tokens > largest:
+        if step.in_float32 or not only_decodes(step) or step.num_tokens > largest:
             return False
         if not self._sampler.recordable(self._sampler.traits(step.rows)):
             return False

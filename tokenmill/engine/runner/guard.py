@@ -18,7 +18,7 @@ log = logging.getLogger("tokenmill.engine")
 
 
 class PrecisionGuard:
-    """A second decoder over the same weights, used by rows of `Step.wide` alone.
+    """A second decoder over the same weights, used by rows of `Step.in_float32` alone.
 
     Such a step is computed twice, in the model's dtype and in float32; each pass writes the keys and values of its own
     rows, so that the others get what they would have got without the guard.
@@ -42,7 +42,7 @@ class PrecisionGuard:
         self, step: Step, tokens: TokenBatch, kv: list[LayerKV]
     ) -> torch.Tensor:  # [tokens, hidden], normed; float32
         is_wide = self._tokens_of(step, tokens.ids.device)
-        looked_for = any(step.starts[index] == 0 for index in step.wide)  # once per request, when it begins again
+        looked_for = any(step.starts[index] == 0 for index in step.in_float32)  # once per request, when it begins again
         culprits: list[int] = []
 
         def watch(index: int, residual: torch.Tensor) -> None:
@@ -61,13 +61,14 @@ class PrecisionGuard:
         return torch.where(is_wide[:, None], self._wide.logits(hidden), plain)
 
     def _tokens_of(self, step: Step, device: torch.device) -> torch.Tensor:  # [tokens] bool
-        wide = set(step.wide)
+        wide = set(step.in_float32)
         flags = [index in wide for index in range(len(step.rows))]
         return torch.tensor(flags, device=device).repeat_interleave(torch.tensor(step.counts, device=device))
 
     def _mark(self, step: Step, culprits: list[int]) -> None:
         dtype = str(self._plain.weights.dtype).removeprefix("torch.")
-        ids = ", ".join(step.requests[index].id for index in step.wide) if step.requests else f"{len(step.wide)} rows"
+        named = [step.requests[index].id for index in step.in_float32] if step.requests else []
+        ids = ", ".join(named) or f"{len(step.in_float32)} rows"
         for layer in culprits:
             self.marked[layer] = self.marked.get(layer, 0) + 1
         where = f"layer {culprits[0]} gives" if culprits else "the model gives"

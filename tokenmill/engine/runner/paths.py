@@ -105,7 +105,7 @@ class GuardedForward(PlainForward):
         self._guard = guard
 
     def takes(self, step: Step) -> bool:
-        return bool(step.wide)
+        return bool(step.in_float32)
 
     def hidden(self, prepared: PreparedStep) -> torch.Tensor:
         return self._guard.forward(prepared.step, prepared.tokens, self.state.kv)
@@ -117,5 +117,5 @@ class GuardedForward(PlainForward):
         if not rows:
             return hidden  # [0, ...]: nobody reads it
         step = prepared.step
-        wide = {step.rows[index] for index in step.wide}
+        wide = {step.rows[index] for index in step.in_float32}
         return self._guard.logits(hidden, torch.tensor([row in wide for row in rows], device=hidden.device))

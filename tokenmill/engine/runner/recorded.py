@@ -48,7 +48,7 @@ class RecordedDecode:
         self._tokens = torch.zeros(max_rows, dtype=torch.int64)
 
     def takes(self, step: Step) -> bool:
-        return only_decodes(step) and not is_speculative(step) and not step.wide
+        return only_decodes(step) and not is_speculative(step) and not step.in_float32
 
     def run(self, step: Step) -> Sampled | None:
         """Compute and sample the step; None where it has to be run plainly."""

@@ -39,7 +39,7 @@ class RecordedChunks(PlainForward):
         self._counts, self._wanted = torch.zeros(2, dtype=torch.int64), torch.zeros(max_rows, dtype=torch.int64)
 
     def takes(self, step: Step) -> bool:
-        return not self._refused and not step.prompt_logprobs  # for which all hidden states are wanted
+        return not self._refused and not step.wants_hidden
 
     def logits(self, prepared: PreparedStep) -> torch.Tensor | None:  # [entries, vocab]
         """Overwritten by the next step. None: the step has to be run plainly."""

@@ -72,6 +72,7 @@ class _Row:
     forbidden: list[int]  # stop ids, not to be sampled before position `forbidden_until`
     forbidden_until: int
     width: int  # best candidates wanted (beams)
+    pooled: list[float] = field(default_factory=lambda: [0.0, 0.0])  # how many tokens were pooled, and their sum
 
 
 class SimulatedRunner:
@@ -173,7 +174,17 @@ class SimulatedRunner:
                 first, last = step.starts[index], step.starts[index] + step.counts[index]
                 following = row.tokens[first + 1 : min(last + 1, step.prompt_logprobs[number][1])]
                 result.prompt_logprobs[index] = [TokenLogprobs(token, -1.0, 1, []) for token in following]
+            if number in step.pooling:
+                self._pool(step, index, row, result)
         return result
+
+    def _pool(self, step: Step, index: int, row: _Row, result: StepResult) -> None:
+        pooling, prompt_len = step.pooling[step.rows[index]]
+        end = step.starts[index] + step.counts[index]
+        read = row.tokens[step.starts[index] if pooling == "mean" else end - 1 : end]
+        row.pooled = [row.pooled[0] + len(read), row.pooled[1] + sum(read)]
+        if end == prompt_len:
+            result.pooled[index] = row.pooled
 
     def _spans(self, step: Step) -> Spans:
         """Where each row really starts, and how many tokens it computes: a row with slack is as long as it is here."""

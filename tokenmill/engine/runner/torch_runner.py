@@ -15,6 +15,7 @@ from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import AttentionRows, PackedStep, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
+from tokenmill.engine.runner.pooling import Pooled, Pooler
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, is_speculative, settled
 from tokenmill.engine.step import Pending, Step, StepResult
@@ -45,6 +46,7 @@ class TorchRunner:
         self.device = state.tokens.device
         self._max_rows = max_rows
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
+        self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
         if graphs and self.device.type == "cuda":
@@ -82,11 +84,16 @@ class TorchRunner:
         return self._launch_prepared(step)
 
     def _pending(
-        self, step: Step, sampled: Sampled | None, rows: list[int], prompts: dict[int, list[_Slice]] | None = None
+        self,
+        step: Step,
+        sampled: Sampled | None,
+        rows: list[int],  # one per sampled position
+        prompts: dict[int, list[_Slice]] | None = None,
+        pooled: Pooled | None = None,
     ) -> Pending:
-        """rows: one per sampled position."""
         asked = sampled is not None and sampled.logprobs is not None
-        return _TorchPending(step, sampled, self._sampler.widths(rows) if asked else None, prompts or {}, self.device)
+        widths = self._sampler.widths(rows) if asked else None
+        return _TorchPending(step, sampled, widths, prompts or {}, pooled, self.device)
 
     def _launch_prepared(self, step: Step) -> Pending:
         """A step that is not only decodes, or that no decode path takes."""
@@ -110,10 +117,12 @@ class TorchRunner:
         drafts = self._place_drafts(part) if speculative else None
         prepared = self._prepared(step, packed, part)
         prompts: dict[int, list[_Slice]] = {}
+        pooled: Pooled | None = None
         logits: torch.Tensor | None = None
-        if step.prompt_logprobs:
+        if step.wants_hidden:
             hidden = path.hidden(prepared)
             prompts = self._prompt_logprobs(path, prepared, hidden)
+            pooled = self._pooler.pool(step, hidden)
             logits = path.project(prepared, hidden[prepared.entries], packed.sample_rows)
         while logits is None:
             logits = path.logits(prepared)
@@ -122,7 +131,7 @@ class TorchRunner:
         sampled = self._sample(packed, part, logits[: len(packed.sample_rows)]) if packed.sample_rows else None
         if drafts is not None and sampled is not None:
             sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)]))
-        return self._pending(step, sampled, packed.sample_rows, prompts)
+        return self._pending(step, sampled, packed.sample_rows, prompts, pooled)
 
     def _prepared(self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor]) -> PreparedStep:
         return PreparedStep(
@@ -155,7 +164,8 @@ class TorchRunner:
         with any number of tokens, a server under load met such sizes for its first minute and stood still at each.
         """
         count, sizes = sum(step.samples), self.decode_sizes
-        if not count or not sizes or count > sizes[-1] or step.wide or step.prompt_logprobs or count == step.num_tokens:
+        few = bool(sizes) and 0 < count <= sizes[-1] and count < step.num_tokens
+        if not few or step.in_float32 or step.prompt_logprobs:
             return count
         return sizes[bisect_left(sizes, count)]
 
@@ -288,6 +298,7 @@ class _TorchPending:
     sampled: Sampled | None
     widths: Widths | None  # [samples]: best tokens that each asked for, where any asked for log-probabilities
     prompts: dict[int, list[_Slice]]
+    pooled: Pooled | None
     device: torch.device
 
     def __post_init__(self) -> None:
@@ -295,6 +306,7 @@ class _TorchPending:
         if self.sampled is not None:
             words = self.sampled.logprobs
             self._tokens = _to_host(self.sampled.tokens if words is None else words)
+        self._vectors = _to_host(self.pooled.vectors) if self.pooled is not None else None
         self._done: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -317,6 +329,8 @@ class _TorchPending:
                 for index, parts in self.prompts.items()
             },
         )
+        if self.pooled is not None and self._vectors is not None:
+            result.pooled = dict(zip(self.pooled.indices, self._vectors.tolist(), strict=True))
         at = 0
         for index, samples in enumerate(self.step.samples):
             held = tokens[at : at + samples]

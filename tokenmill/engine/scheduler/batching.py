@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.request import Finish, Request, Wait
 
 ALWAYS = sys.maxsize  # a step number that never comes: all results until then are dropped
 
@@ -51,8 +51,10 @@ class Batching:
             return 0
         # Launched proposals count as computed, more of them than there are tokens.
         ready = request.num_tokens - request.num_computed <= 1 and request.num_computed >= request.prompt_len
-        request.held = ready and request.in_flight > 0  # a launched step reads what it would write again
-        if request.held or not ready:
+        if not ready:
+            return 0
+        request.waits_for = Wait.COMMIT if request.in_flight else None
+        if request.waits_for is not None:
             return 0
         back = min(tokens, request.num_computed)
         request.num_computed -= back
@@ -116,8 +118,9 @@ class Static(Dynamic):
             self._lacking = {request.id: longest - request.prompt_len for request in running}
         for request in running:
             if request.id in self._done:
-                request.held, request.drafts = request.in_flight > 0, []  # as in _rewind
-                if not request.held and request.num_computed >= len(request.tokens):  # else it was preempted is back
+                request.waits_for, request.drafts = Wait.COMMIT if request.in_flight else None, []  # as in _rewind
+                again = request.waits_for is None and request.num_computed >= len(request.tokens)
+                if again:  # else it was preempted and is back
                     request.num_computed = len(request.tokens) - 1
                     self.recomputed += 1
             elif lacks := self._lacking.get(request.id):

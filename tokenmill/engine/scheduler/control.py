@@ -10,7 +10,7 @@ from tokenmill.engine.step import Step
 from tokenmill.step_time import Facts, FittedStepTime, facts_of
 
 if TYPE_CHECKING:
-    from tokenmill.engine.scheduler.roster import Delta, Limits
+    from tokenmill.engine.scheduler.lifecycle import Delta, Limits
 
 ALLOWED = 0.01  # share of steps that may be late: the target is for the 95th percentile of every single answer
 MIN_CHUNK = 32  # prompt tokens that a step may always have: prompts go on whatever happens

@@ -86,7 +86,7 @@ class LengthPredictor:
     def learn(self, request: Request) -> None:
         """It ended. Only ends of its own making say how long such answers are."""
         promised = self._promised.pop(request.id, None)
-        if request.finish not in (Finish.STOP, Finish.LENGTH):
+        if request.finish not in (Finish.STOP, Finish.LENGTH) or request.pooling is not None:
             return
         length = request.num_output
         if promised is not None and self._tables:

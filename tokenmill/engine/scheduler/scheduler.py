@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
 from collections.abc import Iterable
-from math import isnan
 
-from tokenmill.engine.beams import Beams
-from tokenmill.engine.request import Request
+from tokenmill.engine.request import Finish, Request, Wait
 from tokenmill.engine.scheduler.batching import Batching
+from tokenmill.engine.scheduler.building import StepBuilder
+from tokenmill.engine.scheduler.commit import Commits
 from tokenmill.engine.scheduler.control import Pace
-from tokenmill.engine.scheduler.policy import Policy
-from tokenmill.engine.scheduler.roster import FINISHED, RUNNING, WAITING, Delta, Limits, Roster, importance
+from tokenmill.engine.scheduler.isolation import Isolation
+from tokenmill.engine.scheduler.lifecycle import Delta, Lifecycle, Limits, SchedulerStats
+from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.step import Admission, Step, StepResult
+from tokenmill.engine.step import Step, StepResult
 from tokenmill.kv.manager import KVManager
-from tokenmill.sampling.records import TokenLogprobs
-
-MAX_ROOM = 8  # waiting requests for which one step makes room
-
-_NO_LOGPROBS: list[TokenLogprobs] = []
-
-Share = tuple[Request, int, int]  # request, first position, how many tokens
+from tokenmill.sampling.grammar import Constraint
 
 
-class Scheduler(Roster):
-    """Two gates: *capacity* (do the blocks fit, after prefix hits and a watermark) and *step* (tokens and rows).
-
-    Every step first makes room for a more important head of the queue, then gives each running request that
-    decodes its token, then deals what is left of the token budget to prefills and newcomers, lane by lane.
+class Scheduler:
+    """Joins who decides what: `Lifecycle` (where requests are), `StepBuilder` (what runs next), `Commits` (what came of
+    it) and `Isolation` (who breaks steps).
     """
 
     def __init__(
@@ -44,368 +35,84 @@ class Scheduler(Roster):
     ) -> None:
         if limits.max_step_tokens < limits.max_rows:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
-        super().__init__(limits, kv, policy, batching)
+        self.limits, self.kv = limits, kv
+        self.policy = policy or PriorityClasses()
         self.pace = pace or Pace(limits)
-        self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
-        self._promised_above = 0  # a lane
-        self._number = 0
-        self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
+        self.batching = batching or Batching()
+        self.isolation = Isolation()
+        self.life = Lifecycle(limits, kv, self.policy, self._ended)
+        self.finds_shared_prefixes = find_shared_prefixes
+        finder = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
+        self._builder = StepBuilder(self.life, self.isolation, self.batching, self.pace, finder)
+        self._commits = Commits(self.life, self.isolation, self.batching)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, and with it the followers that will fork from its prompt."""
+        self.life.add(request)
+
+    def cancel(self, id: str, now: float, why: Finish = Finish.CANCELLED) -> None:
+        """End a request at any moment. Tokens of launched steps are dropped."""
+        request = self.life.requests.get(id)
+        if request is not None:
+            self.life.finish(request, why, now)
+
+    def grammar_moved(self, constraint: Constraint, now: float) -> None:
+        """A request's grammar was compiled, its next mask is there, or it came to its end, good or bad."""
+        request = self.life.requests.get(constraint.id)
+        if request is None or request.grammar is not constraint:  # it ended meanwhile; its id may be another's
+            return
+        self._commits.end_with_grammar(request, now)
+        if request.id in self.life.parked and request.waits_for is Wait.GRAMMAR:
+            self.life.queue(request)
 
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a launched step is committed."""
-        self._expire(now)
-        for request, why in self.batching.turn(self.running):
-            self._finish(request, why, now)
-        self._promised = 0
-        step = Step(number=self._number + 1)
-        shares: list[Share] = []
-        if self._suspects:
-            self._schedule_alone(step, shares)
-        else:
-            self._make_room(now)
-            if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
-                unread = [request for request in self.running if request.work() > 1 + request.num_drafts]
-                for request in unread:
-                    request.drafts = []  # as in _deal_decodes
-                self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
-            if not shares:
-                prefilling, budget = self._deal_decodes(step, shares)
-                if not self.limits.whole_prompts:
-                    self._deal_prefills(step, shares, prefilling, budget, now)
-        if not shares:
-            return None
-        self._number = step.number
-        self._compose(step, shares)
-        return step
+        self.life.expire(now)
+        for request, why in self.batching.turn(self.life.running):
+            self.life.finish(request, why, now)
+        return self._builder.build(now)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
         """Take in what a step produced. Steps are committed in the order they were launched."""
-        deltas, self._events = self._events, []
-        rounds: dict[str, Beams] = {}
-        number, block_size = step.number, self.kv.block_size
-        rows = zip(step.requests, step.samples, result.tokens, strict=True)
-        for index, (request, samples, tokens) in enumerate(rows):
-            request.in_flight -= 1
-            if samples:
-                request.pending -= 1
-                request.unsure -= samples - 1
-            if request.state is FINISHED or number <= request.void_until:
-                continue
-            if request.failures and step.starts[index] + step.counts[index] >= request.failed_at:
-                self._acquit(request)
-            if index in result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs[index]
-                if any(isnan(one.logprob) for one in result.prompt_logprobs[index]):
-                    self._not_finite(request, now)
-                    continue
-            if not samples:
-                continue
-            logprobs = result.logprobs.get(index, _NO_LOGPROBS)
-            if request.beams is not None:
-                if -1 in tokens and self._tries_again(request):
-                    continue  # its round waits for it
-                rounds[request.beams.leader.id] = request.beams
-                request.beams.collect(request, tokens, logprobs)
-                continue
-            if samples > 1:  # drafts: as many as the device found right are computed, too
-                if request.state is RUNNING:
-                    request.num_computed += len(tokens) - 1
-            elif request.grammar is not None:
-                request.held = False
-            deltas.append(self._append(request, tokens, logprobs, now))
-            if len(request.tokens) % block_size < len(tokens) and request.state is RUNNING:  # a block became full
-                self.kv.publish(request)
-        for beams in rounds.values():
-            self._advance_beams(beams, now, deltas)
-        self.kv.settle(step.number)
+        deltas = self._commits.commit(step, result, now)
         self.pace.committed(step, deltas, now)
         return deltas
 
     def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
         """These launched steps are void: their requests start over from the tokens they have."""
-        involved: dict[str, Request] = {}
-        newest = 0
-        for step in steps:
-            newest = max(newest, step.number)
-            for request, sampled in zip(step.requests, step.samples, strict=True):
-                request.in_flight -= 1
-                request.pending -= sampled > 0
-                request.unsure -= max(0, sampled - 1)
-                request.held = False
-                involved[request.id] = request
-        self.stats.failed_steps += 1
-        for request in involved.values():
-            if request.finished:
-                continue
-            request.failed_at = max(request.failed_at, len(request.tokens))
-            if request.state is RUNNING:
-                self._preempt(request)
-            elif self._dormant.pop(request.id, None):  # a beam that was preempted while its step was out
-                self.waiting.push(request)
-            if (request.alone and len(involved) > 1) or self.batching.is_done(request):
-                continue  # it is convicted only by steps that it had to itself, and never by padding
-            request.failures += 1
-            self._judge(request, cause, now)
-        self.kv.void(newest)
-        deltas, self._events = self._events, []
-        return deltas
+        return self._commits.fail(steps, cause, now)
 
-    def _make_room(self, now: float) -> None:
-        """Preempt less important requests when the first of the queue lack a row or blocks."""
-        rows = blocks = 0  # what those looked at so far will take
-        for lane, request in self.waiting.first(MAX_ROOM, now, self._may_promote()) if self.running else []:
-            # Beams that hold memory while a sibling waits for it would wait for each other forever.
-            victims = [r for r in self.running if r.lane > lane or (r.held and not r.in_flight)]
-            if not victims:
-                return
-            rows, blocks = rows + 1, blocks + self._admission_need(request)[1]
-            kept = {block for r in self.running if r not in victims for block in r.blocks}
-            if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
-                return
-            withheld = self.limits.max_rows - self.pace.rows
-            while victims and not self._fits(rows + withheld, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
-                self._preempt(victims.pop())
-            self._promised, self._promised_above = blocks, lane
+    def drain_events(self) -> list[Delta]:
+        """Requests that ended outside of a commit (cancelled, expired)."""
+        return self.life.drain_events()
+
+    def check_integrity(self) -> None:
+        self.life.check_integrity()
 
     @property
-    def finds_shared_prefixes(self) -> bool:
-        return self._shared_prefixes is not None
+    def running(self) -> list[Request]:
+        return self.life.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.life.waiting
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        return self.life.requests
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.life.stats
+
+    @property
+    def has_work(self) -> bool:
+        return self.life.has_work
 
     @property
     def has_free_row(self) -> bool:
-        return bool(self._free_rows) and len(self.running) < self.pace.rows
+        return self._builder.has_free_row
 
-    def _fits(self, rows: int, blocks: int, free: int) -> bool:
-        """Whether newcomers leave enough blocks for those who run to grow."""
-        watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
-        return rows <= len(self._free_rows) and blocks + watermark <= free
-
-    def _freed_by(self, victim: Request) -> int:
-        """Blocks that come free when it leaves."""
-        return sum(1 for block in victim.blocks if self.kv.pool.references[block] == 1)
-
-    def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
-        """One token (and drafts) to every running request that is through its prompt; the others are returned."""
-        budget = max(self.pace.step_tokens, len(self.running))
-        for_drafts = (budget - len(self.running)) // 2  # proposals must starve neither decodes nor newcomers
-        prefilling: list[Request] = []
-        for request in list(self.running):
-            work = request.work()
-            if work == 0 or request.state is not RUNNING:
-                continue
-            if request.drafts:
-                wanted = request.max_tokens - (request.num_tokens + request.unsure - request.prompt_len) - 1
-                # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
-                through = work == 1 + request.num_drafts and request.grammar is None
-                verified = max(0, min(wanted, for_drafts)) if through else 0
-                del request.drafts[request.unsure + verified if verified else 0 :]
-                for_drafts -= request.num_drafts
-                work = request.work()
-            if work > 1 + request.num_drafts:
-                prefilling.append(request)
-                continue
-            if self._deal(step, shares, request, work):
-                budget -= work
-        return prefilling, budget
-
-    def _deal_prefills(
-        self,
-        step: Step,
-        shares: list[Share],
-        prefilling: list[Request],
-        budget: int,
-        now: float,
-    ) -> None:
-        queue = deque(request for request in prefilling if request.state is RUNNING)
-        while budget > 0:
-            head = self.waiting.head(now, self._may_promote())
-            if queue and (head is None or queue[0].lane <= head[0]):
-                request = queue.popleft()
-            elif head is not None and self._admit(step, head[1], head[0], now):
-                request = head[1]
-            elif queue:  # the head does not fit: nobody overtakes it, but those inside go on
-                request = queue.popleft()
-            else:
-                return
-            count = min(request.work(), budget)
-            if self.limits.whole_prompts and shares and count < request.work():
-                return
-            if count and self._deal(step, shares, request, count):
-                budget -= count
-
-    def _deal(self, step: Step, shares: list[Share], request: Request, count: int) -> bool:
-        """Give the request `count` tokens of this step, if their blocks can be had."""
-        start = request.num_computed
-        end = start + count
-        furthest = end + request.unsure
-        if furthest > len(request.blocks) * self.kv.block_size and not self._grow(step, request, furthest):
-            return False
-        shares.append((request, start, count))
-        request.last_step = request.fence = step.number
-        request.last_start = start
-        request.num_computed = end - (request.num_drafts if request.drafts else 0)  # drafts may turn out wrong
-        if len(request.tokens) >= (request.num_published + 1) * self.kv.block_size:
-            self.kv.publish(request)  # so that the next newcomer of this very step can share it
-        return True
-
-    def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
-        """A request that keeps breaking steps runs without company, so that only it can be blamed."""
-        suspect = self._suspects[0]
-        if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
-            return
-        if suspect.state is WAITING and not suspect.awaits_mask:
-            hits, need = self._admission_need(suspect)
-            while (need > self.kv.pool.num_free or not self._free_rows) and self.running:
-                self._preempt(self.running[-1])
-                hits, need = self._admission_need(suspect)
-            self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
-        suspect.drafts = []
-        count = min(suspect.work(), self.limits.max_step_tokens)
-        if count:
-            self._deal(step, shares, suspect, count)
-
-    def _grow(self, step: Step, request: Request, tokens: int) -> bool:
-        """Give the request blocks for `tokens`, preempting the least important if there are none."""
-        pool, held = self.kv.pool, len(request.blocks)
-        need = self.kv.blocks_for(tokens) - held
-        if request.lane > self._promised_above:
-            need += self._promised
-        missing = need - pool.num_free - pool.num_parked
-        while missing > 0:
-            victim = self.running[-1]
-            missing -= self._freed_by(victim)
-            self._preempt(victim)
-            if victim is request:
-                return False
-        fresh = self.kv.grow(request, tokens) if need <= pool.num_free else None
-        if fresh is None:  # blocks of a launched step come back only after its commit
-            return False
-        step.blocks.append((request.row, held, fresh))
-        return True
-
-    def _admission_need(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks to start from, and free blocks needed for what it starts with."""
-        if self._can_fork(request):
-            whole = request.fork_tokens // self.kv.block_size
-            return [], self.kv.blocks_for(self._room(request)) - whole
-        fresh_start = request.params.prompt_logprobs is not None or request.distrustful
-        hits = [] if fresh_start else self.kv.match(request)
-        return hits, self.kv.needed(request, hits, self._room(request))
-
-    def _room(self, request: Request) -> int:
-        """Tokens for which a request has to have blocks before it may start."""
-        return max(len(request.tokens), self.limits.reserved_tokens)
-
-    def _can_fork(self, request: Request) -> bool:
-        parent = request.fork_from
-        if parent is None or parent.state is not RUNNING or request.distrustful:
-            return False
-        if request.beams is None and not self.batching.may_share:  # a parent that writes its prompt again
-            return False
-        # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
-        dealt_now = parent.last_step == self._number + 1
-        return (parent.last_start if dealt_now else parent.num_computed) >= request.fork_tokens
-
-    def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
-        """The capacity gate."""
-        if not self._free_rows or request.in_flight or request.awaits_mask:
-            return False
-        if len(self.running) >= self.pace.rows and not self._is_stuck():
-            return False
-        hits, need = self._admission_need(request)
-        if not self._fits(1, need, self.kv.pool.num_free):
-            return False
-        admits = self.policy.admits(request, need, self.running, self.kv)
-        if not (admits and self.batching.admits(request, self.running, now)) and not self._is_stuck():
-            return False
-        self._place(step, request, hits, lane)
-        if request.metrics.first_scheduled is None:
-            request.metrics.first_scheduled = now
-            request.metrics.cached_tokens = min(request.num_computed, request.prompt_len)
-        return True
-
-    def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
-        """Give the request a row, its cached or forked prefix, and blocks for what it starts with."""
-        self.waiting.remove(request)
-        request.state = RUNNING
-        request.row = self._free_rows.pop()
-        request.lane = lane
-        request.promoted = 0 <= lane < self.policy.lane(request)
-        self._num_promoted += request.promoted
-        if self._can_fork(request):
-            assert request.fork_from is not None
-            step.copies += self.kv.fork(request.fork_from, request, request.fork_tokens)
-            request.fork_from.fence = step.number  # this step copies from it, whether it runs in it or not
-            request.wide |= request.fork_from.wide
-        else:
-            self.kv.admit(request, hits)
-        request.fork_from = None
-        request.started_on_others = request.num_computed > 0
-        if request.num_computed == 0 and not self.batching.is_done(request):
-            request.prompt_logprobs = []  # they come again
-        if self.kv.grow(request, self._room(request)) is None:
-            raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
-        insort(self.running, request, key=importance)
-        step.blocks.append((request.row, 0, list(request.blocks)))
-        step.admissions.append(
-            Admission(
-                row=request.row,
-                tokens=list(request.tokens),
-                prompt_len=request.prompt_len,
-                params=request.params,
-                seed=request.seed,
-                stop_ids=sorted(request.stop_ids),
-                num_computed=request.num_computed,
-            )
-        )
-
-    def _compose(self, step: Step, shares: list[Share]) -> None:
-        """Write the shares into the step, single tokens first.
-
-        A prompt is read in chunks even where one of them is a single token: ops may sum in another order for single
-        tokens, and a prompt's result must not depend on how much room there was beside it.
-        """
-        singles = [share for share in shares if share[2] == 1 and share[1] >= share[0].prompt_len]
-        if len(singles) < len(shares):
-            others = [share for share in shares if share[2] != 1 or share[1] < share[0].prompt_len]
-            shares = singles + sorted(others, key=lambda share: not share[0].drafts)
-        step.num_singles = len(singles)
-        step.requests = [request for request, _, _ in shares]
-        step.rows = [request.row for request in step.requests]
-        step.starts = [start for _, start, _ in shares]
-        step.counts = [count for _, _, count in shares]
-        if self.limits.may_widen:
-            step.wide = [index for index, request in enumerate(step.requests) if request.wide]
-        samples = step.samples
-        for request, start, count in shares:
-            request.in_flight += 1
-            drafts = request.drafts
-            beams = request.beams
-            if request.unsure:
-                step.slack[request.row] = request.unsure
-            if request.num_computed == len(request.tokens) + request.pending:
-                verified = request.num_drafts if drafts else 0
-                samples.append(1 + verified)
-                request.pending += 1
-                request.unsure += verified
-                request.held = beams is not None
-                if request.grammar is not None and request.grammar.mask is not None:
-                    request.held = True  # what may come next is known once it is known what came
-                    step.masks[request.row] = request.grammar.mask
-                if request.followers:
-                    self._release_followers(request)
-            else:
-                samples.append(0)
-            if drafts:
-                step.drafts[request.row] = drafts
-                request.drafts = []
-            if beams is not None and count == 1:
-                step.chosen.append((request.row, start, request.tokens[start]))
-            wanted = request.params.prompt_logprobs
-            if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
-                step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
-        if self._shared_prefixes is not None and not (step.drafts or step.slack):
-            together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
-            step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))
-        self.stats.steps += 1
-        self.stats.tokens += step.num_tokens
+    def _ended(self, request: Request) -> None:
+        self.isolation.forget(request)
+        self.policy.learn(request)

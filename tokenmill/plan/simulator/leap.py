@@ -16,7 +16,7 @@ def steady_steps(scheduler: Scheduler, in_flight: int, tokens_left: Callable[[Re
     are still to be committed; the step that ends a request is left to the scheduler, and so is any shortage of blocks.
     """
     running, kv = scheduler.running, scheduler.kv
-    if not running or scheduler._suspects or scheduler._compiling or scheduler._dormant:
+    if not running or scheduler.isolation.suspects or scheduler.life.parked:
         return 0
     if len(scheduler.waiting) and (scheduler.has_free_row or scheduler.policy.promote_after is not None):
         return 0
@@ -28,7 +28,7 @@ def steady_steps(scheduler: Scheduler, in_flight: int, tokens_left: Callable[[Re
         ahead = len(request.tokens) + request.pending - request.num_computed
         if request.num_computed < request.prompt_len:  # even its last token is a chunk of the prompt
             return 0
-        if ahead != 1 or request.drafts or request.held or request.grammar:
+        if ahead != 1 or request.drafts or request.waits_for or request.grammar:
             return 0
         if request.in_flight != in_flight or request.pending != in_flight:  # a launched step has no token of it
             return 0

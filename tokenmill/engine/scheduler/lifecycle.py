@@ -1,0 +1,239 @@
+"""Lifecycle: the places that a request can be in, and every move between them.
+
+WAITING in the queue, PARKED (`waits_for` says for what), RUNNING with a row and blocks, or FINISHED. Nothing else puts
+a request into another place.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenmill.engine.beams import Beams, Turn
+from tokenmill.engine.request import Finish, Request, State, Wait
+from tokenmill.engine.scheduler.deadlines import Deadlines
+from tokenmill.engine.scheduler.policy import Policy, WaitingQueue
+from tokenmill.errors import QueueFull
+from tokenmill.kv.manager import KVManager
+from tokenmill.sampling.records import TokenLogprobs
+
+WAITING, PARKED, RUNNING, FINISHED = State.WAITING, State.PARKED, State.RUNNING, State.FINISHED  # quick to look up
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one step and the queue may hold."""
+
+    max_rows: int
+    max_step_tokens: int  # at least max_rows, so that every running request can decode in every step
+    max_queued_requests: int = 100_000
+    max_queued_tokens: int = 50_000_000
+    watermark: float = 0.01  # share of blocks kept free at admission, so that running requests can grow
+    float32_retry: bool = False  # the runner can compute rows in float32, whatever the model's dtype
+    whole_prompts: bool = False  # a prompt is one step's, and nobody decodes in that
+    reserved_tokens: int = 0  # room that a request has from its start to its end, however short it is
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one commit added to one request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: bool = False  # true in the request's last delta only
+
+
+@dataclass
+class SchedulerStats:
+    steps: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    failed_steps: int = 0
+    rejected: int = 0
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        limits: Limits,
+        kv: KVManager,
+        policy: Policy,
+        on_finish: Callable[[Request], None],  # told of each that ends
+    ) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.policy = policy
+        self.waiting = WaitingQueue(policy)
+        self.parked: dict[str, Request] = {}
+        self.running: list[Request] = []  # most important first
+        self.requests: dict[str, Request] = {}  # everything not finished
+        self.deadlines = Deadlines()
+        self.stats = SchedulerStats()
+        self.free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self.num_promoted = 0  # running above their class
+        self._num_compiling = 0  # parked until their grammars are compiled: they count as queued
+        self._events: list[Delta] = []  # finished outside of a commit
+        self._on_finish = on_finish
+
+    def add(self, request: Request) -> None:
+        """Queue a request, and with it the followers that will fork from its prompt."""
+        waiting = len(self.waiting) + self._num_compiling
+        if waiting >= self.limits.max_queued_requests:
+            self.stats.rejected += 1
+            raise QueueFull(
+                f"{waiting} requests are waiting, the limit is {self.limits.max_queued_requests}; "
+                "try again later or raise max_queued_requests"
+            )
+        if self.waiting.num_tokens + len(request.tokens) > self.limits.max_queued_tokens and len(self.waiting):
+            self.stats.rejected += 1
+            raise QueueFull(
+                f"{self.waiting.num_tokens} tokens are waiting, the limit is {self.limits.max_queued_tokens}; "
+                "try again later or raise max_queued_tokens"
+            )
+        for one in [request, *request.followers]:
+            self.register(one)
+        for follower in request.followers:
+            self.park(follower, Wait.LEADER)
+        if request.awaits_mask:
+            self.park(request, Wait.GRAMMAR)
+        else:
+            self.queue(request)
+
+    def register(self, request: Request) -> None:
+        self.requests[request.id] = request
+        self.deadlines.add(request, len(self.requests))
+
+    def queue(self, request: Request) -> None:
+        """It may run as soon as there is room."""
+        self._unpark(request)
+        request.state, request.waits_for = WAITING, None
+        self.waiting.push(request)
+
+    def park(self, request: Request, why: Wait) -> None:
+        """It holds nothing and may not run before something else has happened."""
+        request.state, request.waits_for = PARKED, why
+        self.parked[request.id] = request
+        self._num_compiling += why is Wait.GRAMMAR
+
+    def _unpark(self, request: Request) -> None:
+        if self.parked.pop(request.id, None) is not None:
+            self._num_compiling -= request.waits_for is Wait.GRAMMAR
+
+    def start(self, request: Request, lane: int) -> None:
+        """Give a waiting request a row."""
+        self.waiting.remove(request)
+        request.state = RUNNING
+        request.row = self.free_rows.pop()
+        request.lane = lane
+        request.promoted = 0 <= lane < self.policy.lane(request)
+        self.num_promoted += request.promoted
+        insort(self.running, request, key=importance)
+
+    def leave(self, request: Request) -> None:
+        """Take row and blocks from a running request; launched steps may still read the blocks."""
+        self.running.remove(request)
+        self.free_rows.append(request.row)
+        request.row = -1
+        request.drafts = []
+        self.num_promoted -= request.promoted
+        request.promoted = False
+        self.kv.release(request, request.fence)
+
+    def preempt(self, request: Request) -> None:
+        """Give up row and blocks; the tokens stay, and are computed again when there is room."""
+        request.metrics.preemptions += 1
+        self.stats.preemptions += 1
+        self.leave(request)
+        if request.waits_for is Wait.ROUND:
+            self.park(request, Wait.ROUND)
+        else:  # it comes back when its launched steps are committed: whoever enters has work
+            self.queue(request)
+
+    def change_lane(self, request: Request, lane: int) -> None:
+        """Another importance for a request that runs."""
+        self.running.remove(request)
+        request.lane = lane
+        insort(self.running, request, key=importance)
+
+    def release_followers(self, leader: Request) -> None:
+        """The leader's prompt is computed (or will never be): siblings may enter, forking it if they can."""
+        for follower in leader.followers:
+            if follower.id in self.parked:
+                follower.fork_from = leader
+                follower.fork_tokens = leader.prompt_len - 1  # each computes the last prompt token for its own logits
+                self.queue(follower)
+        leader.followers = []
+
+    def finish(self, request: Request, why: Finish, now: float, report: bool = True) -> None:
+        """The end, from any place. `report`: whoever waits hears of it outside of a commit."""
+        if request.finished:
+            return
+        if request.state is RUNNING:
+            self.leave(request)
+        self.waiting.remove(request)
+        self._unpark(request)
+        request.state, request.waits_for = FINISHED, None
+        request.finish = why
+        request.metrics.finished = now
+        del self.requests[request.id]
+        self._on_finish(request)
+        self.release_followers(request)
+        request.fork_from = None
+        if request.beams is not None:
+            self._finish_beams(request, request.beams, why, now, report)
+        elif report:
+            self._events.append(Delta(request, finished=True))
+
+    def _finish_beams(self, request: Request, beams: Beams, why: Finish, now: float, report: bool) -> None:
+        """No beam outlives another; the user hears of it once, through the leader."""
+        beams.leader.error = beams.leader.error or request.error
+        for other in beams.live:
+            self.finish(other, why, now, report=False)
+        if report:
+            self._events.append(Delta(beams.leader, finished=True))
+
+    def take_turn(self, beams: Beams, turn: Turn) -> None:
+        """A round of beams is over: survivors go on, dropped ones start over as forks of survivors."""
+        for request in turn.forks:
+            if request.state is RUNNING:
+                self.leave(request)
+                request.state = WAITING
+            elif request.id not in self.requests:
+                self.register(request)
+        for request in beams.live:
+            if request.state in (WAITING, PARKED) and request not in self.waiting:
+                self.queue(request)
+
+    def expire(self, now: float) -> None:
+        for request in self.deadlines.passed(now):
+            request.error = f"its deadline passed {now - request.arrival:.3f} s after it arrived"
+            self.finish(request, Finish.DEADLINE, now)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._events)  # an end that nobody has heard of is work, too
+
+    def drain_events(self) -> list[Delta]:
+        """Requests that ended outside of a commit (cancelled, expired)."""
+        events, self._events = self._events, []
+        return events
+
+    def may_promote(self) -> bool:
+        """At most an eighth of the rows may be held by requests that rose above their class."""
+        return self.num_promoted < max(1, self.limits.max_rows // 8)
+
+    def check_integrity(self) -> None:
+        """Prove that rows and blocks are all accounted for; cheap enough to run whenever the engine is idle."""
+        self.kv.check_integrity(self.running)
+        rows = sorted([*self.free_rows, *(request.row for request in self.running)])
+        if rows != list(range(self.limits.max_rows)):
+            raise AssertionError(f"rows lost or doubly owned: {len(self.free_rows)} free, {len(self.running)} running")
+        places = len(self.waiting) + len(self.running) + len(self.parked)
+        if places != len(self.requests):
+            raise AssertionError(f"{len(self.requests)} requests are alive but {places} have a place")
+
+
+def importance(request: Request) -> tuple[int, float]:
+    return request.lane, request.arrival
