@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Request
 from tokenmill.engine.scheduler import Delta
+from tokenmill.engine.step import POOLINGS
 from tokenmill.errors import InvalidRequest
 from tokenmill.follow import Follow, FollowedSequence
 from tokenmill.model.chat_template import render
@@ -29,6 +30,7 @@ Message = Mapping[str, Any]
 
 PRIORITIES = {"realtime": REALTIME, "api": API, "batch": BATCH}
 FEW = 2048  # tokens
+NO_ANSWER = SamplingParams(detokenize=False)  # of requests that ask for a vector: nothing is sampled
 
 
 class Encoded(dict[str, Any]):
@@ -127,14 +129,17 @@ class Front:
         priority: str | int = "api",
         timeout: float | None = None,
         cache_salt: str = "",
+        pooling: str | None = None,
     ) -> Follow:
-        """Check a prompt and its parameters and make requests of them. Raises InvalidRequest."""
+        """Check a prompt and its parameters and make requests of them; with `pooling`, one that asks for a vector of
+        the prompt instead of an answer. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
         if isinstance(prompt, Mapping) and prompt.get("suffix"):
             params = _filling_in(params, self.tokenizer)
         _check_timeout(timeout)
         _check_salt(cache_salt)
+        _check_pooling(pooling)
         request_id = self._new_id() if request_id is None else _checked_id(request_id)
         room = self.max_len - len(ids)
         stop_ids = frozenset([*params.stop_ids, *(() if params.ignore_eos else self._eos_ids)])
@@ -144,11 +149,12 @@ class Front:
                 request_id if index == 0 else f"{request_id}/{index}",
                 ids,
                 params,
-                max_tokens=min(params.max_tokens or room, room),
+                max_tokens=min(params.max_tokens or room, room) if pooling is None else 0,
                 seed=(seed + index * 0x9E3779B97F4A7C15) & (2**63 - 1),
                 stop_ids=stop_ids,
                 priority=_priority(priority),
                 salt=cache_salt,
+                pooling=pooling,
             )
             for index in range(1 if params.beam_width else params.num_sequences)
         ]
@@ -331,6 +337,11 @@ def _check_salt(salt: Any) -> None:
     except UnicodeError:
         pass
     raise InvalidRequest(f"cache_salt is {_shown(salt)}; it must be text")
+
+
+def _check_pooling(pooling: Any) -> None:
+    if pooling is not None and pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling is {pooling!r:.60}; it must be one of {', '.join(POOLINGS)}")
 
 
 def _checked_id(id: Any) -> str:

@@ -15,10 +15,10 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Progress, build
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
 from tokenmill.follow import Follow
-from tokenmill.front import Front, Message, Prompt
+from tokenmill.front import NO_ANSWER, Front, Message, Prompt
 from tokenmill.loading_bar import loading_bar
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.outputs import RequestOutput
+from tokenmill.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from tokenmill.params import SamplingParams
 
 
@@ -60,7 +60,26 @@ class LLM:
         options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         with _full_collections_rare():
             pairs = zip(several, params, strict=True)
-            return self._run([self._front.prepare(prompt, one, **options) for prompt, one in pairs], use_tqdm)
+            follows = self._run([self._front.prepare(prompt, one, **options) for prompt, one in pairs], use_tqdm)
+            return [follow.output() for follow in follows]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling: str = "mean",
+        **options: Any,  # as of `generate`
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of unit length per prompt, from its last hidden states: of all tokens ("mean") or of the "last"."""
+        self._check_open()
+        several = [self._front.prepare(prompt, NO_ANSWER, pooling=pooling, **options) for prompt in _as_list(prompts)]
+        return [
+            EmbeddingRequestOutput(
+                follow.id, follow.prompt_ids, EmbeddingOutput(follow.leader.pooled), error=follow.leader.error
+            )
+            for follow in self._run(several, use_tqdm)
+        ]
 
     def chat(
         self,
@@ -149,7 +168,8 @@ class LLM:
             if not self._closed:
                 self._front.cancel(follow)
 
-    def _run(self, follows: list[Follow], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, follows: list[Follow], use_tqdm: bool) -> list[Follow]:
+        """All of them to their ends."""
         bar = _progress_bar(len(follows)) if use_tqdm else None
         try:
             waiting, left = deque(follows), set(follows)
@@ -166,7 +186,7 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
-        return [follow.output() for follow in follows]
+        return follows
 
     def _step(self, waiting: deque[Follow] | None = None) -> list[Follow]:
         """Hand in as many waiting requests as the queue holds, and run the engine's next step."""

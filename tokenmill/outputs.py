@@ -99,6 +99,22 @@ class CompletionOutput:
 
 
 @dataclass
+class EmbeddingOutput:
+    embedding: list[float]  # of unit length; empty where there is an error
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """The vector of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    error: str | None = None
+
+
+@dataclass
 class RequestOutput:
     """A request, as far as it has come."""
 

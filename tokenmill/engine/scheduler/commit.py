@@ -44,10 +44,10 @@ class Commits:
                     self._not_finite(request, now)
                     continue
             if index in result.pooled:
-                request.pooled = result.pooled[index]
-                if isnan(sum(request.pooled)):
+                if isnan(sum(result.pooled[index])):
                     self._not_finite(request, now)
                 else:
+                    request.pooled = result.pooled[index]
                     self.life.finish(request, Finish.STOP, now)
                 continue
             if not samples:
