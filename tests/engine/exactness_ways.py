@@ -108,7 +108,7 @@ class Watch:
         self.steps += 1
         self.together += len(step.rows) > 1
         self.chunks += step.samples.count(0)
-        self.copies += len(step.copies)
+        self.copies += len(step.moves)
         self.drafted += sum(len(drafts) for drafts in step.drafts.values())
         self.masked += len(step.masks)
         if self.steps in self.broken:

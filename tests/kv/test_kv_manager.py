@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tokenmill.kv.manager import KVManager
+from tokenmill.kv.moves import Move
 from tokenmill.kv.prefix import IdentityChains, PrefixIndex, root_identity
 
 
@@ -143,7 +144,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one(length, shared, si
     assert child.blocks[:whole] == parent.blocks[:whole]
     assert child.num_computed == shared
     if shared % size:
-        assert copies == [(parent.blocks[whole], child.blocks[whole])] and child.blocks[whole] not in parent.blocks
+        assert copies == [Move(parent.blocks[whole], child.blocks[whole])] and child.blocks[whole] not in parent.blocks
     else:
         assert copies == [] and len(child.blocks) == whole
     assert before - kv.pool.num_free == len(copies)

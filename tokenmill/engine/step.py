@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from tokenmill.kv.moves import Move
 from tokenmill.sampling.records import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Step:
     num_singles: int = 0
     admissions: list[Admission] = field(default_factory=list)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, first index, block ids)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block), done first
+    moves: list[Move] = field(default_factory=list)  # blocks that are copied first (copy-on-write)
     # row -> proposed tokens for the positions from start + 1 on, of which as many as the row samples beyond one are
     # verified in this step: those that stand at the device's own positions
     drafts: dict[int, list[int]] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokenmill.kv.moves import Move
 from tokenmill.kv.pool import BlockPool
 from tokenmill.kv.prefix import IdentityChains, PrefixIndex
 
@@ -83,10 +84,10 @@ class KVManager:
         request.blocks += fresh
         return fresh
 
-    def fork(self, parent: Holder, child: Holder, tokens: int) -> list[tuple[int, int]]:
+    def fork(self, parent: Holder, child: Holder, tokens: int) -> list[Move]:
         """Start `child` on the first `tokens` of `parent`: full blocks are shared, a partial one is copied.
 
-        Returns the (from, to) block copies that the next step makes first. The caller checked `num_free`.
+        Returns what the next step moves first. The caller checked `num_free`.
         """
         whole, rest = divmod(tokens, self.block_size)
         for block in parent.blocks[:whole]:
@@ -99,7 +100,7 @@ class KVManager:
             return []
         copy = self.pool.take()
         child.blocks.append(copy)
-        return [(parent.blocks[whole], copy)]
+        return [Move(parent.blocks[whole], copy)]
 
     def publish(self, request: Holder) -> None:
         """Offer the request's full blocks whose tokens are known to later requests."""

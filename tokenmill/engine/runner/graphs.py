@@ -41,7 +41,7 @@ class Kind(enum.Enum):
 def only_decodes(step: Step) -> bool:
     """Whether every row of the step decodes, with drafts or without, and nothing else happens."""
     return num_decodes(step) == len(step.rows) and not (
-        step.admissions or step.copies or step.chosen or step.wants_hidden or 0 in step.samples
+        step.admissions or step.moves or step.chosen or step.wants_hidden or 0 in step.samples
     )
 
 

@@ -70,7 +70,7 @@ def pack(
     Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
     Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
-    copy_from/copy_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
+    move_from/move_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
     Drafts, where there are any: told [6 d], proposed (see `draft_columns`).
     """
     rows, starts, counts, samples = (
@@ -91,7 +91,6 @@ def pack(
     entry_rows, entry_positions = rows[entry_owner], ends[entry_owner] - back + 1
     token_at, token_value = _token_writes(step, max_len)
     block_at, block_value = block_writes(step, max_blocks)
-    copies = np.array(step.copies, dtype=np.int64).reshape(-1, 2)
     seen = AttentionRows.of(step, split_drafts)
     queries = np.array(seen.counts, dtype=np.int64)
     named = {
@@ -107,8 +106,8 @@ def pack(
         "token_value": token_value,
         "block_at": block_at,
         "block_value": block_value,
-        "copy_from": copies[:, 0],
-        "copy_to": copies[:, 1],
+        "move_from": np.array([move.source for move in step.moves], dtype=np.int64),
+        "move_to": np.array([move.target for move in step.moves], dtype=np.int64),
         **_speculation(step),
         "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
         "shared_tokens": shared_lengths(step.shared, len(rows)) if step.shared else np.zeros(0, dtype=np.int64),

@@ -57,7 +57,7 @@ class Faults:
         self._calm = max(0, self._calm - 1)
 
 
-COPIES = -1  # stands for copies of blocks among rows
+MOVES = -1  # stands for moves of blocks among rows
 NO_DRAFT = -1  # stands where nothing was proposed; no token is equal to it
 Spans = list[tuple[int, int]]  # of each row of a step: its first position, and how many tokens it computes
 
@@ -226,8 +226,9 @@ class SimulatedRunner:
         for number, position, token in step.chosen:
             self._rows[number].tokens[position] = token
         size = self.block_size
-        for source, target in step.copies:
-            self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
+        for move in step.moves:
+            there, here = move.source * size, move.target * size
+            self._memory[here : here + size] = self._memory[there : there + size]
 
     def _scribble(self, step: Step, spans: Spans) -> None:
         """Nobody may read what a failed step was to write."""
@@ -236,8 +237,8 @@ class SimulatedRunner:
             table = self._rows[number].table
             for position in range(start, start + count):
                 self._memory[table[position // size] * size + position % size] = -step.number
-        for _, target in step.copies:
-            self._memory[target * size : (target + 1) * size] = [-step.number] * size
+        for move in step.moves:
+            self._memory[move.target * size : (move.target + 1) * size] = [-step.number] * size
 
     def _sample(self, step: Step, index: int, row: _Row, hashes: list[int], result: StepResult) -> list[int]:
         """Choose at the last `samples` positions; drafts hold as long as they equal what would have been chosen."""
@@ -275,7 +276,7 @@ class SimulatedRunner:
         if not self._in_flight:
             return
         size = self.block_size
-        fresh = {COPIES: {target for _, target in step.copies}}
+        fresh = {MOVES: {move.target for move in step.moves}}
         for number, (start, count) in zip(step.rows, spans, strict=True):
             first, last = -(-start // size), (start + count - 1) // size  # blocks whose first slot is written
             fresh[number] = set(self._rows[number].table[first : last + 1]) if first <= last else set()
@@ -290,7 +291,7 @@ class SimulatedRunner:
                         self._violation(f"step {step.number} writes {written & blocks}, which a launched step reads")
 
     def _blocks_read(self, step: Step, spans: Spans) -> dict[int, set[int]]:
-        blocks = {COPIES: {source for source, _ in step.copies}}
+        blocks = {MOVES: {move.source for move in step.moves}}
         for number, (start, count) in zip(step.rows, spans, strict=True):
             blocks[number] = set(self._rows[number].table[: (start + count - 1) // self.block_size + 1])
         return blocks

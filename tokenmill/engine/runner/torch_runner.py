@@ -112,8 +112,8 @@ class TorchRunner:
         part = {name: words[where] for name, where in packed.sections.items()}
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
         self._sampler.admit(step.admissions)
-        if step.copies:
-            self.state.copy_blocks(part["copy_from"], part["copy_to"])
+        if step.moves:
+            self.state.copy_blocks(part["move_from"], part["move_to"])
         drafts = self._place_drafts(part) if speculative else None
         prepared = self._prepared(step, packed, part)
         prompts: dict[int, list[_Slice]] = {}

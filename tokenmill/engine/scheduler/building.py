@@ -241,7 +241,7 @@ class StepBuilder:
         self.life.start(request, lane)
         if self._can_fork(request):
             assert request.fork_from is not None
-            step.copies += self.kv.fork(request.fork_from, request, request.fork_tokens)
+            step.moves += self.kv.fork(request.fork_from, request, request.fork_tokens)
             request.fork_from.fence = step.number  # this step copies from it, whether it runs in it or not
             request.in_float32 |= request.fork_from.in_float32
         else:

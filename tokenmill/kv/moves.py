@@ -1,0 +1,24 @@
+"""Move: one block that is copied from one place to another at the start of a step, before anything is computed.
+
+Whoever plans a move sees to it that the source is kept and the target is given to nobody until the step is settled
+(`BlockPool.release` with the step's number as its fence).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Place(enum.Enum):
+    """Where blocks lie. A tier below the device's memory is another one."""
+
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    source: int
+    target: int
+    source_place: Place = Place.DEVICE
+    target_place: Place = Place.DEVICE
