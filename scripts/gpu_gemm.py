@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tokenmill.ops import reference
 from tokenmill.ops.registry import Need, select
 from tokenmill.ops.triton.activation import act_mul
-from tokenmill.ops.triton.gemm_small import (
+from tokenmill.ops.triton.gemm.quantize import act_mul_quantized, add_rms_norm_quantized, quantize_rows
+from tokenmill.ops.triton.gemm.small import (
     GemmShape,
     GemvShape,
     choose_shape,
@@ -37,7 +38,6 @@ from tokenmill.ops.triton.gemm_small import (
     fastest_rows,
     small_gemm,
 )
-from tokenmill.ops.triton.quantize import act_mul_quantized, add_rms_norm_quantized, quantize_rows
 from tokenmill.ops.types import QuantizedRows
 from tokenmill.quant.schemes.handover import act_mul_for, add_norm_for
 from tokenmill.quant.schemes.row_scaled import Fp8

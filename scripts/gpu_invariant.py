@@ -33,7 +33,7 @@ from tokenmill.ops import reference  # noqa: E402
 from tokenmill.ops.triton import attention_invariant as invariant  # noqa: E402
 from tokenmill.ops.triton.attention import attention as plain_attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
-from tokenmill.ops.triton.gemm_invariant import Shape, choose_shape, invariant_gemm  # noqa: E402
+from tokenmill.ops.triton.gemm.invariant import Shape, choose_shape, invariant_gemm  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch  # noqa: E402
 
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 790e12

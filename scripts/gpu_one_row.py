@@ -1,4 +1,4 @@
-"""On a CUDA machine: check and time products of one row with int4 weights (ops/triton/gemm_one_row.py).
+"""On a CUDA machine: check and time products of one row with int4 weights (ops/triton/gemm/one_row.py).
 
     python scripts/gpu_one_row.py            # check, sweep launch shapes, time the products of a layer as a chain
 
@@ -25,7 +25,7 @@ from gpu_gemm import Timer
 from gpu_weight_only import BF16, CUDA, LLAMA, Case, rate
 
 from tokenmill.ops.triton.activation import act_mul
-from tokenmill.ops.triton.gemm_one_row import OneShape, one_row_gemm
+from tokenmill.ops.triton.gemm.one_row import OneShape, one_row_gemm
 from tokenmill.ops.triton.norm import add_rms_norm
 from tokenmill.ops.types import Unnormed
 from tokenmill.quant.forms import WeightForm

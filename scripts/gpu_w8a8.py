@@ -27,9 +27,9 @@ from gpu_gemm import BF16, FLOAT8, LLAMA, Layers, Timer, call_all  # which finds
 
 from tokenmill.ops.matmul import select_matmul
 from tokenmill.ops.matmul_torch import quantize_rows
-from tokenmill.ops.triton import gemm_hopper, matmul, quantize
-from tokenmill.ops.triton.gemm_hopper import BLOCK_M, SHAPES, HopperShape, choose_hopper_shape, hopper_gemm
-from tokenmill.ops.triton.gemm_small import counters_for, small_gemm
+from tokenmill.ops.triton.gemm import hopper, matmul, quantize
+from tokenmill.ops.triton.gemm.hopper import BLOCK_M, SHAPES, HopperShape, choose_hopper_shape, hopper_gemm
+from tokenmill.ops.triton.gemm.small import counters_for, small_gemm
 from tokenmill.ops.types import QuantizedRows
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import act_mul_for
@@ -166,7 +166,7 @@ def compile_pieces(sizes: list[tuple[str, int, int, int]]) -> None:
     for kind, rows, columns, inner in sizes:
         case = Case(kind, rows, columns, inner)
         for takes_part in (True, False):
-            with without_pdl(*() if takes_part else (gemm_hopper._kernel, *QUANTIZERS)):
+            with without_pdl(*() if takes_part else (hopper._kernel, *QUANTIZERS)):
                 case.hopper(case.weights[0])
                 block = 4096 if inner == 4096 else 16384
                 for count in WARPS[block] if rows == PIECES_ROWS[0] else ():
@@ -373,10 +373,10 @@ def pieces(watch: Watch, stacks: dict[str, list[list[Linear]]]) -> None:
                     with warps_of(block, count):
                         line += f" {count}w {watch.microseconds(Partly(rows, given), numbers):5.1f}"
             line += " | "
-            for what, kernels in {"products": (gemm_hopper._kernel,), "quantizers": QUANTIZERS}.items():
+            for what, kernels in {"products": (hopper._kernel,), "quantizers": QUANTIZERS}.items():
                 with without_pdl(*kernels):
                     line += f" {what} without PDL {watch.microseconds(Partly(rows, given), numbers):5.1f}"
-            with without_pdl(gemm_hopper._kernel, *QUANTIZERS):
+            with without_pdl(hopper._kernel, *QUANTIZERS):
                 line += f" none with {watch.microseconds(Partly(rows, given), numbers):5.1f}"
             if name == "fp8":
                 kernels = matmul.KERNELS

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_gemm import Layers, Timer
 
-from tokenmill.ops.triton.gemm_small import GemmShape, counters_for
-from tokenmill.ops.triton.gemm_weight_only import _rows_of_a_tile, choose_shape, weight_only_gemm, widened
-from tokenmill.ops.triton.gemm_weight_only_few import FewShape
-from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
+from tokenmill.ops.triton.gemm.small import GemmShape, counters_for
+from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, parts_of
+from tokenmill.ops.triton.gemm.weight_only import _rows_of_a_tile, choose_shape, weight_only_gemm, widened
+from tokenmill.ops.triton.gemm.weight_only_few import FewShape
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.row_scaled import Fp8

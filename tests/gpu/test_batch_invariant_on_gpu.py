@@ -72,7 +72,7 @@ def test_bits_do_not_depend_on_the_batch(checkpoint: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 100, 129, 256, 300])
 def test_products_give_a_row_the_same_bits_everywhere(rows: int) -> None:
-    from tokenmill.ops.triton.gemm_invariant import invariant_gemm
+    from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 
     torch.manual_seed(rows)
     for columns, inner in ((512, 4096), (9216, 1024), (777, 1032)):

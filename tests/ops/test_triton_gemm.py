@@ -33,7 +33,7 @@ def check(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def counters_of(columns: int, device: str) -> torch.Tensor:
-    from tokenmill.ops.triton.gemm_small import counters_for
+    from tokenmill.ops.triton.gemm.small import counters_for
 
     return torch.zeros(counters_for(columns), dtype=torch.int32, device=device)
 
@@ -42,7 +42,7 @@ def counters_of(columns: int, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_dense_products_equal_plain_torch(size, with_bias, dtype, triton_device):
-    from tokenmill.ops.triton.gemm_small import small_gemm
+    from tokenmill.ops.triton.gemm.small import small_gemm
 
     rows, columns, inner = size
     x = randn(rows, inner, device=triton_device).to(dtype)
@@ -55,7 +55,7 @@ def test_dense_products_equal_plain_torch(size, with_bias, dtype, triton_device)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_float8_weights_with_inputs_as_they_are(rows, dtype, triton_device):
-    from tokenmill.ops.triton.gemm_small import small_gemm
+    from tokenmill.ops.triton.gemm.small import small_gemm
 
     x = randn(rows, 256, device=triton_device).to(dtype)
     weight = (randn(96, 256, device=triton_device, seed=1) * 100).to(FLOAT8)
@@ -67,8 +67,8 @@ def test_float8_weights_with_inputs_as_they_are(rows, dtype, triton_device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's dot takes float8 for integers")
 @pytest.mark.parametrize("rows", [1, 3, 40, 100])
 def test_float8_weights_with_float8_inputs(rows, triton_device):
-    from tokenmill.ops.triton.gemm_small import small_gemm
-    from tokenmill.ops.triton.quantize import quantize_rows
+    from tokenmill.ops.triton.gemm.quantize import quantize_rows
+    from tokenmill.ops.triton.gemm.small import small_gemm
 
     x, x_scale = quantize_rows(randn(rows, 256, device=triton_device).bfloat16())
     weight, scale = quantize_rows(randn(96, 256, device=triton_device, seed=1).bfloat16())
@@ -80,7 +80,7 @@ def test_float8_weights_with_float8_inputs(rows, triton_device):
 @pytest.mark.parametrize("inner", [512, 320])
 def test_parts_meet_in_every_launch_and_give_the_same_bits(inner, splits, triton_device):
     """The counters are back at zero each time; what arrives last must not matter."""
-    from tokenmill.ops.triton.gemm_small import GemmShape, small_gemm
+    from tokenmill.ops.triton.gemm.small import GemmShape, small_gemm
 
     x = randn(5, inner, device=triton_device).half()
     weight = randn(200, inner, device=triton_device, seed=1).half()
@@ -94,7 +94,7 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(inner, splits, triton
 
 
 def test_rows_may_be_slices_of_something_wider(triton_device):
-    from tokenmill.ops.triton.gemm_small import small_gemm
+    from tokenmill.ops.triton.gemm.small import small_gemm
 
     wide = randn(4, 512, device=triton_device).half()
     weight = randn(64, 256, device=triton_device, seed=1).half()
@@ -104,7 +104,7 @@ def test_rows_may_be_slices_of_something_wider(triton_device):
 
 
 def test_the_rule_uses_only_shapes_that_can_be_launched():
-    from tokenmill.ops.triton.gemm_small import LEAST_TILE, GemmShape, choose_shape
+    from tokenmill.ops.triton.gemm.small import LEAST_TILE, GemmShape, choose_shape
 
     sizes = itertools.product((1, 2, 16, 17, 33, 64, 500), (8, 64, 1000, 151936), (8, 100, 1024, 14336))
     for (rows, columns, inner), itemsizes in itertools.product(sizes, ((2, 2), (2, 1), (1, 1))):
@@ -131,7 +131,7 @@ def check_quantized(values, scale, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("size", [(3, 64), (5, 100), (2, 1500)])
 def test_quantized_rows_equal_the_plain_form(size, triton_device):
-    from tokenmill.ops.triton.quantize import quantize_rows
+    from tokenmill.ops.triton.gemm.quantize import quantize_rows
 
     x = randn(*size, device=triton_device) * 30
     x[1] = 0
@@ -142,7 +142,7 @@ def test_quantized_rows_equal_the_plain_form(size, triton_device):
 
 @pytest.mark.parametrize("dim", [64, 200])
 def test_a_norm_that_quantizes_equals_the_norm_quantized(dim, triton_device):
-    from tokenmill.ops.triton.quantize import add_rms_norm_quantized
+    from tokenmill.ops.triton.gemm.quantize import add_rms_norm_quantized
 
     x, residual = (randn(4, dim, device=triton_device, seed=seed).half() for seed in (0, 1))
     weight = randn(dim, device=triton_device, seed=2).half()
@@ -154,7 +154,7 @@ def test_a_norm_that_quantizes_equals_the_norm_quantized(dim, triton_device):
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_an_activation_that_quantizes_equals_the_activation_quantized(kind, triton_device):
-    from tokenmill.ops.triton.quantize import act_mul_quantized
+    from tokenmill.ops.triton.gemm.quantize import act_mul_quantized
 
     x = randn(3, 2 * 300, device=triton_device).half() * 4
     check_quantized(*act_mul_quantized(x, kind), reference.act_mul(x, kind))

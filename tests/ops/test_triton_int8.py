@@ -26,7 +26,7 @@ def randn(*shape: int, device: str, seed: int = 0) -> torch.Tensor:
 
 
 def counters_of(columns: int, device: str) -> torch.Tensor:
-    from tokenmill.ops.triton.gemm_small import counters_for
+    from tokenmill.ops.triton.gemm.small import counters_for
 
     return torch.zeros(counters_for(columns), dtype=torch.int32, device=device)
 
@@ -38,7 +38,7 @@ def product(x, weight, bias, scale, x_scale) -> torch.Tensor:
 
 
 def int8_gemm(x, x_scale, weight, scale, bias, counters, dtype: torch.dtype) -> torch.Tensor:
-    from tokenmill.ops.triton.gemm_small import small_gemm
+    from tokenmill.ops.triton.gemm.small import small_gemm
 
     return small_gemm(x, weight, bias, scale=scale, x_scale=x_scale, counters=counters, dtype=dtype)
 
@@ -58,7 +58,7 @@ def test_products_are_exact_sums_times_both_scales(size, with_bias, triton_devic
 @pytest.mark.parametrize("splits", [2, 4])
 @pytest.mark.parametrize("inner", [512, 320])
 def test_parts_of_a_sum_are_integers_too(inner, splits, triton_device):
-    from tokenmill.ops.triton.gemm_small import GemmShape, small_gemm
+    from tokenmill.ops.triton.gemm.small import GemmShape, small_gemm
 
     x, weight = codes(5, inner, device=triton_device, seed=1), codes(200, inner, device=triton_device, seed=2)
     ones, counters = torch.ones(200, device=triton_device), counters_of(200, triton_device)
@@ -83,11 +83,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(triton_device):
 def test_the_kernel_for_hopper_gives_the_same_bits(size, block_n, splits, triton_device):
     """Rows, columns and sums that fill no tile; parts that are not all of one length."""
     from tokenmill.ops.device_facts import HOPPER, usable
-    from tokenmill.ops.triton.gemm_small import small_gemm
+    from tokenmill.ops.triton.gemm.small import small_gemm
 
     if not usable(HOPPER, torch.device(triton_device)):
         pytest.skip("the interpreter does not know its language")
-    from tokenmill.ops.triton.gemm_hopper import HopperShape, hopper_gemm
+    from tokenmill.ops.triton.gemm.hopper import HopperShape, hopper_gemm
 
     rows, columns, inner = size
     x, weight = codes(rows, inner, device=triton_device, seed=1), codes(columns, inner, device=triton_device, seed=2)
@@ -102,10 +102,10 @@ def test_the_kernel_for_hopper_gives_the_same_bits(size, block_n, splits, triton
 
 
 def test_the_rule_for_hopper_uses_only_shapes_that_can_be_launched(monkeypatch):
-    from tokenmill.ops.triton.gemm_hopper import BLOCK_K, BLOCK_M, choose_hopper_shape
-    from tokenmill.ops.triton.gemm_small import counters_for
+    from tokenmill.ops.triton.gemm.hopper import BLOCK_K, BLOCK_M, choose_hopper_shape
+    from tokenmill.ops.triton.gemm.small import counters_for
 
-    monkeypatch.setattr("tokenmill.ops.triton.gemm_hopper.multiprocessors", lambda device: 132)
+    monkeypatch.setattr("tokenmill.ops.triton.gemm.hopper.multiprocessors", lambda device: 132)
     splits = set()
     for rows, columns, inner in itertools.product((65, 256, 300, 16384), (8, 4096, 28672), (16, 1024, 14336)):
         counters = counters_for(columns)
@@ -144,11 +144,11 @@ MEASURED = {
 
 @pytest.mark.parametrize("size", MEASURED, ids=str)
 def test_the_rule_for_hopper_picks_what_was_measured_best(size, monkeypatch):
-    from tokenmill.ops.triton.gemm_hopper import choose_hopper_shape
-    from tokenmill.ops.triton.gemm_small import counters_for
+    from tokenmill.ops.triton.gemm.hopper import choose_hopper_shape
+    from tokenmill.ops.triton.gemm.small import counters_for
 
     choose_hopper_shape.cache_clear()
-    monkeypatch.setattr("tokenmill.ops.triton.gemm_hopper.multiprocessors", lambda device: 132)
+    monkeypatch.setattr("tokenmill.ops.triton.gemm.hopper.multiprocessors", lambda device: 132)
     for rows, times in MEASURED[size].items():
         shape = choose_hopper_shape(rows, *size, counters_for(4 * size[0]), torch.device("cpu"))
         chosen = f"{shape.block_n}/{shape.splits}"
@@ -168,7 +168,7 @@ def test_float8_goes_where_it_was_measured_fastest(rows, columns, inner, expecte
     """With the machine of the measurements; the library wants multiples of 16, ours of 8."""
     from tokenmill.ops import device_facts
     from tokenmill.ops.matmul import MatmulNeed, select_matmul
-    from tokenmill.ops.triton import matmul
+    from tokenmill.ops.triton.gemm import matmul
 
     monkeypatch.setattr(device_facts, "gpu_misfit", lambda of, device: "")
     monkeypatch.setattr(matmul, "multiprocessors", lambda device: 132)
@@ -197,7 +197,7 @@ def fixed(request, triton_device) -> torch.Tensor | None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(3, 64), (5, 100), (2, 1500)])
 def test_rows_become_the_codes_of_the_plain_form(size, dtype, fixed, triton_device):
-    from tokenmill.ops.triton.quantize import quantize_rows as fused
+    from tokenmill.ops.triton.gemm.quantize import quantize_rows as fused
 
     x = randn(*size, device=triton_device) * 3
     x[0, 3], x[1] = -40.0, 0
@@ -210,7 +210,7 @@ def test_rows_become_the_codes_of_the_plain_form(size, dtype, fixed, triton_devi
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_and_activations_become_the_codes_of_the_two_ops_apart(dtype, fixed, triton_device):
-    from tokenmill.ops.triton.quantize import act_mul_quantized, add_rms_norm_quantized
+    from tokenmill.ops.triton.gemm.quantize import act_mul_quantized, add_rms_norm_quantized
 
     x, residual = (randn(4, 200, device=triton_device, seed=seed).half() for seed in (0, 1))
     weight = randn(200, device=triton_device, seed=2).half()
@@ -224,7 +224,7 @@ def test_norms_and_activations_become_the_codes_of_the_two_ops_apart(dtype, fixe
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_vanish(wrong, dtype, fixed, triton_device):
-    from tokenmill.ops.triton.quantize import quantize_rows as fused
+    from tokenmill.ops.triton.gemm.quantize import quantize_rows as fused
 
     x = randn(2, 64, device=triton_device)
     x[0, 5] = wrong

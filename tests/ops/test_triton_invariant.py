@@ -145,7 +145,7 @@ SIZES = [(1, 70, 192), (3, 128, 104), (17, 65, 200), (70, 64, 64), (150, 136, 64
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_equal_plain_torch(size, dtype, triton_device):
-    from tokenmill.ops.triton.gemm_invariant import Shape, invariant_gemm
+    from tokenmill.ops.triton.gemm.invariant import Shape, invariant_gemm
 
     rows, columns, inner = size
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_products_equal_plain_torch(size, dtype, triton_device):
 
 
 def test_rows_that_are_not_aligned_are_copied(triton_device):
-    from tokenmill.ops.triton.gemm_invariant import invariant_gemm
+    from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 
     x = torch.randn(5, 41, device=triton_device)[:, 1:]
     weight = torch.randn(64, 40, device=triton_device)

@@ -51,7 +51,7 @@ def rounded_up(n: int) -> int:
     ("bands", "tiles"), [(384, 64), (256, 64), (1792, 64), (256, 224), (8016, 64), (192, 48), (512, 448), (128, 32)]
 )
 def test_as_many_programs_fit_as_are_wanted(monkeypatch, bands, tiles):
-    from tokenmill.ops.triton import gemm_one_row as kernels
+    from tokenmill.ops.triton.gemm import one_row as kernels
 
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     shape = kernels.choose_one_shape.__wrapped__(bands, tiles, torch.device("cuda", 0))
@@ -65,8 +65,8 @@ def test_as_many_programs_fit_as_are_wanted(monkeypatch, bands, tiles):
 @pytest.mark.parametrize("group", [64, 128])
 @pytest.mark.parametrize("bands", [16, 512, 8016])
 def test_what_is_taken_fits_into_shared_memory(monkeypatch, group, bands):
-    from tokenmill.ops.triton import gemm_one_row as kernels
-    from tokenmill.ops.triton.matmul import _one_row_misfit as misfit
+    from tokenmill.ops.triton.gemm import one_row as kernels
+    from tokenmill.ops.triton.gemm.matmul import _one_row_misfit as misfit
 
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     taken = []
@@ -80,7 +80,7 @@ def test_what_is_taken_fits_into_shared_memory(monkeypatch, group, bands):
 
 
 def test_a_band_of_gate_and_up_is_not_activated():
-    from tokenmill.ops.triton.matmul import KERNELS
+    from tokenmill.ops.triton.gemm.matmul import KERNELS
 
     (kernel,) = (one for one in KERNELS if one.fuse is not None)
     assert kernel.gates(need_of(6, 64, 128)) and not kernel.gates(need_of(7, 64, 128))
@@ -96,7 +96,7 @@ def compile_all() -> list[dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from tokenmill.ops.triton.gemm_one_row import OneShape, _kernel, _registers
+    from tokenmill.ops.triton.gemm.one_row import OneShape, _kernel, _registers
 
     found = []
     kernel = _kernel.kernel

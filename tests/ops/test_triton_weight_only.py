@@ -50,8 +50,8 @@ def random_groups(columns: int, inner: int, form: WeightForm) -> Groups:
 
 def stored(groups: Groups, form: WeightForm, device: str):
     """The codes as the kernels read them, and what is beside them."""
-    from tokenmill.ops.triton.gemm_small import counters_for
-    from tokenmill.ops.triton.weight_codes import Codes
+    from tokenmill.ops.triton.gemm.small import counters_for
+    from tokenmill.ops.triton.gemm.weight_codes import Codes
 
     scheme = WeightOnly(form)
     columns = groups.codes.shape[0]
@@ -72,7 +72,7 @@ def check(got: torch.Tensor, x: torch.Tensor, groups: Groups, bias: torch.Tensor
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_equal_those_of_the_widened_weight(rows, form, dtype, triton_device):
-    from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
+    from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm
 
     inner = 384 if rows % 2 else 640
     groups = random_groups(80, inner, form)
@@ -86,7 +86,7 @@ def test_products_equal_those_of_the_widened_weight(rows, form, dtype, triton_de
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("inner", [128, 384, 1024])
 def test_a_widened_weight_has_the_stored_values(inner, form, triton_device):
-    from tokenmill.ops.triton.gemm_weight_only import widened
+    from tokenmill.ops.triton.gemm.weight_only import widened
 
     groups = random_groups(48, inner, form)
     codes, _ = stored(groups, form, triton_device)
@@ -98,8 +98,8 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, rows, t
     """Also where splits do not have the same number of turns, 11 of them for two, three or six programs, and where
     rows are more than a tile has.
     """
-    from tokenmill.ops.triton.gemm_small import GemmShape
-    from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
+    from tokenmill.ops.triton.gemm.small import GemmShape
+    from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm
 
     form = WeightForm("int4", 64) if kind == "int4" else WeightForm("int8")
     inner = 11 * 16 * (4 if kind == "int4" else 2)
@@ -120,8 +120,8 @@ def test_parts_meet_in_every_launch_and_give_the_same_bits(kind, splits, rows, t
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 4, 2), (4, 1, 8)], ids=str)
 def test_few_rows_in_several_turns_and_of_any_place(shape, form, triton_device):
     """The last turn and the last program are not full; rows may be slices that do not begin at a whole pair."""
-    from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
-    from tokenmill.ops.triton.gemm_weight_only_few import FewShape
+    from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm
+    from tokenmill.ops.triton.gemm.weight_only_few import FewShape
 
     groups = random_groups(48, 1152, form)
     codes, _ = stored(groups, form, triton_device)
@@ -132,9 +132,9 @@ def test_few_rows_in_several_turns_and_of_any_place(shape, form, triton_device):
 
 
 def test_a_single_group_and_a_single_row_in_either_kernel(triton_device):
-    from tokenmill.ops.triton.gemm_small import GemmShape
-    from tokenmill.ops.triton.gemm_weight_only import weight_only_gemm
-    from tokenmill.ops.triton.gemm_weight_only_few import FewShape
+    from tokenmill.ops.triton.gemm.small import GemmShape
+    from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm
+    from tokenmill.ops.triton.gemm.weight_only_few import FewShape
 
     for form, shape in itertools.product(FORMS, (FewShape(1, 1, 1), GemmShape(64, 2, 1, 4, 3))):
         groups = random_groups(64, 128, form)
@@ -146,8 +146,8 @@ def test_a_single_group_and_a_single_row_in_either_kernel(triton_device):
 
 
 def test_the_rule_uses_only_shapes_that_can_be_launched():
-    from tokenmill.ops.triton.gemm_small import LEAST_TILE, GemmShape
-    from tokenmill.ops.triton.gemm_weight_only import choose_shape
+    from tokenmill.ops.triton.gemm.small import LEAST_TILE, GemmShape
+    from tokenmill.ops.triton.gemm.weight_only import choose_shape
 
     sizes = itertools.product((1, 2, 8, 16, 17, 33, 64, 500), (1, 62, 256, 1792), (9, 64, 224, 448), (1, 2, 4))
     for (rows, bands, tiles, step), kind in itertools.product(sizes, ("int4", "int8", "fp8")):
@@ -210,7 +210,7 @@ def play(text: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_instructions_turn_every_word_into_its_codes(dtype, kind):
-    from tokenmill.ops.triton.weight_codes import instructions
+    from tokenmill.ops.triton.gemm.weight_codes import instructions
 
     low = torch.arange(1 << 16)
     high = low.flip(0)  # the other half of a register must not matter
@@ -250,7 +250,7 @@ def compile_all() -> dict[str, dict[str, object]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tokenmill.ops.triton import gemm_weight_only, gemm_weight_only_few
+    from tokenmill.ops.triton.gemm import weight_only, weight_only_few
 
     found = {}
     for at, (kind, group, zeros) in enumerate(KINDS):
@@ -262,7 +262,7 @@ def compile_all() -> dict[str, dict[str, object]]:
         known = {"KIND": kind, "PARTS": parts, "GROUP": group, "STEP": step, "TILES": 80, "PDL": True, "BANDS": 4}
         known |= {"STEPS": 2, "SPLITS": 2, "BLOCK_M": 16, "WARPS": 4, "DEPTH": 2, "EIGHTS": 1, "BLOCK": 16}
         few, several, widen = (
-            gemm_weight_only_few._few_kernel, gemm_weight_only._gemm_kernel, gemm_weight_only._widen_kernel
+            weight_only_few._few_kernel, weight_only._gemm_kernel, weight_only._widen_kernel
         )  # fmt: skip
         for kernel in [few, several, *([] if at else [widen])]:
             signature, fixed, attributes = {}, {}, {}

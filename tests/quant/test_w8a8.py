@@ -197,7 +197,7 @@ def test_products_on_the_gpu_are_those_of_the_codes(scheme, rows, fixed):
     storage = scheme.allocate(520, 1040, dtype, cuda)
     scheme.write_groups(storage, 0, groups_of(scheme, 520, 1040, seed=1, input_scale=fixed))
     x, bias = randn(rows, 1040, seed=1).to(cuda, dtype), randn(520, seed=2).to(cuda, dtype)
-    from tokenmill.ops.triton.matmul import quantize_rows as on_the_gpu
+    from tokenmill.ops.triton.gemm.matmul import quantize_rows as on_the_gpu
 
     codes = on_the_gpu(x, scheme.code_dtype, storage.get("input_scale"))
     expected = exact(codes, storage, bias)

@@ -223,7 +223,7 @@ def matmul_kernels(device: str) -> Iterable[MatmulKernel]:
     if device == "cpu":
         modules.append("tokenmill.ops.native.matmul")
     elif importlib.util.find_spec("triton") is not None:
-        modules.append("tokenmill.ops.triton.matmul")
+        modules.append("tokenmill.ops.triton.gemm.matmul")
     for module in modules:
         yield from importlib.import_module(module).KERNELS
 

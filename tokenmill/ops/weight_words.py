@@ -1,7 +1,7 @@
 """Weights of four or eight bits as 16-bit words: how codes are packed, in which order words lie, and what they mean.
 
-ops/triton/weight_codes.py says why the words of a tile lie as they do. Where rows and columns fill whole tiles, words
-are [bands, tiles, 256], scales and zeros [bands, groups, 16]; other matrices, which are rare, lie in plain order: words
+Where rows and columns fill whole tiles, words are [bands, tiles, 256], scales and zeros [bands, groups, 16], in the
+order that ops/triton/gemm/weight_codes.py explains. Other matrices, which are rare, lie in plain order: words
 [rows, words], scales and zeros [rows, groups].
 """
 

@@ -1,7 +1,8 @@
 """Triton kernels; importing this package needs triton, so the registry does it only where they may be used."""
 
 from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton import activation, attention, logprobs, moe, moe_route, norm, quantize, rope, sample, shape
+from tokenmill.ops.triton import activation, attention, logprobs, moe, moe_route, norm, rope, sample, shape
+from tokenmill.ops.triton.gemm import quantize
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *norm.IMPLEMENTATIONS,

@@ -1,7 +1,7 @@
 """A mixture of experts in which a token's bits depend on itself alone: one way for any number of tokens, kept simple.
 
-Products are those of gemm_invariant: the weight is the left operand of chains of warpgroup instructions that run from
-the beginning of the inner dimension to its end. Tokens are only grouped, so that each expert is read once per tile.
+Products are those of gemm/invariant.py: the weight is the left operand of chains of warpgroup instructions that run
+from the beginning of the inner dimension to its end. Tokens are only grouped, so that an expert is read once per tile.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.config import declare, power_of_two
-from tokenmill.ops.triton.gemm_invariant import invariant_gemm
+from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.moe_route import Groups, group_by_expert
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from tokenmill.ops.device_facts import GEMM, HOPPER, multiprocessors
 from tokenmill.ops.matmul import NO_LIMIT, MatmulKernel, MatmulNeed, Run, RunFused, Span
-from tokenmill.ops.triton import gemm_invariant, gemm_small, gemm_weight_only, quantize
+from tokenmill.ops.triton.gemm import invariant, quantize, small, weight_only
+from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, parts_of
 from tokenmill.ops.triton.launch import ceil_div
-from tokenmill.ops.triton.weight_codes import TILE, Codes, parts_of
 from tokenmill.ops.types import QuantizedRows, Storage, Unnormed
 
 Rows = torch.Tensor | QuantizedRows
@@ -37,7 +37,7 @@ def _dense(need: MatmulNeed) -> Run:
         weight = storage["weight"]
         if x.stride(1) != 1 or x.stride(0) % 8:
             return F.linear(x, weight, bias)
-        return gemm_small.small_gemm(x, weight, bias, counters=storage.get("counters"))
+        return small.small_gemm(x, weight, bias, counters=storage.get("counters"))
 
     return run
 
@@ -49,20 +49,20 @@ def _dense_misfit(need: MatmulNeed) -> str:
 
 
 def _dense_fastest(need: MatmulNeed) -> tuple[Span, ...]:
-    return gemm_small.fastest_rows(need.out_features, need.in_features)
+    return small.fastest_rows(need.out_features, need.in_features)
 
 
 def _invariant(need: MatmulNeed) -> Run:
     def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return gemm_invariant.invariant_gemm(x, storage["weight"], bias, dtype=need.out_dtype)
+        return invariant.invariant_gemm(x, storage["weight"], bias, dtype=need.out_dtype)
 
     return run
 
 
 def _invariant_misfit(need: MatmulNeed) -> str:
-    if need.in_features * need.dtype.itemsize % gemm_invariant.ALIGNMENT:
-        return f"rows of {need.in_features} inputs are no multiples of {gemm_invariant.ALIGNMENT} bytes"
+    if need.in_features * need.dtype.itemsize % invariant.ALIGNMENT:
+        return f"rows of {need.in_features} inputs are no multiples of {invariant.ALIGNMENT} bytes"
     return ""
 
 
@@ -75,13 +75,13 @@ def _words_misfit(need: MatmulNeed) -> str:
 
 
 def _most_rows(need: MatmulNeed) -> int:
-    return gemm_weight_only.most_rows(need.zeros, need.group)
+    return weight_only.most_rows(need.zeros, need.group)
 
 
 def _in_registers(need: MatmulNeed) -> Run:
     def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return gemm_weight_only.weight_only_gemm(x, _codes(need, storage), bias, counters=storage["counters"])
+        return weight_only.weight_only_gemm(x, _codes(need, storage), bias, counters=storage["counters"])
 
     return run
 
@@ -89,13 +89,13 @@ def _in_registers(need: MatmulNeed) -> Run:
 def _dequantized(need: MatmulNeed) -> Run:
     def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return F.linear(x, gemm_weight_only.widened(_codes(need, storage), x.dtype), bias)
+        return F.linear(x, weight_only.widened(_codes(need, storage), x.dtype), bias)
 
     return run
 
 
 def _fused_row(need: MatmulNeed) -> RunFused:
-    from tokenmill.ops.triton.gemm_one_row import one_row_gemm  # in Gluon, which not every Triton has
+    from tokenmill.ops.triton.gemm.one_row import one_row_gemm  # in Gluon, which not every Triton has
 
     def run(x: torch.Tensor | Unnormed, storage: Storage, bias: Bias, act: str) -> torch.Tensor:
         return one_row_gemm(x, _codes(need, storage), bias, act)
@@ -114,7 +114,7 @@ def _one_row(need: MatmulNeed) -> Run:
 
 
 def _one_row_misfit(need: MatmulNeed) -> str:
-    """As gemm_one_row.py streams them: whole groups in a stage, and the inputs fit into shared memory."""
+    """As one_row.py streams them: whole groups in a stage, and the inputs fit into shared memory."""
     if need.zeros or need.group not in (64, 128):
         return "only for groups of 64 and 128 without zeros"
     tiles = need.in_features // (TILE * parts_of("int4"))
@@ -132,7 +132,7 @@ ONE_ROW_TILES, MOST_ONE_ROW_TILES = 16, 1024  # a stage of all warps, and so tha
 def _float8_wide_inputs(need: MatmulNeed) -> Run:
     def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return gemm_small.small_gemm(
+        return small.small_gemm(
             x, storage["weight"], bias, scale=storage["scale"], counters=storage["counters"]
         )
 
@@ -142,7 +142,7 @@ def _float8_wide_inputs(need: MatmulNeed) -> Run:
 def _eight_bits(need: MatmulNeed) -> Run:
     def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
         assert isinstance(x, QuantizedRows)
-        return gemm_small.small_gemm(
+        return small.small_gemm(
             x.values, storage["weight"], bias, scale=storage["scale"], x_scale=x.scale, counters=storage["counters"],
             dtype=x.dtype,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def _eight_bits(need: MatmulNeed) -> Run:
 
 
 def _eight_bits_hopper(need: MatmulNeed) -> Run:
-    from tokenmill.ops.triton.gemm_hopper import hopper_gemm  # in Gluon, which not every Triton has
+    from tokenmill.ops.triton.gemm.hopper import hopper_gemm  # in Gluon, which not every Triton has
 
     def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
         assert isinstance(x, QuantizedRows)
@@ -195,10 +195,10 @@ def _float8_library_misfit(need: MatmulNeed) -> str:
 
 
 def _split_k_counters(out_features: int) -> int:
-    return gemm_small.counters_for(_COUNTED_ROW_TILES * out_features)
+    return small.counters_for(_COUNTED_ROW_TILES * out_features)
 
 
-_GPU = MatmulKernel("", (), _dense, devices=("cuda",), requires=GEMM, counters=gemm_small.counters_for)
+_GPU = MatmulKernel("", (), _dense, devices=("cuda",), requires=GEMM, counters=small.counters_for)
 _SMALL_TILES = replace(
     _GPU,
     name="eight bits on both sides, small tiles",
@@ -228,7 +228,7 @@ KERNELS = (
         weights=("dense",),
         dtypes=HALVES,
         shape_misfit=_dense_misfit,
-        rows=(1, gemm_small.MOST_FASTEST_ROWS),
+        rows=(1, small.MOST_FASTEST_ROWS),
         fastest=_dense_fastest,
         rank=5,
     ),

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.triton.gemm.weight_codes import Codes, axis, in_order, lane_axis, unpack
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import Codes, axis, in_order, lane_axis, unpack
 
 REGISTERS = 1 << 16  # of a multiprocessor
 

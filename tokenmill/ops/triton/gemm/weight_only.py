@@ -1,6 +1,6 @@
 """Products with weights of four or eight bits: the codes are read once and become floats in registers.
 
-A row or a few have a kernel of their own (gemm_weight_only_few.py). More go through the tensor cores with the weight as
+A row or a few have a kernel of their own (weight_only_few.py). More go through the tensor cores with the weight as
 the left operand (`_gemm_kernel`), split over the inner dimension where there are too few tiles. Codes are multiplied as
 exact small numbers, and each group's sum is scaled in float32. For many rows a weight is worth widening: `widened`
 writes it out as 16-bit floats for the matrix library.
@@ -17,10 +17,10 @@ import triton.language as tl
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.config import power_of_two
-from tokenmill.ops.triton.gemm_small import MAX_SPLITS, GemmShape
-from tokenmill.ops.triton.gemm_weight_only_few import FewShape, launch_few
+from tokenmill.ops.triton.gemm.small import MAX_SPLITS, GemmShape
+from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, axis, in_order, lane_axis, parts_of, unpack
+from tokenmill.ops.triton.gemm.weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.weight_codes import TILE, Codes, axis, in_order, lane_axis, parts_of, unpack
 
 MOST_ROWS, MOST_ROWS_OF_COSTLY = 192, 128  # costly: with zeros or with groups of 32
 FEW_ROWS, FEW_INNER = 4, 4096  # at most, of what the kernel of few rows multiplies faster than the other
