@@ -26,9 +26,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenmill.ops.device_facts import HOPPER_ATTENTION, usable
-from tokenmill.ops.triton import activation, attention_fresh, gemm_small, launch, norm, quantize, rope, sample
+from tokenmill.ops.triton import activation, attention_fresh, launch, norm, rope, sample
 from tokenmill.ops.triton.attention import attention
-from tokenmill.ops.triton.gemm_small import GemvShape, choose_shape, counters_for, small_gemm
+from tokenmill.ops.triton.gemm import quantize, small
+from tokenmill.ops.triton.gemm.small import GemvShape, choose_shape, counters_for, small_gemm
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -314,7 +315,7 @@ def host() -> list[str]:
         (norm, "_norm_kernel", lambda: norm.rms_norm(state.x, state.model.gains[0, 0], 1e-6)),
         (rope, "_rope_kernel", state.step),
         (activation, "_act_mul_kernel", state.step),
-        (gemm_small, "_gemv_kernel", state.step),
+        (small, "_gemv_kernel", state.step),
         (sample, "_best_kernel", state.step),
         (sample, "_join_kernel", state.step),
         (quantize, "_quantize_kernel", eight.step),

@@ -241,10 +241,9 @@ def test_kernels_wait_before_they_touch_what_others_do():
 
 def compile_all() -> dict[str, tuple[int, list[str]]]:
     """How often each kernel waits on its way, and which arguments it reads or writes above that."""
-    from tokenmill.ops.triton import activation, gemm_small, logprobs, mask, norm, quantize, rope, sample, shape
-    from tokenmill.ops.triton import gemm_weight_only as weight_only
-    from tokenmill.ops.triton import gemm_weight_only_few as weight_only_few
+    from tokenmill.ops.triton import activation, logprobs, mask, norm, rope, sample, shape
     from tokenmill.ops.triton import sample_filtered as filtered
+    from tokenmill.ops.triton.gemm import quantize, small, weight_only, weight_only_few
 
     half, wide, word, byte = "*bf16", "*fp32", "*i64", "*fp8e4nv"
     rows = {"x": half, "values": byte, "scale": wide}
@@ -280,12 +279,12 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
             | {"NORM": True, "FORM": 0},
         ),
         (
-            gemm_small._gemv_kernel,
+            small._gemv_kernel,
             {"x": half, "weight": byte, "bias": half, "scale": wide, "x_scale": wide, "out": half},
             {"BLOCK_N": 4, "BLOCK_K": 512, "EVEN_N": False, "EVEN_K": False},
         ),
         (
-            gemm_small._gemm_kernel,
+            small._gemm_kernel,
             {
                 "x": half,
                 "weight": byte,
