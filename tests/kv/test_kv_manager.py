@@ -22,7 +22,7 @@ class Sequence:
     num_published: int = 0
     identities: list = field(default_factory=list)
     last_step: int = 0
-    wide: bool = False
+    in_float32: bool = False
 
 
 def start(kv, tokens, salt="", step=0):
