@@ -49,11 +49,15 @@ class TorchRunner:
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
+        self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         if graphs and self.device.type == "cuda":
-            self.decode_paths.append(DecodeGraphs(decoder, state, self._sampler, max_rows))
+            self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
+            self.decode_paths.append(self._graphs)
             if prompt_graphs:
                 most = tokens_worth_recording(decoder.spec, max_tokens)
-                self.forward_paths.insert(0, PieceGraphs(decoder, state, most, Capture(self.device)))
+                self._pieces = PieceGraphs(decoder, state, most, Capture(self.device))
+                self.forward_paths.insert(0, self._pieces)
         elif graphs:
             from tokenmill.engine.runner.recorded import RecordedDecode
             from tokenmill.engine.runner.recorded_chunks import RecordedChunks
@@ -210,14 +214,6 @@ class TorchRunner:
             if recorded is not None:
                 recorded.recordings.warm = True
         self.close()  # ready means that the device is idle, too
-
-    @property
-    def _graphs(self) -> DecodeGraphs | None:
-        return next((path for path in self.decode_paths if isinstance(path, DecodeGraphs)), None)
-
-    @property
-    def _pieces(self) -> PieceGraphs | None:
-        return next((path for path in self.forward_paths if isinstance(path, PieceGraphs)), None)
 
     @property
     def decode_sizes(self) -> list[int]:

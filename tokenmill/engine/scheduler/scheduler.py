@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from tokenmill.engine.request import Finish, Request, Wait
 from tokenmill.engine.scheduler.batching import Batching
-from tokenmill.engine.scheduler.building import StepBuilder
 from tokenmill.engine.scheduler.commit import Commits
 from tokenmill.engine.scheduler.control import Pace
 from tokenmill.engine.scheduler.isolation import Isolation
-from tokenmill.engine.scheduler.lifecycle import Delta, Lifecycle, Limits, SchedulerStats
+from tokenmill.engine.scheduler.lifecycle import RUNNING, WAITING, Delta, Lifecycle, Limits, SchedulerStats
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.step import Step, StepResult
+from tokenmill.engine.step import Admission, Step, StepResult
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.grammar import Constraint
 
+MAX_ROOM = 8  # waiting requests for which one step makes room
+
+Share = tuple[Request, int, int]  # request, first position, how many tokens
+
 
 class Scheduler:
-    """Joins who decides what: `Lifecycle` (where requests are), `StepBuilder` (what runs next), `Commits` (what came of
-    it) and `Isolation` (who breaks steps).
+    """What runs next. Where requests are is `Lifecycle`'s, what steps bring `Commits`', who breaks them `Isolation`'s.
+
+    Two gates: *capacity* (do the blocks fit, after prefix hits and a watermark) and *step* (tokens and rows). Every
+    step first makes room for a more important head of the queue, then gives each running request that decodes its
+    token, then deals what is left of the token budget to prefills and newcomers, lane by lane.
     """
 
     def __init__(
@@ -41,9 +48,10 @@ class Scheduler:
         self.batching = batching or Batching()
         self.isolation = Isolation()
         self.life = Lifecycle(limits, kv, self.policy, self._ended)
-        self.finds_shared_prefixes = find_shared_prefixes
-        finder = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
-        self._builder = StepBuilder(self.life, self.isolation, self.batching, self.pace, finder)
+        self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
+        self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
+        self._promised_above = 0  # a lane
+        self._number = 0
         self._commits = Commits(self.life, self.isolation, self.batching)
 
     def add(self, request: Request) -> None:
@@ -70,7 +78,27 @@ class Scheduler:
         self.life.expire(now)
         for request, why in self.batching.turn(self.life.running):
             self.life.finish(request, why, now)
-        return self._builder.build(now)
+        self._promised = 0
+        step = Step(number=self._number + 1)
+        shares: list[Share] = []
+        if self.isolation.suspects:
+            self._schedule_alone(step, shares)
+        else:
+            self._make_room(now)
+            if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
+                unread = [request for request in self.life.running if request.work() > 1 + request.num_drafts]
+                for request in unread:
+                    request.drafts = []  # as in _deal_decodes
+                self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
+            if not shares:
+                prefilling, budget = self._deal_decodes(step, shares)
+                if not self.limits.whole_prompts:
+                    self._deal_prefills(step, shares, prefilling, budget, now)
+        if not shares:
+            return None
+        self._number = step.number
+        self._compose(step, shares)
+        return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
         """Take in what a step produced. Steps are committed in the order they were launched."""
@@ -110,9 +138,273 @@ class Scheduler:
         return self.life.has_work
 
     @property
-    def has_free_row(self) -> bool:
-        return self._builder.has_free_row
+    def finds_shared_prefixes(self) -> bool:
+        return self._shared_prefixes is not None
 
     def _ended(self, request: Request) -> None:
         self.isolation.forget(request)
         self.policy.learn(request)
+
+    def _make_room(self, now: float) -> None:
+        """Preempt less important requests when the first of the queue lack a row or blocks."""
+        rows = blocks = 0  # what those looked at so far will take
+        if not self.life.running:
+            return
+        for lane, request in self.life.waiting.first(MAX_ROOM, now, self.life.may_promote()):
+            # Beams that hold memory while a sibling waits for it would wait for each other forever.
+            victims = [r for r in self.life.running if r.lane > lane or _waits_for_others(r)]
+            if not victims:
+                return
+            rows, blocks = rows + 1, blocks + self._admission_need(request)[1]
+            kept = {block for r in self.life.running if r not in victims for block in r.blocks}
+            if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
+                return
+            withheld = self.limits.max_rows - self.pace.rows
+            while victims and not self._fits(rows + withheld, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
+                self.life.preempt(victims.pop())
+            self._promised, self._promised_above = blocks, lane
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self.life.free_rows) and len(self.life.running) < self.pace.rows
+
+    def _fits(self, rows: int, blocks: int, free: int) -> bool:
+        """Whether newcomers leave enough blocks for those who run to grow."""
+        watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.life.running else 0
+        return rows <= len(self.life.free_rows) and blocks + watermark <= free
+
+    def _freed_by(self, victim: Request) -> int:
+        """Blocks that come free when it leaves."""
+        return sum(1 for block in victim.blocks if self.kv.pool.references[block] == 1)
+
+    def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
+        """One token (and drafts) to every running request that is through its prompt; the others are returned."""
+        budget = max(self.pace.step_tokens, len(self.life.running))
+        for_drafts = (budget - len(self.life.running)) // 2  # proposals must starve neither decodes nor newcomers
+        prefilling: list[Request] = []
+        for request in list(self.life.running):
+            work = request.work()
+            if work == 0 or request.state is not RUNNING:
+                continue
+            if request.drafts:
+                wanted = request.max_tokens - (request.num_tokens + request.unsure - request.prompt_len) - 1
+                # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
+                through = work == 1 + request.num_drafts and request.grammar is None
+                verified = max(0, min(wanted, for_drafts)) if through else 0
+                del request.drafts[request.unsure + verified if verified else 0 :]
+                for_drafts -= request.num_drafts
+                work = request.work()
+            if work > 1 + request.num_drafts:
+                prefilling.append(request)
+                continue
+            if self._deal(step, shares, request, work):
+                budget -= work
+        return prefilling, budget
+
+    def _deal_prefills(
+        self,
+        step: Step,
+        shares: list[Share],
+        prefilling: list[Request],
+        budget: int,
+        now: float,
+    ) -> None:
+        queue = deque(request for request in prefilling if request.state is RUNNING)
+        while budget > 0:
+            head = self.life.waiting.head(now, self.life.may_promote())
+            if queue and (head is None or queue[0].lane <= head[0]):
+                request = queue.popleft()
+            elif head is not None and self._admit(step, head[1], head[0], now):
+                request = head[1]
+            elif queue:  # the head does not fit: nobody overtakes it, but those inside go on
+                request = queue.popleft()
+            else:
+                return
+            count = min(request.work(), budget)
+            if self.limits.whole_prompts and shares and count < request.work():
+                return
+            if count and self._deal(step, shares, request, count):
+                budget -= count
+
+    def _deal(self, step: Step, shares: list[Share], request: Request, count: int) -> bool:
+        """Give the request `count` tokens of this step, if their blocks can be had."""
+        start = request.num_computed
+        end = start + count
+        furthest = end + request.unsure
+        if furthest > len(request.blocks) * self.kv.block_size and not self._grow(step, request, furthest):
+            return False
+        shares.append((request, start, count))
+        request.last_step = request.fence = step.number
+        request.last_start = start
+        request.num_computed = end - (request.num_drafts if request.drafts else 0)  # drafts may turn out wrong
+        if len(request.tokens) >= (request.num_published + 1) * self.kv.block_size:
+            self.kv.publish(request)  # so that the next newcomer of this very step can share it
+        return True
+
+    def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
+        """A request that keeps breaking steps runs without company, so that only it can be blamed."""
+        suspect = self.isolation.suspects[0]
+        if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
+            return
+        if suspect.state is WAITING and not suspect.awaits_mask:
+            hits, need = self._admission_need(suspect)
+            while (need > self.kv.pool.num_free or not self.life.free_rows) and self.life.running:
+                self.life.preempt(self.life.running[-1])
+                hits, need = self._admission_need(suspect)
+            self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
+        suspect.drafts = []
+        count = min(suspect.work(), self.limits.max_step_tokens)
+        if count:
+            self._deal(step, shares, suspect, count)
+
+    def _grow(self, step: Step, request: Request, tokens: int) -> bool:
+        """Give the request blocks for `tokens`, preempting the least important if there are none."""
+        pool, held = self.kv.pool, len(request.blocks)
+        need = self.kv.blocks_for(tokens) - held
+        if request.lane > self._promised_above:
+            need += self._promised
+        missing = need - pool.num_free - pool.num_parked
+        while missing > 0:
+            victim = self.life.running[-1]
+            missing -= self._freed_by(victim)
+            self.life.preempt(victim)
+            if victim is request:
+                return False
+        fresh = self.kv.grow(request, tokens) if need <= pool.num_free else None
+        if fresh is None:  # blocks of a launched step come back only after its commit
+            return False
+        step.blocks.append((request.row, held, fresh))
+        return True
+
+    def _admission_need(self, request: Request) -> tuple[list[int], int]:
+        """Cached blocks to start from, and free blocks needed for what it starts with."""
+        if self._can_fork(request):
+            whole = request.fork_tokens // self.kv.block_size
+            return [], self.kv.blocks_for(self._room(request)) - whole
+        reads_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
+        fresh_start = reads_all or request.avoids_cache
+        hits = [] if fresh_start else self.kv.match(request)
+        return hits, self.kv.needed(request, hits, self._room(request))
+
+    def _room(self, request: Request) -> int:
+        """Tokens for which a request has to have blocks before it may start."""
+        return max(len(request.tokens), self.limits.reserved_tokens)
+
+    def _can_fork(self, request: Request) -> bool:
+        parent = request.fork_from
+        if parent is None or parent.state is not RUNNING or request.avoids_cache:
+            return False
+        if request.beams is None and not self.batching.may_share:  # a parent that writes its prompt again
+            return False
+        # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
+        dealt_now = parent.last_step == self._number + 1
+        return (parent.last_start if dealt_now else parent.num_computed) >= request.fork_tokens
+
+    def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
+        """The capacity gate."""
+        if not self.life.free_rows or request.in_flight or request.awaits_mask:
+            return False
+        if len(self.life.running) >= self.pace.rows and not self._is_stuck():
+            return False
+        hits, need = self._admission_need(request)
+        if not self._fits(1, need, self.kv.pool.num_free):
+            return False
+        admits = self.policy.admits(request, need, self.life.running, self.kv)
+        if not (admits and self.batching.admits(request, self.life.running, now)) and not self._is_stuck():
+            return False
+        self._place(step, request, hits, lane)
+        if request.metrics.first_scheduled is None:
+            request.metrics.first_scheduled = now
+            request.metrics.cached_tokens = min(request.num_computed, request.prompt_len)
+        return True
+
+    def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
+        """Give the request a row, its cached or forked prefix, and blocks for what it starts with."""
+        self.life.start(request, lane)
+        if self._can_fork(request):
+            assert request.fork_from is not None
+            step.moves += self.kv.fork(request.fork_from, request, request.fork_tokens)
+            request.fork_from.fence = step.number  # this step copies from it, whether it runs in it or not
+            request.in_float32 |= request.fork_from.in_float32
+        else:
+            self.kv.admit(request, hits)
+        request.fork_from = None
+        request.started_on_others = request.num_computed > 0
+        if request.num_computed == 0 and not self.batching.is_done(request):
+            request.prompt_logprobs = []  # they come again
+        if self.kv.grow(request, self._room(request)) is None:
+            raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
+        step.blocks.append((request.row, 0, list(request.blocks)))
+        step.admissions.append(
+            Admission(
+                row=request.row,
+                tokens=list(request.tokens),
+                prompt_len=request.prompt_len,
+                params=request.params,
+                seed=request.seed,
+                stop_ids=sorted(request.stop_ids),
+                num_computed=request.num_computed,
+            )
+        )
+
+    def _compose(self, step: Step, shares: list[Share]) -> None:
+        """Write the shares into the step, single tokens first.
+
+        A prompt is read in chunks even where one of them is a single token: ops may sum in another order for single
+        tokens, and a prompt's result must not depend on how much room there was beside it.
+        """
+        singles = [share for share in shares if share[2] == 1 and share[1] >= share[0].prompt_len]
+        if len(singles) < len(shares):
+            others = [share for share in shares if share[2] != 1 or share[1] < share[0].prompt_len]
+            shares = singles + sorted(others, key=lambda share: not share[0].drafts)
+        step.num_singles = len(singles)
+        step.requests = [request for request, _, _ in shares]
+        step.rows = [request.row for request in step.requests]
+        step.starts = [start for _, start, _ in shares]
+        step.counts = [count for _, _, count in shares]
+        if self.limits.float32_retry:
+            step.in_float32 = [index for index, request in enumerate(step.requests) if request.in_float32]
+        samples = step.samples
+        for request, start, count in shares:
+            request.in_flight += 1
+            drafts = request.drafts
+            beams = request.beams
+            if request.unsure:
+                step.slack[request.row] = request.unsure
+            if request.pooling is None and request.num_computed == len(request.tokens) + request.pending:
+                verified = request.num_drafts if drafts else 0
+                samples.append(1 + verified)
+                request.pending += 1
+                request.unsure += verified
+                request.waits_for = None if beams is None else Wait.ROUND
+                if request.grammar is not None and request.grammar.mask is not None:
+                    request.waits_for = Wait.GRAMMAR  # what may come next is known once it is known what came
+                    step.masks[request.row] = request.grammar.mask
+                if request.followers:
+                    self.life.release_followers(request)
+            else:
+                samples.append(0)
+                if request.pooling == "mean" or (request.pooling and request.num_computed == request.prompt_len):
+                    step.pooling[request.row] = request.pooling, request.prompt_len
+            if drafts:
+                step.drafts[request.row] = drafts
+                request.drafts = []
+            if beams is not None and count == 1:
+                step.chosen.append((request.row, start, request.tokens[start]))
+            wanted = request.params.prompt_logprobs
+            if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
+                step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
+        if self._shared_prefixes is not None and not (step.drafts or step.slack):
+            together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
+            step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))
+        self.life.stats.steps += 1
+        self.life.stats.tokens += step.num_tokens
+
+    def _is_stuck(self) -> bool:
+        """Whether all who run wait for one who does not (beams for a sibling): whoever can has to come in."""
+        return all(_waits_for_others(one) or self.batching.is_done(one) for one in self.life.running)
+
+
+def _waits_for_others(request: Request) -> bool:
+    """It cannot be in a step, and no launched one will change that."""
+    return request.waits_for is not None and not request.in_flight
