@@ -18,7 +18,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.runner.simulated import SimulatedRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.step import Pending, Step
-from tokenmill.errors import ConfigError, InvalidRequest
+from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.main import LoadedEngine, main
@@ -86,16 +86,7 @@ def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Loaded
     engine = Engine(scheduler, FaultyRunner(plan), overlap=bool(config.overlap))
     sizes = (VOCAB + 1, MAX_LEN, [2], ROWS, STEP_TOKENS, BLOCK, BLOCKS)
     ready = wire.EngineReady(wire.VERSION, os.getpid(), *sizes, "sim", "none", ["simulated"])
-    return LoadedEngine(engine, ready, lambda tokens, pooling: embed(plan, tokens, pooling))
-
-
-def embed(plan: dict[str, Any], tokens: list[int], pooling: str) -> list[float]:
-    if pooling != "mean":
-        raise InvalidRequest(f"pooling is {pooling!r}")
-    if POISON in tokens:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(plan.get("step", 0.002))
-    return [float(len(tokens)), float(sum(tokens))]
+    return LoadedEngine(engine, ready)
 
 
 if __name__ == "__main__":

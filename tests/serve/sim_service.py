@@ -16,6 +16,7 @@ from sim_engine import VOCAB
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.runner.simulated import ROOT, mix, ranked_tokens
+from tokenmill.errors import TokenmillError
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.serve.engine_client.service import Service
@@ -61,6 +62,15 @@ async def answer(service: Service, prompt: list[int], params: SamplingParams, **
         assert all(new[: len(old)] == old for old, new in zip(seen, tokens))
         seen = tokens
     return output
+
+
+async def embed(service: Service, prompts: list[list[int]], pooling: str = "mean") -> list[list[float]]:
+    """The vectors; of the simulated model, the number of tokens and their sum."""
+    streams = await service.embed(prompts, pooling)
+    for stream in streams:
+        if (error := (await stream.last()).error) is not None:
+            raise TokenmillError(error)
+    return [stream.follow.leader.pooled for stream in streams]
 
 
 def solo(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:

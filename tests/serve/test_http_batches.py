@@ -68,6 +68,20 @@ def test_a_batch_gives_what_its_requests_give(server: Server) -> None:
         client.files.retrieve(batch.input_file_id)
 
 
+def test_a_batch_gives_vectors(server: Server) -> None:
+    client = client_of(server)
+    asked = [{"custom_id": text, "url": "/v1/embeddings", "body": {"input": text}} for text in ("a mill", "a river")]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, asked)).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    batch = ended(client, batch.id)
+    assert batch.request_counts.completed == 2
+    for line in client.files.content(batch.output_file_id).read().splitlines():
+        answer = json.loads(line)
+        alone = client.embeddings.create(model="tiny-chat", input=answer["custom_id"], encoding_format="float")
+        found = answer["response"]["body"]["data"][0]["embedding"]
+        assert found == pytest.approx(alone.data[0].embedding, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"{}", b'{"custom_id": 3, "body": {}}', lines(1) + b"\n" + lines(1), b'{"body": {"stream": 1}}'],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_service import eventually, run
+from sim_service import embed, eventually, run
 
 from tokenmill import LLM
 from tokenmill.config import EngineConfig
@@ -75,7 +75,7 @@ def test_a_real_model_goes_on_with_exactly_the_tokens_of_an_undisturbed_run(tiny
         async def all_of_them(progress: Callable[[int], None]) -> list[tuple[Any, ...]]:
             return await asyncio.gather(*(follow(service, index, progress) for index in range(len(CASES))))
 
-        vectors = await service.embed(PROMPTS)
+        vectors = await embed(service, PROMPTS)
         shot: list[int] = []
 
         def shoot(length: int) -> None:
@@ -88,7 +88,8 @@ def test_a_real_model_goes_on_with_exactly_the_tokens_of_an_undisturbed_run(tiny
         assert shot and service.stats().restarts == 1
         assert disturbed == undisturbed
         assert await all_of_them(lambda length: None) == undisturbed
-        assert await service.embed(PROMPTS) == vectors
+        for before, after in zip(vectors, await embed(service, PROMPTS), strict=True):
+            assert after == pytest.approx(before, rel=1e-9)  # sums depend on who shares a step
         await eventually(lambda: not service._counters.engine.running)
         await service.stop()
 

@@ -42,6 +42,7 @@ submits = st.builds(
     waited=st.floats(0, 1e6),
     deadline_in=st.none() | st.floats(-1e6, 1e6),
     salt=st.text(),
+    pooling=st.sampled_from([None, "mean", "last"]),
 )
 logprobs = st.floats(max_value=0)
 scores = st.builds(wire.PackedLogprobs, tokens, logprobs, tokens, st.lists(st.tuples(tokens, logprobs)))
@@ -53,6 +54,7 @@ updates = st.builds(
     st.none() | st.sampled_from(["stop", "error"]),
     st.none() | st.text(),
     st.none() | st.builds(wire.Admitted, st.none() | st.floats(0, 1e9), st.integers(0, 100), st.none()),
+    pooled=st.none() | st.lists(st.floats(-1, 1), max_size=4),
 )
 
 
@@ -75,13 +77,11 @@ def test_every_message_has_a_tag_of_its_own() -> None:
         wire.Ping(True),
         wire.ResetPrefixCache(),
         wire.Stop(),
-        wire.Embed(1, [1], "mean"),
     ]
     assert [wire.decode_to_engine(wire.encode(one)) for one in messages] == messages
     replies = [
         wire.Loading(1, 2, "weights"),
         wire.Heartbeat(3, 1.0, True, wire.EngineStats(running=2), wire.EngineSnapshot(b"\x00\x03", [])),
-        wire.Embedded(1, [0.5]),
         wire.Fatal("ConfigError", "no"),
     ]
     assert [wire.decode_from_engine(wire.encode(one)) for one in replies] == replies

@@ -20,12 +20,9 @@ async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
         raise HttpError(
             400, f"encoding_format is {format[:60]!r}; it may be float or base64", "invalid_value", "encoding_format"
         )
-    pooling = body.pooling or "mean"
-    if pooling not in ("mean", "last"):
-        raise HttpError(400, f"pooling is {pooling[:60]!r}; it may be mean or last", "invalid_value", "pooling")
-    prompts = [await context.service.encode(prompt) for prompt in prompts_of(body.input, "input")]
-    context.prompt_tokens = sum(map(len, prompts))
-    vectors = await context.run_or_cancel(context.service.embed(prompts, pooling))
+    streams = await context.embed(prompts_of(body.input, "input"), body.pooling or "mean", body)
+    await context.all_outputs(streams)
+    vectors = [stream.follow.leader.pooled for stream in streams]
     if body.dimensions is not None:
         vectors = [_shortened(vector, body.dimensions) for vector in vectors]
     data = [

@@ -101,16 +101,21 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
-class CommonOptions(Struct, kw_only=True):
-    """What a client may say about how it is served, in every endpoint that generates."""
+class SchedulingOptions(Struct, kw_only=True):
+    """What a client may say about how it is served, in every endpoint that needs the engine."""
 
     model: str | None = None
-    stream: bool | None = None
     priority: _Priority | None = None
     deadline_ms: Annotated[float, _within(1, 86_400_000)] | None = (
         None  # from arrival; the answer is worth nothing after it
     )
     cache_salt: str | None = None  # requests share a cached prefix only with those of the same salt
+
+
+class CommonOptions(SchedulingOptions, kw_only=True):
+    """The same, in every endpoint that generates."""
+
+    stream: bool | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     REFUSED: ClassVar[dict[str, str]] = {}  # what clients may send that cannot be done here, and why
@@ -283,11 +288,10 @@ class MessageBatchRequest(Struct, kw_only=True):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
 
 
-class EmbeddingRequest(Struct, kw_only=True):
+class EmbeddingRequest(SchedulingOptions, kw_only=True):
     """POST /v1/embeddings"""
 
     input: _Prompt
-    model: str | None = None
     encoding_format: Annotated[str, _described(enum=["float", "base64"])] | None = None
     dimensions: _Count | None = None
     pooling: Annotated[str, _described(enum=["mean", "last"])] | None = None

@@ -30,7 +30,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
-from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
+from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.serve.engine import process_priority, wire
 from tokenmill.serve.engine.in_flight import InFlightFile
 from tokenmill.serve.engine.introspection import stats_of, view_of
@@ -52,7 +52,6 @@ class LoadedEngine:
 
     engine: Engine
     ready: wire.EngineReady
-    embed: Callable[[list[int], str], list[float]] | None = None  # tokens and pooling -> vector
 
 
 @dataclass(frozen=True)
@@ -105,16 +104,11 @@ def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) ->
     """The real engine; torch is imported here."""
     tell(0, 0, STARTING)
     from tokenmill.engine.build import build, choose_device
-    from tokenmill.engine.runner.torch_runner import TorchRunner
-    from tokenmill.serve.engine.embedder import Embedder
 
     device = str(choose_device(config.device))
     # The front reads the tokenizer itself.
     built = build(replace(config, skip_tokenizer_init=True), tell)
-    runner, settings = built.engine.runner, built.settings
-    assert isinstance(runner, TorchRunner)
-    embedder = Embedder(runner.decoder, settings.max_len, settings.max_step_tokens, settings.block_size)
-    return LoadedEngine(built.engine, ready_message(built, device), embedder.vector)
+    return LoadedEngine(built.engine, ready_message(built, device))
 
 
 def ready_message(built: Built, device: str) -> wire.EngineReady:
@@ -142,12 +136,10 @@ class EngineLoop:
         self, loaded: LoadedEngine, socket: zmq.Socket[bytes], in_flight: InFlightFile, beat_seconds: float
     ) -> None:
         self.engine = engine = loaded.engine
-        self._embed = loaded.embed
         self._socket = socket
         self._runner = engine.runner = _InFlightRunner(engine.runner, in_flight)
         self._beat_seconds = beat_seconds
         self._unadmitted: dict[str, Request] = {}  # the front does not know yet that they were let in
-        self._to_embed: deque[wire.Embed] = deque()
         self._steps = 0
         self._last_heartbeat = 0.0
         self._idle_reported = True  # the front knows that there is nothing to do
@@ -156,8 +148,6 @@ class EngineLoop:
         while self._handle_messages():
             if self.engine.has_work:
                 self._run_step()
-            if self._to_embed:  # one between two steps, so that neither kind of work stops the other
-                self._answer_embed(self._to_embed.popleft())
         self.engine.close()
 
     def _run_step(self) -> None:
@@ -196,6 +186,7 @@ class EngineLoop:
         if delta.finished:
             update.finish = None if request.finish is None else str(request.finish)
             update.error = request.error
+            update.pooled = request.pooled or None
             update.request_fault = request.grammar is not None and request.grammar.error is not None
         if self._unadmitted and self._unadmitted.pop(request.id, None) is not None:
             metrics = request.metrics
@@ -207,7 +198,7 @@ class EngineLoop:
     def _handle_messages(self) -> bool:
         """Do what was asked for until now; sleep while there is nothing else to do. False: stop."""
         for _ in range(MOST_MESSAGES):
-            idle = not self.engine.has_work and not self._to_embed
+            idle = not self.engine.has_work
             if idle and not self._idle_reported:
                 self._idle_reported = True
                 self._send_heartbeat()
@@ -226,10 +217,6 @@ class EngineLoop:
                     self._send_heartbeat(message.view)
                 case wire.ResetPrefixCache():
                     self.engine.reset_prefix_cache()
-                case wire.Embed():
-                    self._to_embed.append(message)
-                case wire.CancelEmbed(key):
-                    self._to_embed = deque(one for one in self._to_embed if one.key != key)
                 case wire.Stop():
                     return False
         return True
@@ -261,15 +248,6 @@ class EngineLoop:
         for request in requests:
             self._unadmitted[request.id] = request
 
-    def _answer_embed(self, message: wire.Embed) -> None:
-        self._idle_reported = False
-        try:
-            if self._embed is None:
-                raise ConfigError("this engine gives no embeddings")
-            self._send(wire.Embedded(message.key, self._embed(message.tokens, message.pooling)))
-        except Exception as error:
-            self._send(wire.Embedded(message.key, [], f"{type(error).__name__}: {error}"))
-
     def _requests(self, message: wire.Submit) -> list[Request]:
         now = self.engine.clock()
         requests = []
@@ -285,6 +263,7 @@ class EngineLoop:
                 arrival=now - message.waited,
                 deadline=None if message.deadline_in is None else now + message.deadline_in,
                 salt=message.salt,
+                pooling=message.pooling,
             )
             request.tokens += sequence.output
             requests.append(request)

@@ -11,7 +11,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 2  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 3  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -41,6 +41,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
     error: str | None = None
     admitted: Admitted | None = None  # with its first update after a submission
     request_fault: bool = False  # the error is of the request's own making: no other engine would do better
+    pooled: list[float] | None = None  # the vector that it was asked for, with its last update
 
 
 class Admitted(msgspec.Struct, array_like=True):
@@ -112,6 +113,7 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     waited: float  # since it arrived: keeps its place in the queue after a restart
     deadline_in: float | None
     salt: str
+    pooling: str | None = None  # a vector of the prompt is asked for, not an answer
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=2):
@@ -131,20 +133,6 @@ class ResetPrefixCache(msgspec.Struct, array_like=True, tag=4):
 
 class Stop(msgspec.Struct, array_like=True, tag=5):
     """Leave now; whoever wants requests finished waits for them first."""
-
-
-class Embed(msgspec.Struct, array_like=True, tag=6):
-    """Ask for the vector of a prompt."""
-
-    key: int  # of a count of its own
-    tokens: list[int]
-    pooling: str  # mean or last
-
-
-class CancelEmbed(msgspec.Struct, array_like=True, tag=7):
-    """Nobody waits for the vector of an Embed any more."""
-
-    key: int
 
 
 # From the engine
@@ -201,12 +189,6 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=24):
     view: EngineSnapshot | None = None
 
 
-class Embedded(msgspec.Struct, array_like=True, tag=25):
-    key: int
-    vector: list[float]  # of unit length
-    error: str | None = None
-
-
 class Fatal(msgspec.Struct, array_like=True, tag=26):
     """The last message of an engine that cannot go on."""
 
@@ -214,8 +196,8 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
     text: str
 
 
-ToEngine = Submit | Cancel | Ping | ResetPrefixCache | Stop | Embed | CancelEmbed
-FromEngine = Loading | EngineReady | StepDone | Heartbeat | Embedded | Fatal
+ToEngine = Submit | Cancel | Ping | ResetPrefixCache | Stop
+FromEngine = Loading | EngineReady | StepDone | Heartbeat | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

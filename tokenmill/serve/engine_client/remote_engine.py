@@ -197,6 +197,7 @@ class RemoteEngine:
                 request.cumulative_logprob += sum(one.logprob for one in logprobs)
         if update.finish is not None:
             request.error = update.error
+            request.pooled = update.pooled or []
             if update.request_fault:
                 self.at_fault.add(request.id)
             request.metrics.finished = at
@@ -307,6 +308,7 @@ class RemoteEngine:
                 waited=now - request.arrival,
                 deadline_in=None if request.deadline is None else request.deadline - now,
                 salt=request.salt,
+                pooling=request.pooling,
             )
         )
         for one in group:

@@ -11,14 +11,13 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import TokenmillError
 from tokenmill.follow import Follow
-from tokenmill.front import Front, Message, Prompt
+from tokenmill.front import NO_ANSWER, Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.grammar import check_grammar
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
 from tokenmill.serve.engine_client.admission import Admission, CircuitBreaker, Load, Unavailable
-from tokenmill.serve.engine_client.embeddings import EmbeddingClient
 from tokenmill.serve.engine_client.events import EngineEvent, Event, EventBus, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.remote_model import Progress, RemoteModel, load_tokenizer
@@ -55,8 +54,6 @@ class Service:
         self._supervisor = Supervisor(config, self.settings, self)
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
-        self._embeddings = EmbeddingClient()
-        self._embeddings.on_left = self._note_idle
         self._admission = Admission(self.settings)
         self._breaker = CircuitBreaker(self.settings)
         self._counters = ServiceCounters()
@@ -90,12 +87,12 @@ class Service:
         their streams end with finish_reason "error" and an error that says that the server is going away."""
         self._state = "draining"
         deadline = self._remote.clock() + seconds
-        while (self._active or self._embeddings.pending) and (left := deadline - self._remote.clock()) > 0:
+        while self._active and (left := deadline - self._remote.clock()) > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
         why = "the server is shutting down and did not finish this; send it again"
-        handed_back = len(self._active) + self._embeddings.end_all(why)
+        handed_back = len(self._active)
         self._remote.end_all(Finish.ERROR, why)
         self._dispatcher.deliver()
         return handed_back
@@ -106,14 +103,12 @@ class Service:
         self.texts.close()
         await self._supervisor.stop()
         self._remote.end_all(Finish.ERROR, "the server was stopped")
-        self._embeddings.end_all("the server was stopped")
         self._dispatcher.deliver()
 
     def ready(self) -> bool:
         """Whether a request would be worked on now: an engine is up, idle or completing steps; the breaker is shut."""
         now = self._remote.clock()
-        working = self._remote.sequences or self._embeddings.pending
-        silent = working and now - self._last_step > self.settings.hang_seconds / 2
+        silent = self._remote.sequences and now - self._last_step > self.settings.hang_seconds / 2
         return self._state == "ready" and not silent and self._breaker.state(now) != "open"
 
     def live(self) -> bool:
@@ -152,20 +147,36 @@ class Service:
             follow = self._front.prepare(
                 prompt, params, request_id=request_id, priority=priority, timeout=timeout, cache_salt=cache_salt
             )
-            return self._accept(follow)
+            return self._accept([follow])[0]
         except TokenmillError:
             self._counters.refused += 1
             raise
 
-    def _accept(self, follow: Follow) -> Stream:
+    async def embed(
+        self, prompts: Sequence[Prompt], pooling: str = "mean", *, request_id: str | None = None, **options: Any
+    ) -> list[Stream]:
+        """Accept all of these prompts or none, and ask for a vector of unit length of each: when its stream has ended
+        well, `stream.follow.leader.pooled`. Raises like `submit`, and has its options."""
+        try:
+            self._check_open()
+            encoded = [await self.texts.run(size_of(prompt), self._front.encode, prompt) for prompt in prompts]
+            ids = [f"{request_id}-{number}" if number and request_id else request_id for number in range(len(encoded))]
+            options["pooling"] = pooling
+            pairs = zip(encoded, ids, strict=True)
+            return self._accept([self._front.prepare(one, NO_ANSWER, request_id=id, **options) for one, id in pairs])
+        except TokenmillError:
+            self._counters.refused += 1
+            raise
+
+    def _accept(self, follows: list[Follow]) -> list[Stream]:
         self._check_open()  # again: tokenizing may have taken its time
         remote, now = self._remote, self._remote.clock()
         self._admission.check(
             remote.queued,
             remote.queued_tokens,
-            len(follow.prompt_ids),
-            len(follow.sequences),
-            follow.timeout,
+            sum(len(follow.prompt_ids) for follow in follows),
+            sum(len(follow.sequences) for follow in follows),
+            follows[0].timeout,
             self._current_load,
         )
         was_half_open = self._breaker.state(now) == "half_open"
@@ -173,15 +184,16 @@ class Service:
         if wait is not None:
             raise Unavailable("the engine failed repeatedly and is being restarted; try again later", wait)
         try:
-            stream = self._dispatcher.open(follow, self._supervisor.generation)
+            streams = [self._dispatcher.open(follow, self._supervisor.generation) for follow in follows]
         except TokenmillError:
             self._breaker.probe_ended()
             raise
-        self._probe = follow.id if was_half_open else self._probe
-        self._counters.accepted += 1
-        leader = follow.leader
-        self._events.emit(RequestEvent(follow.id, "accepted", now, leader.prompt_len, leader.priority))
-        return stream
+        self._probe = follows[0].id if was_half_open else self._probe
+        self._counters.accepted += len(follows)
+        for follow in follows:
+            leader = follow.leader
+            self._events.emit(RequestEvent(follow.id, "accepted", now, leader.prompt_len, leader.priority))
+        return streams
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its stream gets a last output with finish_reason "cancelled". False: there is none."""
@@ -202,21 +214,6 @@ class Service:
         self._check_started()
         size = max(SHORT + 1, sum(size_of(one.get("content")) for one in messages))  # templates may take their time
         return await self.texts.run(size, self._front.chat_ids, messages, **options)
-
-    async def embed(self, prompts: Sequence[Prompt], pooling: str = "mean") -> list[list[float]]:
-        """One vector of unit length per prompt; pooling is mean or last. Raises like `submit`."""
-        self._check_open()
-        several = [await self.encode(prompt) for prompt in prompts]
-        waiting = self._remote.queued_tokens + self._embeddings.queued_tokens
-        queued = self._remote.queued + self._embeddings.pending
-        self._admission.check(queued, waiting, sum(map(len, several)), len(several), None, self._current_load)
-        self._supervisor.expect_work(True)
-        answers = [self._embeddings.ask(ids, pooling) for ids in several]
-        try:
-            return await asyncio.gather(*answers)
-        finally:
-            for answer in answers:  # where one failed, or nobody waits any more, the others are in vain
-                answer.cancel()
 
     # -- to watch -------------------------------------------------------------------------------------------
 
@@ -286,18 +283,13 @@ class Service:
         self._send = send
         self._events.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
         self._remote.attach(send)
-        self._embeddings.attach(send)
 
-    def engine_message(self, message: wire.StepDone | wire.Heartbeat | wire.Embedded) -> None:
+    def engine_message(self, message: wire.StepDone | wire.Heartbeat) -> None:
         match message:
             case wire.StepDone():
                 self._step_done(message)
             case wire.Heartbeat():
                 self._heartbeat(message)
-            case wire.Embedded():
-                self._last_step, self._failures_in_a_row = self._remote.clock(), 0
-                self._embeddings.take_in(message)
-                self._note_idle()
 
     def engine_lost(self, loss: EngineLoss) -> float:
         now = self._remote.clock()
@@ -309,14 +301,12 @@ class Service:
         self._failures_in_a_row += 1
         self._events.emit(EngineEvent("died", now, loss.cause, self._supervisor.generation))
         self._remote.lose(loss)
-        self._embeddings.lose(loss.cause)
         if self._breaker.failed(now):
             self._events.emit(EngineEvent("breaker_open", now, loss.cause, self._supervisor.generation))
         if self._failures_in_a_row >= self.settings.give_up_after:
             self._failures_in_a_row = 0
             why = f"the engine failed {self.settings.give_up_after} times in a row: {loss.cause}"
             self._remote.end_all(Finish.ERROR, why)
-            self._embeddings.end_all(why)
         self._dispatcher.deliver()
         if self._failures_in_a_row <= 1:
             return 0.0
@@ -330,7 +320,7 @@ class Service:
         lag = self._remote.take_in(message)
         self._last_step = now = self._remote.clock()
         tokens = sum(len(update.tokens) for update in message.updates)
-        if tokens:
+        if tokens or any(update.pooled for update in message.updates):
             self._failures_in_a_row = 0
         self._admission.learn_step(message.decodes, message.prefill_tokens, message.seconds)
         self._dispatcher.deliver(message.at)
@@ -353,7 +343,7 @@ class Service:
     def _note_idle(self) -> None:
         """Something ended. An engine with nothing to do may be silent."""
         self._changed.set()
-        if not self._remote.sequences and not self._embeddings.pending:
+        if not self._remote.sequences:
             self._supervisor.expect_work(False)
 
     def _ended(self, state: StreamState) -> None:
@@ -364,7 +354,8 @@ class Service:
         output = sum(sequence.num_tokens for sequence in follow.sequences)
         self._counters.close(reason, leader.prompt_len, output, leader.metrics.cached_tokens)
         if reason in (Finish.STOP, Finish.LENGTH):
-            self._admission.learn_answer(leader.num_output)
+            if leader.pooling is None:
+                self._admission.learn_answer(leader.num_output)
             if self._breaker.succeeded(now):
                 self._events.emit(EngineEvent("breaker_closed", now, generation=self._supervisor.generation))
         if self._probe == follow.id:

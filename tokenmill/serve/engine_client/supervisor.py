@@ -41,7 +41,7 @@ class Owner(Protocol):
 
     def engine_ready(self, facts: wire.EngineReady, send: Callable[[wire.ToEngine], None]) -> None: ...
 
-    def engine_message(self, message: wire.StepDone | wire.Heartbeat | wire.Embedded) -> None: ...
+    def engine_message(self, message: wire.StepDone | wire.Heartbeat) -> None: ...
 
     def engine_lost(self, loss: EngineLoss) -> float:
         """The engine is gone. Returns the seconds to wait before the next one is started."""
@@ -179,7 +179,7 @@ class Supervisor:
             message = wire.decode_from_engine(await socket.recv())
             self._progress += 1
             match message:
-                case wire.StepDone() | wire.Heartbeat() | wire.Embedded():
+                case wire.StepDone() | wire.Heartbeat():
                     self._owner.engine_message(message)
                 case wire.Loading():
                     self._owner.engine_loading(message)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -69,9 +69,7 @@ class RequestContext:
         self.metrics: Metrics | None = None  # when things happened to the first prompt
         self.finish: str | None = None
         self._streams: list[Stream] = []
-        self._job: asyncio.Task[Any] | None = None
         self._open = True
-        self._left = False  # the client is gone
         tenant.enter()
         tenant.open_requests.add(self.id)
 
@@ -91,18 +89,28 @@ class RequestContext:
             prompt,
             params,
             request_id=f"{self.id}-{len(self._streams)}" if self._streams else self.id,
-            priority=self.tenant.priority(options.priority),
-            timeout=_deadline_seconds(options.deadline_ms),
-            cache_salt=self.tenant.salt(options.cache_salt),
+            **self._scheduling(options),
         )
         self._streams.append(stream)
         return stream
 
-    async def in_thread(self, run_or_cancel: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
+    async def embed(self, prompts: Sequence[Prompt], pooling: str, options: RequestOptions) -> list[Stream]:
+        """Ask the engine for vectors of prompts. Raises what `Service.embed` raises."""
+        self._streams = await self.service.embed(prompts, pooling, request_id=self.id, **self._scheduling(options))
+        return self._streams
+
+    def _scheduling(self, options: RequestOptions) -> dict[str, Any]:
+        return {
+            "priority": self.tenant.priority(options.priority),
+            "timeout": _deadline_seconds(options.deadline_ms),
+            "cache_salt": self.tenant.salt(options.cache_salt),
+        }
+
+    async def in_thread(self, run: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
         """Do something with what the client sent, in a thread where that was much."""
         if self.request.scope.get("tokenmill.size", 0) <= LONG:
-            return run_or_cancel(*args, **options)
-        return await asyncio.to_thread(run_or_cancel, *args, **options)
+            return run(*args, **options)
+        return await asyncio.to_thread(run, *args, **options)
 
     def note_sent(self) -> None:
         """What the streams brought was written to the socket."""
@@ -130,19 +138,6 @@ class RequestContext:
         async with self.cancel_on_disconnect(self.request.receive):
             return [self.record_output(await stream.last()) for stream in streams]
 
-    async def run_or_cancel(self, job: Coroutine[Any, Any, V]) -> V:
-        """What somebody else does for the client; a client that leaves ends it."""
-        self._job = task = asyncio.create_task(job)
-        async with self.cancel_on_disconnect(self.request.receive):
-            try:
-                return await task
-            except asyncio.CancelledError:
-                if task.cancelled() and self._left:
-                    raise HttpError(GONE, "the client left before its answer was there") from None
-                raise
-            finally:
-                task.cancel()
-
     @contextlib.asynccontextmanager
     async def cancel_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
         """Cancel what runs as soon as the client is gone; its streams then end by themselves."""
@@ -155,10 +150,7 @@ class RequestContext:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._left = True
         self.cancel()
-        if self._job is not None:
-            self._job.cancel()
 
     def cancel(self) -> None:
         for stream in self._streams:
