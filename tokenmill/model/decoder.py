@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from tokenmill.model.layers import (
     MoEWeights,
     WeightStore,
     layer_kind,
+    with_adapters,
 )
 from tokenmill.model.moe import experts_of
 from tokenmill.model.rope import rope_table
@@ -24,6 +25,7 @@ from tokenmill.model.spec import DecoderSpec, MLASpec
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask, Rows
+from tokenmill.quant.schemes.adapters import LowRankUpdates, RowContext
 from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
 from tokenmill.quant.schemes.scheme import Linear
 
@@ -49,6 +51,7 @@ class TokenBatch:
     slots: torch.Tensor  # [tokens]: where each token's key and value go; negative: nowhere
     attention: AttentionBatch
     attend: Attend | None = None  # stands in for `Decoder.attend`: for whoever records what lies between two of them
+    context: RowContext | None = None  # what tokens ask of linear layers, each for itself; None: nothing
 
 
 @dataclass
@@ -62,13 +65,21 @@ class Hidden:
 class Attended:
     """A layer between its two halves: what its heads found, and the residual."""
 
-    def __init__(self, index: int, layer: LayerWeights, mixed: torch.Tensor, residual: torch.Tensor) -> None:
-        self.index, self.layer = index, layer
+    def __init__(
+        self,
+        index: int,
+        layer: LayerWeights,
+        mixed: torch.Tensor,
+        residual: torch.Tensor,
+        context: RowContext | None = None,
+    ) -> None:
+        self.index, self.layer, self.context = index, layer, context
         self._tensors = [mixed, residual]  # [tokens, heads, v_dim], [tokens, hidden]
 
     def pick(self, wanted: torch.Tensor) -> None:  # [n]
         """Go on with these tokens only."""
         self._tensors[:] = [one[wanted] for one in self._tensors]
+        self.context = None if self.context is None else self.context.pick(wanted)
 
     def take(self) -> list[torch.Tensor]:
         """Both, once: whoever computes with them decides how long they live."""
@@ -84,6 +95,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.ops = ops
+        self.adapters: Mapping[str, LowRankUpdates] = {}  # by canonical name of the linear layer
         length = max_len or spec.max_positions
         tables = {rope: rope_table(rope, length, weights.device) for rope in set(spec.ropes)}
         self._tables = [tables[rope] for rope in spec.ropes]  # one per layer, shared where equal
@@ -134,13 +146,15 @@ class Decoder:
 
     def attention_of(self, index: int, hidden: Hidden, tokens: TokenBatch, kv: list[LayerKV]) -> Attended:
         """The first half of a layer, whose weights are asked for here."""
-        layer = self.weights.layer(index)
+        whole = self.weights.layer(index)
+        layer = self._for_rows(index, whole, tokens.context)
         x, residual = self._add_norm(hidden.update, hidden.residual, layer.before_attention, layer.attention.qkv)
-        return Attended(index, layer, self._mix(index, x, layer.attention, tokens, kv[index]), residual)
+        mixed = self._mix(index, x, layer.attention, tokens, kv[index])
+        return Attended(index, whole, mixed, residual, tokens.context)
 
     def mlp_of(self, attended: Attended, watch: Watch | None = None) -> Hidden:
         """The second half."""
-        layer = attended.layer
+        layer = self._for_rows(attended.index, attended.layer, attended.context)
         mixed, residual = attended.take()
         update = self._join(mixed, layer)
         del mixed
@@ -149,6 +163,11 @@ class Decoder:
         if watch is not None:
             watch(attended.index, residual + update)
         return Hidden(residual, update)
+
+    def _for_rows(self, index: int, layer: LayerWeights, context: RowContext | None) -> LayerWeights:
+        if context is None or not self.adapters:
+            return layer
+        return with_adapters(layer, f"layers.{index}.", self.adapters, context)
 
     def norm(self, hidden: Hidden) -> torch.Tensor:  # [tokens, hidden]
         """What the head reads."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 
 from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
+from tokenmill.quant.schemes.adapters import LowRankUpdates, RowContext, adapted
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.scheme import Linear, QuantScheme, TakesRows
 
@@ -63,6 +64,27 @@ class LayerWeights:
         found = [self.attention.qkv, self.attention.o, *([] if mlp is None else [mlp.gate_up, mlp.down])]
         q_up = self.attention.q_up if isinstance(self.attention, LatentAttentionWeights) else None
         return found if q_up is None else [*found, q_up]
+
+
+def with_adapters(
+    layer: LayerWeights, at: str, updates: Mapping[str, LowRankUpdates], context: RowContext
+) -> LayerWeights:
+    """The layer for these rows; `at`: what its canonical names begin with, under which `updates` has what is added."""
+
+    def adapt(part: Any) -> Any:
+        changes = {
+            field.name: adapted(value, updates.get(at + field.name), context)
+            for field in fields(part)
+            if isinstance(value := getattr(part, field.name), Linear)
+        }
+        return replace(part, **changes)
+
+    mlp = layer.mlp
+    if isinstance(mlp, MLPWeights):
+        mlp = adapt(mlp)
+    elif mlp.shared is not None:
+        mlp = replace(mlp, shared=adapt(mlp.shared))
+    return replace(layer, attention=adapt(layer.attention), mlp=mlp)
 
 
 class WeightStore(Protocol):

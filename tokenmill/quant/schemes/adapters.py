@@ -1,0 +1,67 @@
+"""What rows ask of linear layers, each for itself: which adapter's update is added to their product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.ops.types import Rows, Unnormed
+from tokenmill.quant.schemes.scheme import Linear
+
+NO_ADAPTER = -1
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """What goes with the tokens of a step through every layer."""
+
+    adapter: torch.Tensor  # [tokens] int64: the slot of the adapter, or NO_ADAPTER
+
+    def pick(self, wanted: torch.Tensor) -> RowContext:  # [n]
+        return RowContext(self.adapter[wanted])
+
+
+@dataclass(frozen=True)
+class LowRankUpdates:
+    """The updates of several adapters to one linear layer, by slot; in plain torch."""
+
+    down: torch.Tensor  # [slots, rank, in]
+    up: torch.Tensor  # [slots, out, rank], scaled
+
+    def of(self, x: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:  # [tokens, in], [tokens] -> [tokens, out]
+        update = x.new_zeros(len(x), self.up.shape[1])
+        for slot in range(len(self.down)):
+            mine = (adapter == slot)[:, None]
+            update += torch.where(mine, x @ self.down[slot].T @ self.up[slot].T, 0)
+        return update
+
+
+@dataclass(frozen=True)
+class AdaptedLinear(Linear):
+    """A linear layer with its adapters, for the rows of one step. Its input stays as it is: they read it, too."""
+
+    updates: LowRankUpdates | None = None
+    context: RowContext | None = None
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor) and self.updates is not None and self.context is not None
+        return super().__call__(x) + self.updates.of(x, self.context.adapter)
+
+    def fuses(self, rows: int, dtype: torch.dtype, gated: bool = False) -> bool:
+        return False
+
+    def fused(self, x: torch.Tensor | Unnormed, act: str = "") -> torch.Tensor:
+        raise AssertionError("a product with adapters is not fused with what is around it")
+
+    def inputs(self, rows: int, dtype: torch.dtype) -> torch.dtype | None:
+        return None
+
+
+def adapted(linear: Linear, updates: LowRankUpdates | None, context: RowContext) -> Linear:
+    """The layer as it is for these rows."""
+    if updates is None:
+        return linear
+    made = AdaptedLinear(linear.scheme, linear.storage, linear.bias, updates=updates, context=context)
+    made._matmuls.update(linear._matmuls)  # what was chosen stays chosen
+    return made
