@@ -14,6 +14,7 @@ from tokenmill.engine.request import BATCH, REALTIME, Finish, Request
 from tokenmill.engine.runner.simulated import SimulatedClock, SimulatedRunner
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.scheduler import Limits, Scheduler
+from tokenmill.engine.scheduler.policy import ShortestFirst
 from tokenmill.engine.step import POOLINGS, Step
 from tokenmill.errors import InvalidRequest, QueueFull
 from tokenmill.follow import Follow
@@ -114,6 +115,50 @@ def test_vectors_and_decodes_share_steps_and_do_not_change_each_other(llm: LLM, 
     together = [step for step in steps[before:] if step.num_singles == 2 and len(step.rows) > 2]
     assert len(together) > 2  # a text of 50 tokens is read in pieces, and meanwhile both others go on
     assert all(step.num_tokens <= STEP_TOKENS for step in steps)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batching": "static", "enable_prefix_caching": False, "enable_chunked_prefill": False},
+        {"kv_cache": False, "enable_prefix_caching": False},
+        {"policy": "sjf"},
+    ],
+    ids=["static batches", "no cache", "shortest first"],
+)
+def test_other_ways_of_scheduling_do_not_change_a_vector(
+    tiny_model: str, options: dict[str, Any], pooling: str
+) -> None:
+    with open_llm(tiny_model, **{"max_num_batched_tokens": 512, "max_model_len": 64} | options) as llm:
+        talk = start(llm, [11, 12, 13])
+        vectors = [start(llm, prompt, pooling) for prompt in PROMPTS]
+        run(llm)
+        assert talk.sequences[0].num_tokens == 12
+        for prompt, follow in zip(PROMPTS, vectors, strict=True):
+            close(follow.leader.pooled, reference(llm, prompt, pooling))
+        policy = llm._built.engine.scheduler.policy
+        if isinstance(policy, ShortestFirst):  # they say nothing about how long answers are
+            assert policy.predictor._tables["all"].values == [12]
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_steps_that_would_be_recorded_give_the_same_vector(tiny_model: str, pooling: str) -> None:
+    """Packed weights on a CPU: steps that read prompts are recorded, but for those that hidden states are read of."""
+    options = {"dtype": "float32", "quantization": "int8", "max_num_batched_tokens": 64}
+    with open_llm(tiny_model, **options) as llm:
+        alone = llm.embed(PROMPTS, pooling=pooling, use_tqdm=False)
+        llm.reset_prefix_cache()
+        talks = [start(llm, [7, number + 3, 9]) for number in range(3)]
+        vectors = []
+        for prompt in PROMPTS:
+            llm._front.step()
+            vectors.append(start(llm, prompt, pooling))
+        run(llm)
+        assert all(talk.sequences[0].num_tokens == 12 for talk in talks)
+        for follow, one in zip(vectors, alone, strict=True):
+            found, expected = torch.tensor(follow.leader.pooled), torch.tensor(one.outputs.embedding)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

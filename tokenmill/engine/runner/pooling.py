@@ -29,12 +29,14 @@ class Pooler:
         hidden: torch.Tensor,  # [tokens, hidden]
     ) -> Pooled | None:
         ended: dict[int, torch.Tensor] = {}
+        # Sums of a step are made in a dtype for which no widened copy of all its states is needed.
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         first = 0
         for index, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
             if row in step.pooling:
                 pooling, prompt_len = step.pooling[row]
                 states = hidden[first : first + count]
-                vector = states.sum(0, dtype=torch.float64) if pooling == "mean" else states[-1].double()
+                vector = (states.sum(0, dtype=dtype) if pooling == "mean" else states[-1]).double()
                 if pooling == "mean" and start:
                     vector += self._sums.pop(row)
                 if start + count == prompt_len:
