@@ -114,7 +114,7 @@ def test_the_ceiling_of_products_is_the_fastest_way_to_multiply(monkeypatch: pyt
 
     class Slow(Dense):
         def matmul(self, storage: dict[str, torch.Tensor], dtype: torch.dtype) -> Matmul:
-            slow = MatmulKernel("slow", ("dense",), lambda need: lambda x, storage, bias: x @ x @ x @ x @ x)
+            slow = MatmulKernel("slow", ("dense",), lambda need, x, storage, bias: x @ x @ x @ x @ x)
             return only(slow, dense_need(storage["weight"], dtype))
 
     def fake(variants: list[object], device: torch.device, budget: float = 0.3, *, best: bool = False) -> float:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tokenmill.ops.matmul import MatmulNeed
+from tokenmill.ops.matmul import MatmulKernel, MatmulNeed
 from tokenmill.ops.types import Unnormed
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
@@ -66,12 +66,11 @@ def test_as_many_programs_fit_as_are_wanted(monkeypatch, bands, tiles):
 @pytest.mark.parametrize("bands", [16, 512, 8016])
 def test_what_is_taken_fits_into_shared_memory(monkeypatch, group, bands):
     from tokenmill.ops.triton.gemm import one_row as kernels
-    from tokenmill.ops.triton.gemm.matmul import _one_row_misfit as misfit
 
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     taken = []
     for tiles in (16, 48, 64, 128, 224, 256, 272, 448, 832, 1024, 2048):
-        if not misfit(need_of(bands, tiles, group)):
+        if not one_row_kernel().shape_misfit(need_of(bands, tiles, group)):
             taken.append(tiles)
             shape = kernels.choose_one_shape.__wrapped__(bands, tiles, torch.device("cuda", 0))
             stage = 4 * shape.tiles * (512 + 64 * 64 // group)
@@ -80,11 +79,16 @@ def test_what_is_taken_fits_into_shared_memory(monkeypatch, group, bands):
 
 
 def test_a_band_of_gate_and_up_is_not_activated():
-    from tokenmill.ops.triton.gemm.matmul import KERNELS
-
-    (kernel,) = (one for one in KERNELS if one.fuse is not None)
+    kernel = one_row_kernel()
     assert kernel.gates(need_of(6, 64, 128)) and not kernel.gates(need_of(7, 64, 128))
     assert not kernel.shape_misfit(need_of(7, 64, 128))
+
+
+def one_row_kernel() -> MatmulKernel:
+    from tokenmill.ops.triton.gemm.matmul import KERNELS
+
+    (kernel,) = (one for one in KERNELS if one.fused is not None)
+    return kernel
 
 
 def need_of(bands: int, tiles: int, group: int) -> MatmulNeed:

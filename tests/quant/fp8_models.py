@@ -12,7 +12,7 @@ from tokenmill.ops.types import AttentionBatch
 from tokenmill.quant.schemes.row_scaled import Fp8
 
 ON_BOTH_SIDES = MatmulKernel(
-    "float8 on both sides", ("fp8",), lambda need: multiply_float8, inputs=FLOAT8, quantize=quantize_rows
+    "float8 on both sides", ("fp8",), multiply_float8, inputs=FLOAT8, quantize=quantize_rows
 )
 
 

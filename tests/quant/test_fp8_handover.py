@@ -50,13 +50,13 @@ class OnBothSides(Fp8):
     def matmul(self, storage, dtype):
         """asks: says so, and is handed such rows; otherwise they are rounded inside."""
         need = super().matmul(storage, dtype).need
-        alone = MatmulKernel("one row", ("fp8",), lambda need: multiply_float8)
-        inside = MatmulKernel("rounds", ("fp8",), lambda need: rounds_inside)
+        alone = MatmulKernel("one row", ("fp8",), multiply_float8)
+        inside = MatmulKernel("rounds", ("fp8",), rounds_inside)
         return Noting(self, need, [(1, alone), (NO_LIMIT, ON_BOTH_SIDES if self.asks else inside)])
 
 
-def rounds_inside(x, storage, bias):
-    return multiply_float8(quantize_rows(x), storage, bias)
+def rounds_inside(need, x, storage, bias):
+    return multiply_float8(need, quantize_rows(x), storage, bias)
 
 
 class Noting(Matmul):

@@ -29,15 +29,15 @@ class Fusing(Dense):
 
     def matmul(self, storage, dtype):
         need = dense_need(storage["weight"], dtype)
-        fusing = {"fuse": lambda need: self.fused, "gates": lambda need: self.gates}
-        return only(MatmulKernel("fuses", ("dense",), lambda need: multiply_dense, **fusing), need)
+        fusing = {"fused": self.fused, "gates": lambda need: self.gates}
+        return only(MatmulKernel("fuses", ("dense",), multiply_dense, **fusing), need)
 
-    def fused(self, x, storage, bias, act=""):
+    def fused(self, need, x, storage, bias, act):
         self.calls.append((isinstance(x, Unnormed), act))
         if isinstance(x, Unnormed):
             x.total.copy_(x.residual + x.update)
             x = F.rms_norm(x.total, x.total.shape[-1:], x.weight, x.eps)
-        out = multiply_dense(x, storage, bias)
+        out = multiply_dense(need, x, storage, bias)
         if not act:
             return out
         gate, up = out.chunk(2, -1)

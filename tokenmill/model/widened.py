@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tokenmill.model.layers import LayerWeights, WeightStore
-from tokenmill.ops.matmul import Matmul, MatmulKernel, dense_need, only
-from tokenmill.ops.types import QuantizedRows, Storage
+from tokenmill.ops.matmul import Matmul, MatmulKernel, MatmulNeed, dense_need, only
+from tokenmill.ops.types import Storage
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.scheme import Linear
 
@@ -78,16 +78,15 @@ class Widening(Dense):
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
-        self._kernel = MatmulKernel("widened in parts", ("dense",), lambda need: partial(_widened, at_once))
+        self._kernel = MatmulKernel("widened in parts", ("dense",), partial(_widened, at_once))
 
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         return only(self._kernel, dense_need(storage["weight"], dtype))
 
 
 def _widened(
-    at_once: int, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None
+    at_once: int, need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    assert isinstance(x, torch.Tensor)
     weight = storage["weight"]
     rows, columns = weight.shape
     count = max(1, at_once // (4 * columns))

@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -19,9 +20,8 @@ NO_LIMIT = 1 << 62
 ANY_ROWS = (0, NO_LIMIT)
 Span = tuple[int, int]  # numbers of rows, both ends included
 
-Run = Callable[[torch.Tensor | QuantizedRows, Storage, torch.Tensor | None], torch.Tensor]  # x, weight, bias
-RunFused = Callable[[torch.Tensor | Unnormed, Storage, torch.Tensor | None, str], torch.Tensor]  # and an activation
 Quantize = Callable[[torch.Tensor, torch.dtype, torch.Tensor | None], QuantizedRows]  # x, dtype of codes, fixed scale
+RunFused = Callable[[torch.Tensor | Unnormed, Storage, torch.Tensor | None, str], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class MatmulKernel:
 
     name: str
     weights: tuple[str, ...]
-    make: Callable[[MatmulNeed], Run]  # called once for a layer: kernels are imported here, not in the step
+    # Of the need, x [rows, in] (QuantizedRows where `inputs` says so), the storage and the bias: [rows, out].
+    run: Callable[[MatmulNeed, Any, Storage, torch.Tensor | None], torch.Tensor]
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = FLOATS
     requires: Requirement | None = None  # of the GPU and of Triton
@@ -89,8 +90,9 @@ class MatmulKernel:
     fastest: Callable[[MatmulNeed], Sequence[Span]] = _never  # rows for which it was measured to be
     inputs: torch.dtype | None = None  # codes that inputs are rounded to; None: they are multiplied as they are
     quantize: Quantize | None = None  # makes such inputs
-    fuse: Callable[[MatmulNeed], RunFused] | None = None  # of one row: with the norm before it, the activation behind
-    gates: Callable[[MatmulNeed], bool] = lambda need: False  # whether `fuse` can take in the activation
+    # As `run`, for one row: with the norm before it (x is Unnormed), and the activation behind it, named by the last.
+    fused: Callable[[MatmulNeed, Any, Storage, torch.Tensor | None, str], torch.Tensor] | None = None
+    gates: Callable[[MatmulNeed], bool] = lambda need: False  # whether `fused` can take in the activation
     counters: Callable[[int], int] = lambda out_features: 0  # split-K counters that a weight needs beside it
     recordable: tuple[str, ...] = ("cuda",)  # devices on which a step with it may be recorded
     # A row's bits depend on its own inputs alone: not on other rows, nor on their number.
@@ -107,11 +109,10 @@ class Matmul:
         self.serving = tuple(serving)
         self.passed_over = tuple(passed_over)
         self.recordable = all(need.device.type in kernel.recordable for _, kernel in serving)
-        made = {kernel.name: kernel.make(need) for _, kernel in serving}
-        self._by_rows = [(most, made[kernel.name], kernel.inputs, kernel.quantize) for most, kernel in serving]
-        one = self.kernel(1)
-        self.fused = one.fuse(need) if one.fuse is not None else None
-        self.gates = self.fused is not None and one.gates(need)
+        self._by_rows = [(most, partial(one.run, need), one.inputs, one.quantize) for most, one in serving]
+        alone = self.kernel(1)
+        self.fused: RunFused | None = None if alone.fused is None else partial(alone.fused, need)
+        self.gates = self.fused is not None and alone.gates(need)
 
     def __call__(
         self,

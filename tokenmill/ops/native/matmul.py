@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.matmul import MatmulKernel
+from tokenmill.ops.matmul import MatmulKernel, MatmulNeed
 from tokenmill.ops.native.matrix import PackedMatrix
-from tokenmill.ops.types import QuantizedRows, Storage
+from tokenmill.ops.types import Storage
 
 
 class PackedStorage(Storage):
@@ -17,20 +17,14 @@ class PackedStorage(Storage):
         self.matrix = matrix
 
 
-def _packed(x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(storage, PackedStorage) and isinstance(x, torch.Tensor)
+def _packed(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(storage, PackedStorage)
     return storage.matrix.matmul(x, bias)
 
 
 KERNELS = (
     MatmulKernel(
-        "native",
-        ("packed",),
-        lambda need: _packed,
-        devices=("cpu",),
-        dtypes=(torch.float32,),
-        recordable=("cpu",),
-        batch_invariant=True,
-        rank=10,
+        "native", ("packed",), _packed, devices=("cpu",), dtypes=(torch.float32,), recordable=("cpu",),
+        batch_invariant=True, rank=10,
     ),
-)
+)  # fmt: skip

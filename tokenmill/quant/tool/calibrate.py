@@ -12,10 +12,10 @@ import torch
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
 from tokenmill.model.layers import LayerWeights, Weight, WeightStore, layer_weights
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.ops.matmul import Matmul, MatmulKernel, dense_need, only
+from tokenmill.ops.matmul import Matmul, MatmulKernel, MatmulNeed, dense_need, only
 from tokenmill.ops.matmul_torch import FLOAT8, multiply_dense, quantize_rows
 from tokenmill.ops.registry import Need, Ops, select
-from tokenmill.ops.types import AttentionBatch, QuantizedRows, Storage
+from tokenmill.ops.types import AttentionBatch, Storage
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.scheme import Linear
@@ -43,17 +43,16 @@ class Changed(Dense):
 
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._kernel = MatmulKernel("changed inputs", ("dense",), lambda need: self._multiply)
+        self._kernel = MatmulKernel("changed inputs", ("dense",), self._multiply)
         self._change = change
 
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         return only(self._kernel, dense_need(storage["weight"], dtype))
 
     def _multiply(
-        self, x: torch.Tensor | QuantizedRows, storage: Storage, bias: torch.Tensor | None
+        self, need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return multiply_dense(self._change(x), storage, bias)
+        return multiply_dense(need, self._change(x), storage, bias)
 
 
 def tap(show: Callable[[torch.Tensor], None]) -> Changed:

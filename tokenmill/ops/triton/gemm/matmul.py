@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tokenmill.ops.device_facts import GEMM, HOPPER, multiprocessors
-from tokenmill.ops.matmul import NO_LIMIT, MatmulKernel, MatmulNeed, Run, RunFused, Span
+from tokenmill.ops.matmul import NO_LIMIT, MatmulKernel, MatmulNeed, Span
 from tokenmill.ops.triton.gemm import invariant, quantize, small, weight_only
 from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, parts_of
 from tokenmill.ops.triton.launch import ceil_div
 from tokenmill.ops.types import QuantizedRows, Storage, Unnormed
 
-Rows = torch.Tensor | QuantizedRows
-Bias = torch.Tensor | None
+Bias = torch.Tensor | None  # [out]
 HALVES = (torch.bfloat16, torch.float16)
+THREE_FLOATS = (torch.float32, *HALVES)
 FLOAT8 = torch.float8_e4m3fn
 WORDS = {"int4": "int4", "int8": "int8", "grouped fp8": "fp8"}  # weights of small codes -> their kind
 # Up to here rows stay in their own dtype; with more, float8 on both sides is faster in spite of the quantizing launch.
 WIDE_INPUT_ROWS = 1
 # From here on tiles of 128 rows are ahead of the small ones, the library's or ours (scripts/gpu_w8a8.py).
 TILED_ROWS = 65
+ONE_ROW_TILES, MOST_ONE_ROW_TILES = 16, 1024  # a stage of all warps, and so that inputs fit into shared memory
 _LIBRARY_ALIGNMENT = 16  # both dims of a float8 weight, elements
 _COUNTED_ROW_TILES = 4  # sums of eight bits on both sides are cut into parts up to several hundred rows
+
+
+@cache
+def _hopper_gemm() -> Any:
+    from tokenmill.ops.triton.gemm.hopper import hopper_gemm  # in Gluon, which not every Triton has
+
+    return hopper_gemm
+
+
+@cache
+def _one_row_gemm() -> Any:
+    from tokenmill.ops.triton.gemm.one_row import one_row_gemm  # in Gluon, which not every Triton has
+
+    return one_row_gemm
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype, fixed: torch.Tensor | None) -> QuantizedRows:  # [rows, in]
     return QuantizedRows(*quantize.quantize_rows(x, dtype, fixed), x.dtype)
 
 
-def _dense(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        weight = storage["weight"]
-        if x.stride(1) != 1 or x.stride(0) % 8:
-            return F.linear(x, weight, bias)
-        return small.small_gemm(x, weight, bias, counters=storage.get("counters"))
-
-    return run
+def _dense(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
+    if x.stride(1) != 1 or x.stride(0) % 8:
+        return F.linear(x, storage["weight"], bias)
+    return small.small_gemm(x, storage["weight"], bias, counters=storage.get("counters"))
 
 
 def _dense_misfit(need: MatmulNeed) -> str:
@@ -52,12 +64,8 @@ def _dense_fastest(need: MatmulNeed) -> tuple[Span, ...]:
     return small.fastest_rows(need.out_features, need.in_features)
 
 
-def _invariant(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return invariant.invariant_gemm(x, storage["weight"], bias, dtype=need.out_dtype)
-
-    return run
+def _invariant(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
+    return invariant.invariant_gemm(x, storage["weight"], bias, dtype=need.out_dtype)
 
 
 def _invariant_misfit(need: MatmulNeed) -> str:
@@ -78,90 +86,52 @@ def _most_rows(need: MatmulNeed) -> int:
     return weight_only.most_rows(need.zeros, need.group)
 
 
-def _in_registers(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return weight_only.weight_only_gemm(x, _codes(need, storage), bias, counters=storage["counters"])
-
-    return run
+def _in_registers(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
+    return weight_only.weight_only_gemm(x, _codes(need, storage), bias, counters=storage["counters"])
 
 
-def _dequantized(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return F.linear(x, weight_only.widened(_codes(need, storage), x.dtype), bias)
-
-    return run
+def _dequantized(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
+    return F.linear(x, weight_only.widened(_codes(need, storage), x.dtype), bias)
 
 
-def _fused_row(need: MatmulNeed) -> RunFused:
-    from tokenmill.ops.triton.gemm.one_row import one_row_gemm  # in Gluon, which not every Triton has
-
-    def run(x: torch.Tensor | Unnormed, storage: Storage, bias: Bias, act: str) -> torch.Tensor:
-        return one_row_gemm(x, _codes(need, storage), bias, act)
-
-    return run
-
-
-def _one_row(need: MatmulNeed) -> Run:
-    fused = _fused_row(need)
-
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return fused(x.contiguous(), storage, bias, "")
-
-    return run
+def _fused_row(
+    need: MatmulNeed, x: torch.Tensor | Unnormed, storage: Storage, bias: Bias, act: str = ""
+) -> torch.Tensor:
+    x = x if isinstance(x, Unnormed) else x.contiguous()
+    out: torch.Tensor = _one_row_gemm()(x, _codes(need, storage), bias, act)
+    return out
 
 
 def _one_row_misfit(need: MatmulNeed) -> str:
     """As one_row.py streams them: whole groups in a stage, and the inputs fit into shared memory."""
     if need.zeros or need.group not in (64, 128):
         return "only for groups of 64 and 128 without zeros"
-    tiles = need.in_features // (TILE * parts_of("int4"))
     if reason := _words_misfit(need):
         return reason
+    tiles, width = need.in_features // (TILE * parts_of("int4")), TILE * parts_of("int4")
     if tiles % ONE_ROW_TILES or tiles > MOST_ONE_ROW_TILES:
-        width = TILE * parts_of("int4")
         return f"its {need.in_features} inputs are no multiple of {ONE_ROW_TILES * width}, or too many"
     return ""
 
 
-ONE_ROW_TILES, MOST_ONE_ROW_TILES = 16, 1024  # a stage of all warps, and so that inputs fit into shared memory
+def _float8_wide_inputs(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
+    return small.small_gemm(x, storage["weight"], bias, scale=storage["scale"], counters=storage["counters"])
 
 
-def _float8_wide_inputs(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor)
-        return small.small_gemm(
-            x, storage["weight"], bias, scale=storage["scale"], counters=storage["counters"]
-        )
-
-    return run
+def _eight_bits(need: MatmulNeed, x: QuantizedRows, storage: Storage, bias: Bias) -> torch.Tensor:
+    return small.small_gemm(
+        x.values, storage["weight"], bias,
+        scale=storage["scale"], x_scale=x.scale, counters=storage["counters"], dtype=x.dtype,
+    )  # fmt: skip
 
 
-def _eight_bits(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, QuantizedRows)
-        return small.small_gemm(
-            x.values, storage["weight"], bias, scale=storage["scale"], x_scale=x.scale, counters=storage["counters"],
-            dtype=x.dtype,
-        )  # fmt: skip
-
-    return run
-
-
-def _eight_bits_hopper(need: MatmulNeed) -> Run:
-    from tokenmill.ops.triton.gemm.hopper import hopper_gemm  # in Gluon, which not every Triton has
-
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, QuantizedRows)
-        values = x.values
-        if not values.is_contiguous() or values.data_ptr() % 16:  # as the copy engine needs them; ours always are
-            values = values.clone(memory_format=torch.contiguous_format)
-        rest = storage["weight"], storage["scale"], bias, storage["counters"], x.dtype
-        return hopper_gemm(values, x.scale, *rest)
-
-    return run
+def _eight_bits_hopper(need: MatmulNeed, x: QuantizedRows, storage: Storage, bias: Bias) -> torch.Tensor:
+    values = x.values
+    if not values.is_contiguous() or values.data_ptr() % 16:  # as the copy engine needs them; ours always are
+        values = values.clone(memory_format=torch.contiguous_format)
+    weight, scale, counters = storage["weight"], storage["scale"], storage["counters"]
+    out: torch.Tensor = _hopper_gemm()(values, x.scale, weight, scale, bias, counters, x.dtype)
+    return out
 
 
 def _hopper_misfit(need: MatmulNeed) -> str:
@@ -178,14 +148,10 @@ def _hopper_float8_fastest(need: MatmulNeed) -> tuple[Span, ...]:
     return ((TILED_ROWS, 128 * row_tiles),) if 128 * row_tiles >= TILED_ROWS else ()
 
 
-def _float8_library(need: MatmulNeed) -> Run:
-    def run(x: Rows, storage: Storage, bias: Bias) -> torch.Tensor:
-        assert isinstance(x, QuantizedRows)
-        scales = x.scale[:, None], storage["scale"][None, :]
-        out = torch._scaled_mm(x.values, storage["weight"].t(), *scales, out_dtype=x.dtype, use_fast_accum=True)
-        return out if bias is None else out.add_(bias)
-
-    return run
+def _float8_library(need: MatmulNeed, x: QuantizedRows, storage: Storage, bias: Bias) -> torch.Tensor:
+    scales = x.scale[:, None], storage["scale"][None, :]
+    out = torch._scaled_mm(x.values, storage["weight"].t(), *scales, out_dtype=x.dtype, use_fast_accum=True)
+    return out if bias is None else out.add_(bias)
 
 
 def _float8_library_misfit(need: MatmulNeed) -> str:
@@ -199,116 +165,54 @@ def _split_k_counters(out_features: int) -> int:
 
 
 _GPU = MatmulKernel("", (), _dense, devices=("cuda",), requires=GEMM, counters=small.counters_for)
+_WORDS = replace(_GPU, weights=tuple(WORDS), dtypes=HALVES, shape_misfit=_words_misfit, rows=(1, NO_LIMIT))
+_BOTH_SIDES = replace(_GPU, rows=(1, NO_LIMIT), quantize=quantize_rows, counters=_split_k_counters)
 _SMALL_TILES = replace(
-    _GPU,
-    name="eight bits on both sides, small tiles",
-    weights=("w8a8", "fp8"),
-    make=_eight_bits,
-    rows=(1, NO_LIMIT),
+    _BOTH_SIDES, name="eight bits on both sides, small tiles", run=_eight_bits, rank=10,
     fastest=lambda need: ((1, TILED_ROWS - 1),),
-    quantize=quantize_rows,
-    counters=_split_k_counters,
-    rank=10,
-)
+)  # fmt: skip
 _HOPPER_TILES = replace(
-    _SMALL_TILES,
-    name="eight bits on both sides, warp-specialised",
-    make=_eight_bits_hopper,
-    dtypes=HALVES,
-    requires=HOPPER,
-    shape_misfit=_hopper_misfit,
-    rows=(TILED_ROWS, NO_LIMIT),
-    rank=30,
-)
+    _BOTH_SIDES, name="eight bits on both sides, warp-specialised", run=_eight_bits_hopper, rank=30, dtypes=HALVES,
+    requires=HOPPER, shape_misfit=_hopper_misfit, rows=(TILED_ROWS, NO_LIMIT),
+)  # fmt: skip
 
 KERNELS = (
     replace(
-        _GPU,
-        name="few rows",
-        weights=("dense",),
-        dtypes=HALVES,
-        shape_misfit=_dense_misfit,
-        rows=(1, small.MOST_FASTEST_ROWS),
-        fastest=_dense_fastest,
-        rank=5,
+        _GPU, name="few rows", weights=("dense",), run=_dense, rank=5, dtypes=HALVES, shape_misfit=_dense_misfit,
+        rows=(1, small.MOST_FASTEST_ROWS), fastest=_dense_fastest,
+    ),
+    replace(  # slower: only for who asks for it
+        _GPU, name="batch-invariant", weights=("dense",), run=_invariant, rank=-1, dtypes=THREE_FLOATS,
+        shape_misfit=_invariant_misfit, counters=lambda out_features: 0, batch_invariant=True,
     ),
     replace(
-        _GPU,
-        name="batch-invariant",
-        weights=("dense",),
-        make=_invariant,
-        dtypes=(torch.float32, *HALVES),
-        shape_misfit=_invariant_misfit,
-        counters=lambda out_features: 0,
-        batch_invariant=True,
-        rank=-1,  # slower: only for who asks for it
-    ),
-    replace(
-        _GPU,
-        name="codes dequantized in registers",
-        weights=tuple(WORDS),
-        make=_in_registers,
-        dtypes=HALVES,
-        shape_misfit=_words_misfit,
-        rows=(1, NO_LIMIT),
+        _WORDS, name="codes dequantized in registers", run=_in_registers, rank=20,
         fastest=lambda need: ((1, _most_rows(need)),),
-        rank=20,
     ),
     replace(
-        _GPU,
-        name="dequantized for the matrix library",
-        weights=tuple(WORDS),
-        make=_dequantized,
-        dtypes=HALVES,
-        shape_misfit=_words_misfit,
-        rows=(1, NO_LIMIT),
+        _WORDS, name="dequantized for the matrix library", run=_dequantized, rank=10,
         fastest=lambda need: ((_most_rows(need) + 1, NO_LIMIT),),
-        rank=10,
     ),
     replace(
-        _GPU,
-        name="one int4 row",
-        weights=("int4",),
-        make=_one_row,
-        dtypes=HALVES,
-        requires=HOPPER,
-        shape_misfit=_one_row_misfit,
-        rows=(1, 1),
-        fastest=lambda need: ((1, 1),),
-        fuse=_fused_row,
-        gates=lambda need: need.out_features // TILE % 2 == 0,  # so that no band has gate and up
-        rank=30,
+        _WORDS, name="one int4 row", weights=("int4",), run=_fused_row, rank=30, requires=HOPPER,
+        shape_misfit=_one_row_misfit, rows=(1, 1), fastest=lambda need: ((1, 1),),
+        fused=_fused_row, gates=lambda need: need.out_features // TILE % 2 == 0,  # so that no band has gate and up
     ),
     replace(
-        _GPU,
-        name="float8 weights, inputs as they are",
-        weights=("fp8",),
-        make=_float8_wide_inputs,
-        dtypes=HALVES,
-        shape_misfit=lambda need: "inputs have a scale of the checkpoint" if need.static_inputs else "",
-        rows=(1, WIDE_INPUT_ROWS),
-        fastest=lambda need: ((1, WIDE_INPUT_ROWS),),
-        rank=15,
+        _GPU, name="float8 weights, inputs as they are", weights=("fp8",), run=_float8_wide_inputs, rank=15,
+        dtypes=HALVES, shape_misfit=lambda need: "inputs have a scale of the checkpoint" if need.static_inputs else "",
+        rows=(1, WIDE_INPUT_ROWS), fastest=lambda need: ((1, WIDE_INPUT_ROWS),),
     ),
     replace(_SMALL_TILES, weights=("fp8",), dtypes=HALVES, inputs=FLOAT8),
-    replace(_SMALL_TILES, weights=("w8a8",), dtypes=(torch.float32, *HALVES), inputs=torch.int8, batch_invariant=True),
-    replace(_HOPPER_TILES, weights=("fp8",), fastest=_hopper_float8_fastest, inputs=FLOAT8),
+    replace(_SMALL_TILES, weights=("w8a8",), dtypes=THREE_FLOATS, inputs=torch.int8, batch_invariant=True),
+    replace(_HOPPER_TILES, weights=("fp8",), inputs=FLOAT8, fastest=_hopper_float8_fastest),
     replace(
-        _HOPPER_TILES,
-        weights=("w8a8",),
-        fastest=lambda need: ((TILED_ROWS, NO_LIMIT),),
-        inputs=torch.int8,
+        _HOPPER_TILES, weights=("w8a8",), inputs=torch.int8, fastest=lambda need: ((TILED_ROWS, NO_LIMIT),),
         batch_invariant=True,
     ),
     replace(
-        _SMALL_TILES,
-        name="float8 in the matrix library",
-        weights=("fp8",),
-        make=_float8_library,
-        dtypes=(torch.bfloat16,),
-        shape_misfit=_float8_library_misfit,
+        _BOTH_SIDES, name="float8 in the matrix library", weights=("fp8",), run=_float8_library, rank=20,
+        dtypes=(torch.bfloat16,), inputs=FLOAT8, shape_misfit=_float8_library_misfit,
         fastest=lambda need: ((TILED_ROWS, NO_LIMIT),),
-        inputs=FLOAT8,
-        rank=20,
     ),
-)
+)  # fmt: skip
