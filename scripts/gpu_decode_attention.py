@@ -25,11 +25,11 @@ from cases import AttentionCase, attention_case  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
 from tokenmill.ops.device_facts import multiprocessors  # noqa: E402
-from tokenmill.ops.triton import attention_decode  # noqa: E402
-from tokenmill.ops.triton.attention import attention  # noqa: E402
-from tokenmill.ops.triton.attention_shared import prefix_attention  # noqa: E402
+from tokenmill.ops.triton.attention import decode as attention_decode  # noqa: E402
+from tokenmill.ops.triton.attention.kv_codes import as_kernels_take_it  # noqa: E402
+from tokenmill.ops.triton.attention.paged import attention  # noqa: E402
+from tokenmill.ops.triton.attention.shared_prefix import prefix_attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
-from tokenmill.ops.triton.kv_codes import as_kernels_take_it  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask  # noqa: E402
 
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 790e12

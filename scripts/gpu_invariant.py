@@ -30,8 +30,8 @@ import triton.testing  # noqa: E402
 from cases import attention_case  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
-from tokenmill.ops.triton import attention_invariant as invariant  # noqa: E402
-from tokenmill.ops.triton.attention import attention as plain_attention  # noqa: E402
+from tokenmill.ops.triton.attention import invariant  # noqa: E402
+from tokenmill.ops.triton.attention.paged import attention as plain_attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
 from tokenmill.ops.triton.gemm.invariant import Shape, choose_shape, invariant_gemm  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch  # noqa: E402

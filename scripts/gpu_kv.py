@@ -27,8 +27,9 @@ from cases import AttentionCase, attention_case, rope_case  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales, dequantize, quantize  # noqa: E402
-from tokenmill.ops.triton import attention_decode, config  # noqa: E402
-from tokenmill.ops.triton.attention import attention  # noqa: E402
+from tokenmill.ops.triton import config  # noqa: E402
+from tokenmill.ops.triton.attention import decode as attention_decode  # noqa: E402
+from tokenmill.ops.triton.attention.paged import attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
 from tokenmill.ops.triton.rope import rope_kv_write  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask  # noqa: E402

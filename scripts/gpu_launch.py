@@ -26,10 +26,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenmill.ops.device_facts import HOPPER_ATTENTION, usable
-from tokenmill.ops.triton import activation, attention_fresh, launch, norm, rope, sample
-from tokenmill.ops.triton.attention import attention
+from tokenmill.ops.triton import activation, launch, norm, rope
+from tokenmill.ops.triton.attention import fresh as attention_fresh
+from tokenmill.ops.triton.attention.paged import attention
 from tokenmill.ops.triton.gemm import quantize, small
 from tokenmill.ops.triton.gemm.small import GemvShape, choose_shape, counters_for, small_gemm
+from tokenmill.ops.triton.sample import sampler as sample
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn

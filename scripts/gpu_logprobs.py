@@ -26,8 +26,8 @@ from h200_workloads import COMMON, SHAPES, fixed
 
 from tokenmill import SamplingParams
 from tokenmill.ops import reference, shaping
-from tokenmill.ops.triton.logprobs import logprobs
-from tokenmill.ops.triton.shape import shape
+from tokenmill.ops.triton.sample.logprobs import logprobs
+from tokenmill.ops.triton.sample.shape import shape
 from tokenmill.ops.types import LOGPROB_BUCKETS, LOGPROB_WORDS, ShapeBatch
 
 VOCAB = 151936

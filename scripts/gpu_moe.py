@@ -23,17 +23,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tokenmill.ops import reference  # noqa: E402
-from tokenmill.ops.triton import moe, moe_few, moe_route  # noqa: E402
-from tokenmill.ops.triton.moe_few import FewShape  # noqa: E402
-from tokenmill.ops.triton.moe_grouped import Shape, down_rows, gate_up_rows  # noqa: E402
-from tokenmill.ops.triton.moe_hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper  # noqa: E402
-from tokenmill.ops.triton.moe_scores import ScoresShape, router_scores, split_scores  # noqa: E402
+from tokenmill.ops.triton.moe import experts as moe  # noqa: E402
+from tokenmill.ops.triton.moe import few as moe_few  # noqa: E402
+from tokenmill.ops.triton.moe import route as moe_route  # noqa: E402
+from tokenmill.ops.triton.moe.few import FewShape  # noqa: E402
+from tokenmill.ops.triton.moe.grouped import Shape, down_rows, gate_up_rows  # noqa: E402
+from tokenmill.ops.triton.moe.hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper  # noqa: E402
+from tokenmill.ops.triton.moe.scores import ScoresShape, router_scores, split_scores  # noqa: E402
 from tokenmill.ops.triton.norm import add_rms_norm  # noqa: E402
 
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 790e12
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 BF16 = torch.bfloat16
-HOPPER = Shape(0, 0, 0, 0, 0)  # stands for the products of moe_hopper.py
+HOPPER = Shape(0, 0, 0, 0, 0)  # stands for the products of moe/hopper.py
 
 FEW_GATE_UP = [FewShape(rows, warps) for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))]
 FEW_DOWN = [FewShape(rows, warps) for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
@@ -79,7 +81,7 @@ def main() -> int:
     parser.add_argument("--no-sweep", action="store_true")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile the shapes of the sweep")
     parser.add_argument("--part", type=int, help="compile only this part (what the processes are started with)")
-    parser.add_argument("--hopper-only", action="store_true", help="check the products of moe_hopper.py and no more")
+    parser.add_argument("--hopper-only", action="store_true", help="check the products of moe/hopper.py and no more")
     arguments = parser.parse_args()
     if arguments.hopper_only:
         return check_hopper(make_layer(EXPERTS))

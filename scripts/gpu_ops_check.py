@@ -27,9 +27,12 @@ import triton.testing  # noqa: E402
 from cases import attention_case, rope_case, sample_case, tolerance  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
-from tokenmill.ops.triton import activation, attention_decode, attention_prefill, norm, rope, sample  # noqa: E402
-from tokenmill.ops.triton.attention import attention  # noqa: E402
+from tokenmill.ops.triton import activation, norm, rope  # noqa: E402
+from tokenmill.ops.triton.attention import decode as attention_decode  # noqa: E402
+from tokenmill.ops.triton.attention import prefill as attention_prefill  # noqa: E402
+from tokenmill.ops.triton.attention.paged import attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
+from tokenmill.ops.triton.sample import sampler as sample  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask, SampleBatch  # noqa: E402
 
 BYTES_PER_S = 4.25e12

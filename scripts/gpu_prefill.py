@@ -28,8 +28,10 @@ from cases import rope_case  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from tokenmill.ops import reference  # noqa: E402
-from tokenmill.ops.triton import attention_fresh, attention_prefill, norm, rope  # noqa: E402
-from tokenmill.ops.triton.attention_fresh import Launch  # noqa: E402
+from tokenmill.ops.triton import norm, rope  # noqa: E402
+from tokenmill.ops.triton.attention import fresh as attention_fresh  # noqa: E402
+from tokenmill.ops.triton.attention import prefill as attention_prefill  # noqa: E402
+from tokenmill.ops.triton.attention.fresh import Launch  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
 from tokenmill.ops.types import CAUSAL, AttentionBatch, Mask  # noqa: E402
 

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenmill.ops import reference
 from tokenmill.ops.noise import gumbel_noise
-from tokenmill.ops.triton.sample import sample
-from tokenmill.ops.triton.sample_filtered import Shape, sample_filtered
+from tokenmill.ops.triton.sample.filtered import Shape, sample_filtered
+from tokenmill.ops.triton.sample.sampler import sample
 from tokenmill.ops.types import SampleBatch
 
 VOCAB = 128256
@@ -82,7 +82,7 @@ INPUTS = [  # vocabulary, kind of logits, dtype: what is checked
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--before", type=Path, help="another version of tokenmill/ops/triton/sample.py")
+    parser.add_argument("--before", type=Path, help="another version of tokenmill/ops/triton/sample/sampler.py")
     parser.add_argument("--no-sweep", action="store_true")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     arguments = parser.parse_args()

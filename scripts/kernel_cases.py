@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales
-from tokenmill.ops.triton import activation, attention_invariant, moe, moe_invariant, moe_route, norm, rope
-from tokenmill.ops.triton.attention import attention
+from tokenmill.ops.triton import activation, norm, rope
+from tokenmill.ops.triton.attention import invariant as attention_invariant
+from tokenmill.ops.triton.attention.paged import attention
 from tokenmill.ops.triton.gemm import quantize as rows_of_eight_bits
 from tokenmill.ops.triton.gemm.hopper import SHAPES, hopper_gemm
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
@@ -19,10 +20,13 @@ from tokenmill.ops.triton.gemm.one_row import one_row_gemm
 from tokenmill.ops.triton.gemm.small import counters_for, small_gemm
 from tokenmill.ops.triton.gemm.weight_codes import Codes, parts_of
 from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm, widened
-from tokenmill.ops.triton.logprobs import logprobs
-from tokenmill.ops.triton.mask import allow_only
-from tokenmill.ops.triton.sample import sample
-from tokenmill.ops.triton.shape import shape
+from tokenmill.ops.triton.moe import experts as moe
+from tokenmill.ops.triton.moe import invariant as moe_invariant
+from tokenmill.ops.triton.moe import route as moe_route
+from tokenmill.ops.triton.sample.logprobs import logprobs
+from tokenmill.ops.triton.sample.mask import allow_only
+from tokenmill.ops.triton.sample.sampler import sample
+from tokenmill.ops.triton.sample.shape import shape
 from tokenmill.ops.types import CAUSAL, LOGPROB_BUCKETS, AttentionBatch, Mask, SampleBatch, ShapeBatch, Unnormed
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn

@@ -171,8 +171,9 @@ def test_padding_stays_finite_and_writes_no_keys(model: str) -> None:
 
 def test_where_kernels_change_there_is_a_size() -> None:
     """A step that is padded must not be multiplied by a kernel that is slow for as few tokens as it has."""
-    from tokenmill.ops.triton import moe, moe_route
     from tokenmill.ops.triton.gemm import matmul, small, weight_only
+    from tokenmill.ops.triton.moe import experts as moe
+    from tokenmill.ops.triton.moe import route as moe_route
 
     sizes = token_sizes(1024)
     for few in (

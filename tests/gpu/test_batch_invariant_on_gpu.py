@@ -86,7 +86,7 @@ def test_products_give_a_row_the_same_bits_everywhere(rows: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500])
 def test_mixtures_give_a_token_the_same_bits_everywhere(tokens: int) -> None:
-    from tokenmill.ops.triton.moe_invariant import moe, route
+    from tokenmill.ops.triton.moe.invariant import moe, route
 
     torch.manual_seed(tokens)
     x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)

@@ -23,7 +23,8 @@ from tokenmill.ops import device_facts  # noqa: E402
 from tokenmill.ops.device_facts import HOPPER, HOPPER_ATTENTION, HOPPER_MOE, PDL, QUICK_LAUNCH  # noqa: E402
 from tokenmill.ops.matmul import MatmulKernel, MatmulNeed, matmul_kernels, select_matmul  # noqa: E402
 from tokenmill.ops.registry import Need, select  # noqa: E402
-from tokenmill.ops.triton import attention_fresh, moe  # noqa: E402
+from tokenmill.ops.triton.attention import fresh as attention_fresh  # noqa: E402
+from tokenmill.ops.triton.moe import experts as moe  # noqa: E402
 from tokenmill.quant.schemes.dense import Dense  # noqa: E402
 from tokenmill.quant.schemes.row_scaled import W8A8, Fp8  # noqa: E402
 from tokenmill.quant.schemes.scheme import Linear  # noqa: E402

@@ -27,7 +27,7 @@ def share(case: AttentionCase, tokens: int, members: list[int], padding: int = 0
 
 
 def check(case: AttentionCase, dtype: torch.dtype = torch.float32) -> None:
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     for _layer in range(2):
         got = case.call(attention)
@@ -51,7 +51,7 @@ def test_chunks_beside_a_shared_prefix_equal_reference(triton_device):
 @pytest.mark.parametrize("in_place", [0, 1 << 20])
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_any_cut_of_the_prefix_equals_reference(splits, in_place, triton_device, monkeypatch):
-    from tokenmill.ops.triton import attention_decode
+    from tokenmill.ops.triton.attention import decode as attention_decode
 
     monkeypatch.setattr(attention_decode, "prefix_splits", lambda *_: splits)
     monkeypatch.setattr(attention_decode, "_JOIN_IN_PLACE", in_place)
@@ -80,13 +80,13 @@ def test_the_prefix_is_read_through_the_first_member_only(triton_device):
     expected = case.call(reference.attention)
     for index in (0, 1):
         case.batch.block_tables[case.batch.host_rows[index], :10] = 2**30
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     torch.testing.assert_close(case.call(attention), expected, **tolerance(torch.float32))
 
 
 def test_recorded_padding_rows_beside_members_get_zeros(triton_device):
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     case = attention_case([1] * 4, [95, 85, 130, 1], shared=10, device=triton_device)
     expected = case.call(reference.attention)

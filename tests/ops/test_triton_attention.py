@@ -28,7 +28,7 @@ MASKS = [
 
 
 def check(case, dtype=torch.float32) -> None:
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     got = case.call(attention)
     assert not got.isnan().any()
@@ -73,7 +73,7 @@ def test_every_head_shape_equals_reference(heads, dtype, triton_device):
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_keys_outside_the_window_are_not_read(count, triton_device):
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     window, sinks, contexts = 20, 3, [90, 45]
     case = attention_case([count] * 2, contexts, mask=Mask(window=window, sinks=sinks), device=triton_device)
@@ -83,8 +83,8 @@ def test_keys_outside_the_window_are_not_read(count, triton_device):
 
 
 def test_many_parts_equal_one(triton_device, monkeypatch):
-    from tokenmill.ops.triton import attention_decode
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention import decode as attention_decode
+    from tokenmill.ops.triton.attention.paged import attention
 
     for in_place in (0, 1 << 20):
         monkeypatch.setattr(attention_decode, "_JOIN_IN_PLACE", in_place)
@@ -98,7 +98,7 @@ def test_many_parts_equal_one(triton_device, monkeypatch):
 
 def test_parts_follow_what_rows_have_to_read(triton_device):
     """One long row among short ones is cut, the short ones are not; every tile is read once."""
-    from tokenmill.ops.triton import attention_decode
+    from tokenmill.ops.triton.attention import decode as attention_decode
 
     case = attention_case([1] * 6, [40, 3000, 64, 17, 1, 90], device=triton_device)
     plan = attention_decode._plan(case.q, 2, 16, case.batch, case.mask)
@@ -113,7 +113,7 @@ def test_parts_follow_what_rows_have_to_read(triton_device):
 
 
 def test_padding_rows_without_keys_get_zeros(triton_device):
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     for contexts in ([20, 1], [300, 1]):
         case = attention_case([1, 1], contexts, device=triton_device)
@@ -125,7 +125,7 @@ def test_padding_rows_without_keys_get_zeros(triton_device):
 
 
 def test_tile_list_is_built_once_for_all_layers(triton_device):
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     case = attention_case([3, 40], [3, 50], device=triton_device)
     case.call(attention)
@@ -136,7 +136,7 @@ def test_tile_list_is_built_once_for_all_layers(triton_device):
 
 
 def test_tile_list_covers_every_query_once_and_starts_with_the_longest():
-    from tokenmill.ops.triton.attention_prefill import _host_tile_list
+    from tokenmill.ops.triton.attention.prefill import _host_tile_list
 
     batch = attention_case([1, 1, 5, 64, 130], [9, 1, 200, 64, 131]).batch
     tiles = _host_tile_list(batch, group=3, block_m=16).tolist()
@@ -146,7 +146,7 @@ def test_tile_list_covers_every_query_once_and_starts_with_the_longest():
 
 
 def test_tree_masks_are_refused(triton_device):
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     case = attention_case([3], [9], device=triton_device)
     case.batch.tree = torch.ones(3, 3, dtype=torch.bool, device=triton_device)

@@ -17,7 +17,7 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def small_rules(monkeypatch):
     """Chunks of 16 pairs count as long, and tiles are small enough for short rows to have several."""
-    from tokenmill.ops.triton import attention_fresh
+    from tokenmill.ops.triton.attention import fresh as attention_fresh
     from tokenmill.ops.triton.config import Tile
 
     monkeypatch.setattr(attention_fresh, "LEAST_PAIRS", 16)
@@ -32,7 +32,7 @@ def gathered_rows(case) -> set[int]:
 
 
 def check(case, members: set[int] | None = None, dtype=HALF) -> None:
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     got = case.call(attention)
     assert members is None or gathered_rows(case) == members
@@ -65,7 +65,7 @@ def test_every_head_shape_equals_reference(heads, triton_device):
 
 
 def test_rows_beyond_the_scratch_are_read_from_the_cache(triton_device, monkeypatch):
-    from tokenmill.ops.triton import attention_fresh
+    from tokenmill.ops.triton.attention import fresh as attention_fresh
 
     case = attention_case([20, 40, 30], [20, 90, 30], dtype=HALF, device=triton_device)
     monkeypatch.setattr(attention_fresh, "SCRATCH_BYTES", 2 * 2 * 16 * 2 * 64)  # 64 keys, in whole tiles
@@ -81,7 +81,7 @@ def test_sinks_and_wide_dtypes_are_read_from_the_cache(triton_device):
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_hopper_kernel_equals_reference(dim, block_n, triton_device, monkeypatch):
     from tokenmill.ops.device_facts import HOPPER_ATTENTION, usable
-    from tokenmill.ops.triton import attention_fresh
+    from tokenmill.ops.triton.attention import fresh as attention_fresh
     from tokenmill.ops.triton.config import Tile
 
     if not usable(HOPPER_ATTENTION, torch.device(triton_device)):
@@ -97,7 +97,7 @@ def test_hopper_kernel_equals_reference(dim, block_n, triton_device, monkeypatch
 
 
 def test_lists_cover_every_query_and_key_once_and_start_with_the_longest():
-    from tokenmill.ops.triton.attention_fresh import _host_lists
+    from tokenmill.ops.triton.attention.fresh import _host_lists
     from tokenmill.ops.triton.config import Tile
 
     batch = attention_case([1, 5, 64, 130], [9, 200, 64, 131]).batch

@@ -22,13 +22,13 @@ MASKS = [Mask(), Mask(window=5), Mask(window=90), Mask(window=40, sinks=3), Mask
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
     """Rows of a few hundred keys have several spans."""
-    from tokenmill.ops.triton import attention_invariant
+    from tokenmill.ops.triton.attention import invariant as attention_invariant
 
     monkeypatch.setattr(attention_invariant, "SPAN", 64)
 
 
 def check(case, dtype=torch.float32) -> None:
-    from tokenmill.ops.triton.attention_invariant import attention
+    from tokenmill.ops.triton.attention.invariant import attention
 
     for _layer in range(2):  # the second one finds the work of the first
         got = case.call(attention)
@@ -58,7 +58,7 @@ def test_every_head_shape_equals_reference(heads, dtype, triton_device):
 
 
 def test_padding_rows_without_keys_get_zeros(triton_device):
-    from tokenmill.ops.triton.attention_invariant import attention
+    from tokenmill.ops.triton.attention.invariant import attention
 
     case = attention_case([1, 1], [300, 1], device=triton_device)
     expected = case.call(reference.attention)
@@ -70,7 +70,7 @@ def test_padding_rows_without_keys_get_zeros(triton_device):
 
 def test_rows_are_cut_only_while_there_is_room(triton_device, monkeypatch):
     """Whether a row is cut or one program does it, the bits are the same."""
-    from tokenmill.ops.triton import attention_invariant
+    from tokenmill.ops.triton.attention import invariant as attention_invariant
     from tokenmill.ops.triton.config import partial_bytes
 
     found = []
@@ -120,7 +120,7 @@ def rearranged(case, parts):
 )
 def test_bits_do_not_depend_on_chunks_and_rows(cuts, window, group, seed, triton_device):
     """In float32 tiles of decodes and chunks are alike, so that the interpreter can tell."""
-    from tokenmill.ops.triton.attention_invariant import attention
+    from tokenmill.ops.triton.attention.invariant import attention
 
     case = attention_case(
         [20, 13], [150, 70], heads=2 * group, kv_heads=2, mask=Mask(window=window), seed=seed, device=triton_device
@@ -174,7 +174,7 @@ def test_rows_that_are_not_aligned_are_copied(triton_device):
 
 @pytest.mark.parametrize("tokens,k", [(1, 1), (1, 3), (5, 2), (45, 4)])
 def test_mixtures_equal_reference(tokens, k, triton_device):
-    from tokenmill.ops.triton.moe_invariant import moe, route
+    from tokenmill.ops.triton.moe.invariant import moe, route
 
     generator = torch.Generator().manual_seed(0)
     experts, hidden, inner = 6, 48, 40

@@ -32,7 +32,7 @@ def coded(case: AttentionCase, form: str) -> tuple[AttentionCase, AttentionCase,
 
 
 def check(case: AttentionCase, form: str) -> None:
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     codes, floats, scales = coded(case, form)
     expected = floats.call(reference.attention)
@@ -91,7 +91,7 @@ def test_a_shared_prefix_equals_reference(dim, form, triton_device):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [16, 64, 96])
 def test_gathered_chunks_equal_reference(dim, form, triton_device, monkeypatch):
-    from tokenmill.ops.triton import attention_fresh
+    from tokenmill.ops.triton.attention import fresh as attention_fresh
     from tokenmill.ops.triton.config import Tile
 
     monkeypatch.setattr(attention_fresh, "LEAST_PAIRS", 16)
@@ -106,7 +106,7 @@ def test_gathered_chunks_equal_reference(dim, form, triton_device, monkeypatch):
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_sizes_beyond_float16_do_not_matter(form, triton_device):
     """Products are of float16, but neither large queries nor small values leave its range."""
-    from tokenmill.ops.triton.attention import attention
+    from tokenmill.ops.triton.attention.paged import attention
 
     case = attention_case([1, 3], [70, 40], key_dim=64, dtype=torch.bfloat16, device=triton_device)
     case = replace(case, q=case.q * 2.0**20, v_cache=case.v_cache * 2.0**-20, scale=case.scale * 2.0**-20)

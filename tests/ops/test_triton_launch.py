@@ -241,9 +241,9 @@ def test_kernels_wait_before_they_touch_what_others_do():
 
 def compile_all() -> dict[str, tuple[int, list[str]]]:
     """How often each kernel waits on its way, and which arguments it reads or writes above that."""
-    from tokenmill.ops.triton import activation, logprobs, mask, norm, rope, sample, shape
-    from tokenmill.ops.triton import sample_filtered as filtered
+    from tokenmill.ops.triton import activation, norm, rope
     from tokenmill.ops.triton.gemm import quantize, small, weight_only, weight_only_few
+    from tokenmill.ops.triton.sample import filtered, logprobs, mask, sampler, shape
 
     half, wide, word, byte = "*bf16", "*fp32", "*i64", "*fp8e4nv"
     rows = {"x": half, "values": byte, "scale": wide}
@@ -304,8 +304,8 @@ def compile_all() -> dict[str, tuple[int, list[str]]]:
             {**int4, "STEPS": 1, "SPLITS": 2, "BLOCK_M": 16},
         ),
         (weight_only._widen_kernel, codes, {**int4, "BLOCK": 16}),
-        (sample._best_kernel, dict(vectors, logits=half, space=wide), {"ALL_GREEDY": False, "BLOCK": 4096}),
-        (sample._join_kernel, {"space": wide, "out": word}, {"CHUNKS": 64}),
+        (sampler._best_kernel, dict(vectors, logits=half, space=wide), {"ALL_GREEDY": False, "BLOCK": 4096}),
+        (sampler._join_kernel, {"space": wide, "out": word}, {"CHUNKS": 64}),
         (filtered._survey_kernel, dict(vectors, logits=half, space=wide), cut),
         (
             filtered._round_kernel,

@@ -26,7 +26,7 @@ def case(rows, vocab, device, spread=3.0, steps=0.0, width=8, seed=0):
 
 def measured(logits, tokens, widths, k):
     """Token, rank, log-probability, ids and values, as numpy arrays."""
-    from tokenmill.ops.triton.logprobs import logprobs
+    from tokenmill.ops.triton.sample.logprobs import logprobs
 
     words = logprobs(logits, tokens, widths, k).cpu().numpy()
     assert words.shape == (len(tokens), LOGPROB_WORDS + 2 * k) and words.dtype == np.int32
@@ -69,7 +69,7 @@ def test_of_equal_logits_the_lowest_id_comes_first(spread, steps, triton_device)
 
 def test_the_reference_says_the_same(triton_device):
     """The layout, and every number where no two logits are equal."""
-    from tokenmill.ops.triton.logprobs import logprobs
+    from tokenmill.ops.triton.sample.logprobs import logprobs
 
     logits, tokens, widths = case(4, VOCAB, triton_device)
     widths[2] = -1
@@ -86,7 +86,7 @@ def test_the_reference_says_the_same(triton_device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_logits_in_half_precision_are_widened_as_they_are_read(dtype, triton_device):
-    from tokenmill.ops.triton.logprobs import logprobs
+    from tokenmill.ops.triton.sample.logprobs import logprobs
 
     logits, tokens, widths = case(3, VOCAB, triton_device)
     logits = logits.to(dtype)
@@ -99,7 +99,7 @@ def test_more_best_tokens_than_kernels_are_made_for(triton_device):
 
 
 def test_rows_that_did_not_ask_get_their_token_alone(triton_device):
-    from tokenmill.ops.triton.logprobs import logprobs
+    from tokenmill.ops.triton.sample.logprobs import logprobs
 
     logits, tokens, widths = case(3, VOCAB, triton_device)
     widths[1] = -1
@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers_say_so(triton_device):
 
 
 def test_a_row_has_the_same_bits_in_any_batch(triton_device):
-    from tokenmill.ops.triton.logprobs import logprobs
+    from tokenmill.ops.triton.sample.logprobs import logprobs
 
     logits, tokens, widths = case(5, VOCAB, triton_device)
     together = logprobs(logits, tokens, widths, 8)
@@ -147,7 +147,7 @@ def test_a_row_has_the_same_bits_in_any_batch(triton_device):
 
 
 def test_logits_may_be_a_slice_of_a_padded_vocabulary(triton_device):
-    from tokenmill.ops.triton.logprobs import logprobs
+    from tokenmill.ops.triton.sample.logprobs import logprobs
 
     logits, tokens, widths = case(3, VOCAB, triton_device)
     padded = torch.full((3, VOCAB + 56), NAN, device=triton_device)

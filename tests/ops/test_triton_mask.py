@@ -27,7 +27,7 @@ def case(vocab, rows, device, seed=0):
 
 
 def implementations(device):
-    from tokenmill.ops.triton.mask import allow_only as in_triton
+    from tokenmill.ops.triton.sample.mask import allow_only as in_triton
 
     return [allow_only, in_triton] + ([allow_only_on_host] if device == "cpu" else [])
 

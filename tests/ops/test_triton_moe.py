@@ -43,7 +43,9 @@ def check(got, case):
 
 def both_ways(case):
     """The op's result for few tokens (where they are few) and for many, whatever it would choose itself."""
-    from tokenmill.ops.triton import moe, moe_few, moe_grouped
+    from tokenmill.ops.triton.moe import experts as moe
+    from tokenmill.ops.triton.moe import few as moe_few
+    from tokenmill.ops.triton.moe import grouped as moe_grouped
 
     dtype = case["x"].dtype
     if case["x"].shape[0] <= 6:
@@ -70,7 +72,7 @@ def test_moe_equals_reference_on_random_routings(tokens, k, dtype, triton_device
     "tokens,k,experts,hidden,inner", [(5, 2, 6, 128, 192), (700, 4, 6, 256, 64), (900, 1, 3, 64, 320)]
 )
 def test_the_products_for_hopper_equal_the_reference(tokens, k, experts, hidden, inner, kind, triton_device):
-    from tokenmill.ops.triton import moe
+    from tokenmill.ops.triton.moe import experts as moe
 
     case = mixture(tokens, k, experts, hidden, inner, torch.bfloat16, triton_device, tokens) | {"kind": kind}
     if not moe.hopper_fits(case["x"], case["gate_up"], case["down"]):
@@ -135,14 +137,14 @@ def test_tokens_may_be_a_slice_of_a_wider_tensor(triton_device):
 
 @pytest.mark.parametrize("tokens", [0, 1, 9, 40])
 def test_the_op_takes_any_number_of_tokens(tokens, triton_device):
-    from tokenmill.ops.triton import moe
+    from tokenmill.ops.triton.moe import experts as moe
 
     case = mixture(tokens, 2, device=triton_device)
     check(moe.moe(**case), case)
 
 
 def test_an_unknown_activation_is_refused(triton_device):
-    from tokenmill.ops.triton import moe
+    from tokenmill.ops.triton.moe import experts as moe
 
     with pytest.raises(ValueError, match="relu"):
         moe.moe(**mixture(2, 1, device=triton_device) | {"kind": "relu"})
@@ -151,8 +153,8 @@ def test_an_unknown_activation_is_refused(triton_device):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens,k,experts", [(1, 1, 1), (3, 2, 4), (30, 8, 30), (130, 4, 5), (90, 3, 33)])
 def test_groups_hold_every_choice_once_in_tiles_of_one_expert(tokens, k, experts, dtype, triton_device, monkeypatch):
-    from tokenmill.ops.triton import moe_route
-    from tokenmill.ops.triton.moe_route import group_by_expert
+    from tokenmill.ops.triton.moe import route as moe_route
+    from tokenmill.ops.triton.moe.route import group_by_expert
 
     # The two larger cases are cut into chunks, which then have to grow.
     for name, value in {"_ONE_CHUNK": 256, "_CHUNK": 32, "_MAX_CHUNKS": 8}.items():
@@ -173,7 +175,7 @@ def test_groups_hold_every_choice_once_in_tiles_of_one_expert(tokens, k, experts
 
 
 def routed(scores, top_k, normalize=False, scale=1.0):
-    from tokenmill.ops.triton.moe_route import choose
+    from tokenmill.ops.triton.moe.route import choose
 
     return choose(scores[None], top_k, normalize, scale)
 
@@ -181,7 +183,7 @@ def routed(scores, top_k, normalize=False, scale=1.0):
 @pytest.mark.parametrize("tokens,experts,hidden", [(9, 33, 130), (40, 20, 520), (600, 20, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_router_scores_are_as_precise_as_float32(tokens, experts, hidden, dtype, triton_device):
-    from tokenmill.ops.triton.moe_scores import router_scores, split_scores
+    from tokenmill.ops.triton.moe.scores import router_scores, split_scores
 
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator).to(triton_device, dtype)
@@ -192,7 +194,7 @@ def test_router_scores_are_as_precise_as_float32(tokens, experts, hidden, dtype,
 
 
 def test_parts_of_scores_are_added_before_experts_are_chosen(triton_device):
-    from tokenmill.ops.triton.moe_route import choose
+    from tokenmill.ops.triton.moe.route import choose
 
     parts = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1)).to(triton_device) * 3
     best, indices = parts.double().sum(0).softmax(-1).topk(4, dim=-1)
@@ -206,7 +208,7 @@ def test_parts_of_scores_are_added_before_experts_are_chosen(triton_device):
     "tokens,experts,hidden,top_k", [(1, 10, 48, 4), (8, 33, 130, 3), (2, 3, 2100, 3), (20, 12, 64, 2)]
 )
 def test_the_op_routes_any_number_of_tokens_and_leaves_no_trace(tokens, experts, hidden, top_k, dtype, triton_device):
-    from tokenmill.ops.triton.moe_route import route
+    from tokenmill.ops.triton.moe.route import route
 
     generator = torch.Generator().manual_seed(hidden)
     x = torch.randn(tokens, 2 * hidden, generator=generator).to(triton_device, dtype)[:, :hidden]

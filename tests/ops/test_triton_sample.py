@@ -16,7 +16,7 @@ CLOSE = 1e-5  # noise may differ in the last bit of a logarithm
 
 def check(logits: torch.Tensor, batch) -> None:
     """Equal tokens, except where two noisy values are so close that the last bit of a logarithm decides."""
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     got, expected = sample(logits, batch), reference.sample(logits, batch)
     assert got.dtype == torch.int64
@@ -41,7 +41,7 @@ def test_unfiltered_rows_equal_reference(vocab, triton_device):
 
 
 def test_greedy_takes_the_first_of_equals(triton_device):
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     logits, batch = sample_case(2, VOCAB, temperature=0.0, device=triton_device)
     logits[0, [8000, 70, 5000]] = 50.0
@@ -76,7 +76,7 @@ def test_ties_with_the_last_kept_token_are_kept(filters, triton_device):
 
 def test_the_edge_of_the_nucleus_is_where_the_reference_has_it(triton_device):
     """Masses above the tokens are 0, 0.4, 0.7 and 0.9; two tokens are kept just below 0.7, and three just above."""
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     logits, batch = sample_case(60, 4, top_p=[0.695, 0.705] * 30, device=triton_device)
     logits[:] = torch.tensor([0.2, 0.4, 0.1, 0.3]).log()
@@ -88,7 +88,7 @@ def test_the_edge_of_the_nucleus_is_where_the_reference_has_it(triton_device):
 
 def test_top_k_keeps_exactly_k_of_neighbours_that_share_a_group(triton_device):
     """The search begins with the largest logits of groups of neighbours, and here few groups hold all that is kept."""
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     best = [5, 8197, 7, 8199, 100, 8198]
     logits, batch = sample_case(48, VOCAB, spread=0.1, temperature=2.0, top_k=[2, 3, 4, 5] * 12, device=triton_device)
@@ -100,7 +100,7 @@ def test_top_k_keeps_exactly_k_of_neighbours_that_share_a_group(triton_device):
 
 
 def test_rows_that_no_token_can_be_taken_from_give_minus_one(triton_device):
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     for filters in ({}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1}):
         for temperature in (0.0, 1.0):
@@ -124,7 +124,7 @@ def test_fewer_possible_tokens_than_top_k(triton_device):
 
 
 def test_a_row_draws_the_same_token_in_any_batch(triton_device):
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     for filters in ({}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.05}):
         logits, batch = sample_case(9, VOCAB, device=triton_device, **filters)
@@ -139,7 +139,7 @@ def test_a_row_draws_the_same_token_in_any_batch(triton_device):
 
 def test_a_row_without_filters_draws_the_same_token_beside_filtered_ones(triton_device):
     """Other rows' filters decide which kernels run."""
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     temperature = [0.0, 1.0, 0.7, 1.3, 1.0]
     logits, plain = sample_case(5, VOCAB, temperature=temperature, device=triton_device)
@@ -150,7 +150,7 @@ def test_a_row_without_filters_draws_the_same_token_beside_filtered_ones(triton_
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
 def test_logits_may_be_a_slice_of_a_padded_vocabulary(filters, triton_device):
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     logits, batch = sample_case(4, VOCAB, device=triton_device, **filters)
     padded = torch.full((4, VOCAB + 56), float("nan"), device=triton_device)
@@ -161,7 +161,7 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary(filters, triton_device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
 def test_logits_in_half_precision_are_widened_as_they_are_read(filters, dtype, triton_device):
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     logits, batch = sample_case(4, VOCAB, temperature=[0.0, 1.0, 0.7, 1.3], device=triton_device, **filters)
     logits = logits.to(dtype)
@@ -186,7 +186,7 @@ def test_nearly_flat_rows_that_reject_many_candidates_equal_reference(filters, s
     {"rounds": 1}, {"rounds": 3}, {"group": 16, "chunk": 1024, "span": 3}, {"group": 64, "tile": 16},
 ], ids=str)  # fmt: skip
 def test_how_the_work_is_cut_does_not_change_tokens(shape, triton_device):
-    from tokenmill.ops.triton.sample_filtered import Shape, sample_filtered
+    from tokenmill.ops.triton.sample.filtered import Shape, sample_filtered
 
     top_k, top_p = [40, 0, 0, 300, 0, 3], [0.9, 0.6, 0.1, 0.3, 1.0, 1.0]
     for spread in (0.3, 3.0):
@@ -228,7 +228,7 @@ def test_both_zeros_are_one_value(filters, triton_device):
 
 
 def test_values_that_overflow_end_the_search(triton_device):
-    from tokenmill.ops.triton.sample import sample
+    from tokenmill.ops.triton.sample.sampler import sample
 
     for filters in ({"top_p": 0.5, "min_p": 0.1}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.5}):
         logits, batch = sample_case(2, 600, temperature=1e-4, device=triton_device, **filters)

@@ -59,7 +59,7 @@ class Case:
         return logits
 
     def check(self):
-        from tokenmill.ops.triton.shape import shape
+        from tokenmill.ops.triton.sample.shape import shape
 
         expected, got = self.shaped(shaping.shape), self.shaped(shape)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -128,7 +128,7 @@ def test_rows_without_settings_keep_their_logits(triton_device):
 
 
 def test_logits_may_be_a_slice_of_a_padded_vocabulary(triton_device):
-    from tokenmill.ops.triton.shape import shape
+    from tokenmill.ops.triton.sample.shape import shape
 
     case = Case([1, 0], [300, 400], triton_device, repetition=1.5)
     padded = torch.full((2, VOCAB + 20), 7.0, device=triton_device)

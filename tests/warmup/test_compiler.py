@@ -27,7 +27,9 @@ def _run(program: str, cache: Path) -> dict:
 
 HASHES = """
 import json, sys
-from tokenmill.ops.triton import attention_decode, attention_shared, sample_filtered
+from tokenmill.ops.triton.attention import decode as attention_decode
+from tokenmill.ops.triton.attention import shared_prefix as attention_shared
+from tokenmill.ops.triton.sample import filtered as sample_filtered
 from tokenmill.ops.triton.specializations import hash_callees_first
 kernels = [attention_decode._decode_kernel, attention_shared._prefix_kernel, sample_filtered._survey_kernel,
            sample_filtered._decide_kernel]

@@ -135,7 +135,7 @@ def invariant_implementations(device: str) -> Iterable[Implementation]:
     """Those that are there for batch invariance: slower than others, so nobody gets them without asking for it."""
     modules = ["tokenmill.ops.invariant"]
     if device == "cuda":
-        modules += ["tokenmill.ops.triton.attention_invariant", "tokenmill.ops.triton.moe_invariant"]
+        modules += ["tokenmill.ops.triton.attention.invariant", "tokenmill.ops.triton.moe.invariant"]
     for module in modules:
         yield from importlib.import_module(module).IMPLEMENTATIONS
 

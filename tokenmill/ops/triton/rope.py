@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.kv_forms import KVScales, form_of
+from tokenmill.ops.triton.attention.kv_codes import FORMS
+from tokenmill.ops.triton.attention.kv_write import half_range, load_half, store_codes
 from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare, power_of_two
-from tokenmill.ops.triton.kv_codes import FORMS
-from tokenmill.ops.triton.kv_write import half_range, load_half, store_codes
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 
 

@@ -27,7 +27,7 @@ from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, int4_lines
 from tokenmill.ops.triton.gluon_names import copy_async, reinterpret, thread_barrier
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
-from tokenmill.ops.triton.moe_hopper import activate
+from tokenmill.ops.triton.moe.hopper import activate
 from tokenmill.ops.types import Unnormed
 
 TILE_COLUMNS = gl.constexpr(64)  # of codes of four bits

@@ -1,4 +1,4 @@
-"""Sampling: argmax of logits plus counter-based noise; what filters need is in `sample_filtered.py`."""
+"""Sampling: argmax of logits plus counter-based noise; what filters need is in `filtered.py`."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import gumbel, noise_key
-from tokenmill.ops.triton.sample_filtered import sample_filtered
-from tokenmill.ops.triton.sample_search import finite, first_best
+from tokenmill.ops.triton.sample.filtered import sample_filtered
+from tokenmill.ops.triton.sample.search import finite, first_best
 from tokenmill.ops.types import SampleBatch
 
 _CHUNK_BLOCK = 4096

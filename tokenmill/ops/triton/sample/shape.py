@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.mask import allow_only
+from tokenmill.ops.triton.sample.mask import allow_only
 from tokenmill.ops.types import ANY_TOKEN, ShapeBatch
 
 _BLOCK = 1024

@@ -15,11 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.device_facts import HOPPER_ATTENTION, multiprocessors, usable
 from tokenmill.ops.kv_forms import KVScales, channels
+from tokenmill.ops.triton.attention.kv_codes import as_kernels_take_it, load_decoded
+from tokenmill.ops.triton.attention.paging import load_rows, score_scales
 from tokenmill.ops.triton.config import Tile, power_of_two
-from tokenmill.ops.triton.kv_codes import as_kernels_take_it, load_decoded
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.numeric import tanh
-from tokenmill.ops.triton.paging import load_rows, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 # Gathering a key costs as much as some 250 (query, head) pairs cost to attend to it, so short chunks do not gain.
@@ -41,7 +41,7 @@ def launch_shape(dim: int, device: torch.device) -> Launch:
     """`dim`: the head size as a power of two."""
     if dim > 128:
         return Launch(Tile(128, 64, 8, 2))
-    # The kernel of attention_hopper.py reaches 594 TFLOP/s on an H200, the one here 405 (scripts/gpu_prefill.py).
+    # The kernel of hopper.py reaches 594 TFLOP/s on an H200, the one here 405 (scripts/gpu_prefill.py).
     if dim in (64, 128) and usable(HOPPER_ATTENTION, device):
         return Launch(Tile(128, 128, 8, 2), hopper=True)
     return Launch(Tile(128, 64, 8, 3))
@@ -50,9 +50,9 @@ def launch_shape(dim: int, device: torch.device) -> Launch:
 @lru_cache
 def _hopper() -> Any:
     """Imported only where it is used: it is written in a language of its own, which not every Triton has."""
-    from tokenmill.ops.triton import attention_hopper
+    from tokenmill.ops.triton.attention import hopper
 
-    return attention_hopper
+    return hopper
 
 
 @dataclass(frozen=True)

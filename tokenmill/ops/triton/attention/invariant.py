@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.kv_forms import KVScales
+from tokenmill.ops.triton.attention.paging import cache_offsets, load_rows, score, score_scales
 from tokenmill.ops.triton.config import (
     DECODE_WORKSPACE_BYTES,
     MAX_HEAD_DIM,
@@ -33,7 +34,6 @@ from tokenmill.ops.triton.config import (
     split_head,
 )
 from tokenmill.ops.triton.launch import quick_launch
-from tokenmill.ops.triton.paging import cache_offsets, load_rows, score, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 SPAN = 512  # keys of a partial result

@@ -6,10 +6,10 @@ import torch
 
 from tokenmill.ops.device_facts import HOPPER_ATTENTION
 from tokenmill.ops.kv_forms import KVScales, channels
-from tokenmill.ops.triton.attention_decode import decode_attention
-from tokenmill.ops.triton.attention_prefill import prefill_attention
+from tokenmill.ops.triton.attention.decode import decode_attention
+from tokenmill.ops.triton.attention.kv_codes import FORMS
+from tokenmill.ops.triton.attention.prefill import prefill_attention
 from tokenmill.ops.triton.config import MAX_HEAD_DIM, declare
-from tokenmill.ops.triton.kv_codes import FORMS
 from tokenmill.ops.types import AttentionBatch, Mask
 
 

@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.config import Tile
-from tokenmill.ops.triton.kv_codes import (
+from tokenmill.ops.triton.attention.kv_codes import (
     Cache,
     fold_values,
     head_of,
@@ -19,8 +18,9 @@ from tokenmill.ops.triton.kv_codes import (
     value_channels,
     whole_values,
 )
+from tokenmill.ops.triton.attention.paging import cache_offsets, score_scales
+from tokenmill.ops.triton.config import Tile
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 

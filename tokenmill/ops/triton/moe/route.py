@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.moe_scores import router_scores
+from tokenmill.ops.triton.moe.scores import router_scores
 
 FEW_TOKENS = 8  # up to this many tokens read the router row by row
 _ONE_CHUNK = 2048  # up to this many choices are looked at by the program of every expert

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.kv_forms import KVScales
-from tokenmill.ops.triton.attention_fresh import fresh_attention, fresh_plan, numbered
-from tokenmill.ops.triton.config import Tile, prefill_tile
-from tokenmill.ops.triton.kv_codes import (
+from tokenmill.ops.triton.attention.fresh import fresh_attention, fresh_plan, numbered
+from tokenmill.ops.triton.attention.kv_codes import (
     as_kernels_take_it,
     fold_values,
     head_of,
@@ -22,8 +21,9 @@ from tokenmill.ops.triton.kv_codes import (
     value_channels,
     whole_values,
 )
+from tokenmill.ops.triton.attention.paging import cache_offsets, score_scales
+from tokenmill.ops.triton.config import Tile, prefill_tile
 from tokenmill.ops.triton.launch import quick_launch
-from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.kv_forms import INT4_GROUP
-from tokenmill.ops.triton.kv_expand import (
+from tokenmill.ops.triton.attention.kv_expand import (
     FP8,
     INT4,
     INT8,

@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.moe_few import activate
-from tokenmill.ops.triton.moe_route import Groups
+from tokenmill.ops.triton.moe.few import activate
+from tokenmill.ops.triton.moe.route import Groups
 
 EARLY_LINES = tl.constexpr(8)  # lines of the cache, of each row, that are sent for before there are tokens
 

@@ -10,13 +10,13 @@ import triton.language as tl
 from tokenmill.ops.device_facts import HOPPER_MOE, usable
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.moe_few import few, few_shapes
-from tokenmill.ops.triton.moe_grouped import Shape, down_rows, gate_up_rows
-from tokenmill.ops.triton.moe_route import group_by_expert
+from tokenmill.ops.triton.moe.few import few, few_shapes
+from tokenmill.ops.triton.moe.grouped import Shape, down_rows, gate_up_rows
+from tokenmill.ops.triton.moe.route import group_by_expert
 
 # Up to this many tokens hardly share experts, and whole rows of weights are on their way at once without any loop.
 FEW_TOKENS = 4
-# With more choices per expert the products of moe_hopper.py are faster, where they fit (scripts/gpu_moe.py).
+# With more choices per expert the products of hopper.py are faster, where they fit (scripts/gpu_moe.py).
 NARROW_CHOICES = 24
 
 
@@ -73,10 +73,10 @@ def grouped(
 
 
 def hopper_fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether there are products for this device and these sizes in moe_hopper.py."""
+    """Whether there are products for this device and these sizes in hopper.py."""
     if not usable(HOPPER_MOE, x.device):
         return False
-    from tokenmill.ops.triton.moe_hopper import fits
+    from tokenmill.ops.triton.moe.hopper import fits
 
     return fits(x, gate_up, down)
 
@@ -90,7 +90,7 @@ def hopper(
     kind: str,
 ) -> torch.Tensor:
     """As `grouped`."""
-    from tokenmill.ops.triton.moe_hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper
+    from tokenmill.ops.triton.moe.hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper
 
     groups = group_by_expert(experts, gate_up.shape[0], BLOCK_M)
     active = gate_up_rows_hopper(x, groups, experts.shape[1], gate_up, kind)

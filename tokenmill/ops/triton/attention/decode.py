@@ -10,17 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.kv_forms import KVScales, form_of
-from tokenmill.ops.triton.attention_shared import prefix_attention
-from tokenmill.ops.triton.config import (
-    Tile,
-    decode_splits,
-    decode_tile,
-    power_of_two,
-    prefix_splits,
-    prefix_tile,
-    reads_transposed,
-)
-from tokenmill.ops.triton.kv_codes import (
+from tokenmill.ops.triton.attention.kv_codes import (
     as_kernels_take_it,
     fold_values,
     head_of,
@@ -31,9 +21,19 @@ from tokenmill.ops.triton.kv_codes import (
     value_channels,
     whole_values,
 )
-from tokenmill.ops.triton.kv_transposed import attend_transposed
+from tokenmill.ops.triton.attention.kv_transposed import attend_transposed
+from tokenmill.ops.triton.attention.paging import cache_offsets, score_scales
+from tokenmill.ops.triton.attention.shared_prefix import prefix_attention
+from tokenmill.ops.triton.config import (
+    Tile,
+    decode_splits,
+    decode_tile,
+    power_of_two,
+    prefix_splits,
+    prefix_tile,
+    reads_transposed,
+)
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.paging import cache_offsets, score_scales
 from tokenmill.ops.types import AttentionBatch, Mask
 
 _FIELDS = tl.constexpr(8)  # of an item: row, first tile, end tile, part, parts to join, table row, context, first key

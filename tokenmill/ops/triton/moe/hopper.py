@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.gluon_names import copy_async, thread_barrier, tma_load
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
-from tokenmill.ops.triton.moe_route import Groups
+from tokenmill.ops.triton.moe.route import Groups
 
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = 128, 256, 64, 4
 

@@ -19,7 +19,7 @@ from tokenmill.ops import reference
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import key_of, value_of
-from tokenmill.ops.triton.sample_search import finite, list_groups, rough_floor
+from tokenmill.ops.triton.sample.search import finite, list_groups, rough_floor
 from tokenmill.ops.types import LOGPROB_BUCKETS, LOGPROB_WORDS
 
 _CHUNK = 4096

@@ -30,7 +30,7 @@ import triton.language as tl
 from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import gumbel, noise_key, value_of
-from tokenmill.ops.triton.sample_search import (
+from tokenmill.ops.triton.sample.search import (
     finite,
     first_best,
     list_groups,

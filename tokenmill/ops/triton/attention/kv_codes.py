@@ -22,10 +22,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from tokenmill.ops.kv_forms import INT4_GROUP, KVScales, channels, form_of
+from tokenmill.ops.triton.attention.kv_expand import FP8, INT8, expand, expand_halves
+from tokenmill.ops.triton.attention.paging import fold, load_rows, score
 from tokenmill.ops.triton.config import power_of_two, split_head
-from tokenmill.ops.triton.kv_expand import FP8, INT8, expand, expand_halves
 from tokenmill.ops.triton.numeric import tanh
-from tokenmill.ops.triton.paging import fold, load_rows, score
 
 FLOATS = tl.constexpr(0)
 INT4 = tl.constexpr(3)

@@ -17,7 +17,7 @@ from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 from tokenmill.ops.triton.launch import quick_launch
-from tokenmill.ops.triton.moe_route import Groups, group_by_expert
+from tokenmill.ops.triton.moe.route import Groups, group_by_expert
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What happens to logits, in Triton: shaping, grammar masks, sampling, log-probabilities."""
