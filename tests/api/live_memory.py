@@ -24,8 +24,9 @@ def peak_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
     return result, peak
 
 
-def largest_step(llm: LLM, prompts: Any, params: Any) -> tuple[int, int, int]:
-    """Runs the prompts; returns the largest peak of a step, the most tokens of a step and the most it sampled."""
+def largest_step(llm: LLM, prompts: Any, params: Any, pooling: str | None = None) -> tuple[int, int, int]:
+    """Runs the prompts, with `pooling` for their vectors; returns the largest peak of a step, the most tokens of a step
+    and the most it sampled."""
     runner = llm._front.engine.runner
     launch = runner.launch
     seen: list[tuple[int, int, int]] = []
@@ -37,7 +38,10 @@ def largest_step(llm: LLM, prompts: Any, params: Any) -> tuple[int, int, int]:
 
     runner.launch = measured  # type: ignore[method-assign]
     try:
-        llm.generate(prompts, params, use_tqdm=False)
+        if pooling is None:
+            llm.generate(prompts, params, use_tqdm=False)
+        else:
+            llm.embed(prompts, use_tqdm=False, pooling=pooling)
     finally:
         runner.launch = launch  # type: ignore[method-assign]
     peaks, tokens, samples = zip(*seen, strict=True)

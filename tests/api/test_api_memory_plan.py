@@ -191,6 +191,18 @@ def test_a_step_full_of_prompt_stays_within_its_planned_activations(
     assert planned / 3 < peak <= planned  # and the plan is not far off, either
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_whose_states_are_pooled_stays_within_its_planned_activations(
+    tiny_model: str, tmp_path: Path, dtype: str, pooling: str
+) -> None:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 1024, "kv_cache_memory": 64 << 20, "dtype": dtype}
+    with open_dummy(tmp_path / "wide", tiny_model, WIDE, adaptive_precision=False, **options) as llm:
+        peak, tokens, _ = largest_step(llm, [[7] * 1024, *([9] * 128 for _ in range(8))], None, pooling)
+        planned = llm._built.settings.memory.activations
+    assert tokens == 1024 and peak <= planned
+
+
 def test_attention_that_keeps_its_scores_stays_within_its_planned_workspace(tiny_model: str, tmp_path: Path) -> None:
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 1024, "kv_cache_memory": 64 << 20, "dtype": "float32"}
     with open_dummy(tmp_path / "gemma", tiny_model, WIDE | GEMMA, **options) as llm:
