@@ -2,7 +2,7 @@
 
     python scripts/cpu_ops.py [--threads 2] [--level 1]
 
-Each op is put on a tape once per layer, on caches of its own, so that neither Python nor a warm cache flatters it.
+Each op is put into a graph once per layer, on caches of its own, so that neither Python nor a warm cache flatters it.
 With one thread the CPU's time is taken, not the wall's, since other programs disturb it less.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from tokenmill.ops.native import library, ops
 from tokenmill.ops.native.arena import Arena
-from tokenmill.ops.native.recording import Tape
+from tokenmill.ops.native.recording import RecordedGraph
 from tokenmill.ops.types import CAUSAL, AttentionBatch
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 576, 1536, 9, 3, 64, 49152, 16
@@ -39,14 +39,14 @@ def best_of(call: Callable[[], None], repeats: int = 7) -> float:
     return min(times)
 
 
-def on_tape(rows: int, times: int, op: Callable[[int], None]) -> float:
-    """Seconds per call of `op(layer)`, each on one tape with the others."""
-    tape = Tape(rows)
-    with torch.inference_mode(), tape.record():
+def on_graph(rows: int, times: int, op: Callable[[int], None]) -> float:
+    """Seconds per call of `op(layer)`, each on one graph with the others."""
+    graph = RecordedGraph(rows)
+    with torch.inference_mode(), graph.record():
         for layer in range(times):
             op(layer)
-    tape.run(rows)
-    return best_of(lambda: tape.run(rows)) / times
+    graph.run(rows)
+    return best_of(lambda: graph.run(rows)) / times
 
 
 class Caches:
@@ -96,7 +96,7 @@ def decode_attention(ceiling: float) -> None:
                 if rows * context > 1 << 18:
                     continue
                 caches = Caches(rows, context, 1, dtype)
-                seconds = on_tape(rows, caches.layers, caches.attend)
+                seconds = on_graph(rows, caches.layers, caches.attend)
                 speed = caches.bytes / seconds / 1e9
                 name = str(dtype).removeprefix("torch.")
                 print(
@@ -143,7 +143,7 @@ def elementwise() -> None:
             lambda _: ops.embed(ids, table),  # noqa: B023
             lambda _: ops.choose_into(out, logits, on, ids, ids, tokens),  # noqa: B023
         ]
-        times = [on_tape(rows, 100, call) * 1e6 for call in calls]  # type: ignore[arg-type]
+        times = [on_graph(rows, 100, call) * 1e6 for call in calls]  # type: ignore[arg-type]
         print(f"  {rows:4} " + " ".join(f"{value:7.2f}" for value in times), flush=True)
 
 

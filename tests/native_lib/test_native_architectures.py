@@ -1,4 +1,4 @@
-"""Every dense architecture is recorded whole on the native tape, and a recording gives the bits of plain steps."""
+"""Every dense architecture is recorded whole on the native graph, and a recording gives the bits of plain steps."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_recorded_steps_give_the_bits_of_plain_ones(native: library.Library, tmp
     tiny_models.make(case).save_pretrained(tmp_path)
     plain, _ = answers(str(tmp_path), recorded=False)
     replayed, runner = answers(str(tmp_path), recorded=True)
-    assert runner._recorded is not None and runner._recorded._tape is not None
-    assert runner._chunks is not None and runner._chunks._tapes is not None
+    assert runner._recorded is not None and runner._recorded._graph is not None
+    assert runner._chunks is not None and runner._chunks._graphs is not None
     assert replayed == plain
 
 
 def test_an_embedding_that_is_scaled_and_a_cap_on_logits_are_part_of_the_recording(
     native: library.Library, tmp_path: Path
 ) -> None:
-    """The tokens would differ without either: what a tape does not compute cannot go unnoticed."""
+    """The tokens would differ without either: what a graph does not compute cannot go unnoticed."""
     model = tiny_models.make("gemma2")
     model.save_pretrained(tmp_path)
     found, _ = answers(str(tmp_path), recorded=True)

@@ -35,11 +35,11 @@ def answers(model: str, recorded: bool) -> tuple[list[list[int]], TorchRunner]:
 
 
 def test_recorded_steps_give_the_tokens_of_plain_ones(native: library.Library, default_model: str) -> None:
-    """Rows leave at different steps and are chosen in every way, so one tape is replayed for five numbers of rows."""
+    """Rows leave at different steps and are chosen in every way, so one graph is replayed for five numbers of rows."""
     plain, without = answers(default_model, recorded=False)
     replayed, runner = answers(default_model, recorded=True)
     assert without._recorded is None
-    assert runner._recorded is not None and runner._recorded._tape is not None
+    assert runner._recorded is not None and runner._recorded._graph is not None
     assert replayed == plain
 
 
@@ -67,7 +67,7 @@ def test_recorded_chunks_give_the_bits_of_plain_ones(
             runner = llm._front.engine.runner
         assert (runner._chunks is not None) == recorded
         assert (runner._recorded is not None) == recorded
-    assert runner._chunks._tapes is not None
+    assert runner._chunks._graphs is not None
     assert found[0] == found[1]
 
 
@@ -102,5 +102,5 @@ def test_what_cannot_be_recorded_is_said_once_and_run_plainly(
     with pytest.warns(UserWarning, match=r"run plainly: aten\.mul") as warned:
         found, runner = answers(default_model, recorded=True)
     assert len([one for one in warned if "run plainly" in str(one.message)]) == 1
-    assert runner._recorded is not None and runner._recorded._tape is None
+    assert runner._recorded is not None and runner._recorded._graph is None
     assert found == expected

@@ -1,4 +1,4 @@
-"""A KV cache in eight bits on the native library: written and read as the reference does it, on tapes and off them."""
+"""A KV cache in eight bits on the native library: written and read as the reference does it, on graphs and off them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_is_not_finite_is_not_hidden(level: int, bad: float) -> None:
     assert values[0].isfinite().all() and values[1].isnan().any() and values[2].isnan().any()
 
 
-def test_a_packed_model_answers_from_codes_on_a_tape(native: library.Library, default_model: str) -> None:
+def test_a_packed_model_answers_from_codes_on_a_graph(native: library.Library, default_model: str) -> None:
     prompts = ["The capital of France is", "One, two, three, four,"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -156,7 +156,7 @@ def test_a_packed_model_answers_from_codes_on_a_tape(native: library.Library, de
             chosen = runner.decoder.ops.chosen
             assert {chosen[op].name for op in ("attention", "rope_kv_write")} == {"native"}
             texts = [one.outputs[0].text for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
-            assert runner._recorded is not None and runner._recorded._tape is not None
+            assert runner._recorded is not None and runner._recorded._graph is not None
             state = runner.state
             assert state.arena.dtype == torch.int8 and state.arena.stride(2) > state.arena.stride(0)
             assert llm._built.settings.memory.kv == state.arena.nbytes + state.scales.nbytes

@@ -171,7 +171,7 @@ def _together(sizes: Sizes) -> list[Rung]:
 
 
 def _on_cpu(stored_packed: bool) -> list[Rung]:
-    """Recorded steps come after quantization: a tape holds native calls only, and below `ops` names each op.
+    """Recorded steps come after quantization: a graph holds native calls only, and below `ops` names each op.
 
     An engine that is told its ops one by one leaves products to torch; left alone, it multiplies floats natively, too.
     """

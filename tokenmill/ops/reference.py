@@ -257,7 +257,7 @@ IMPLEMENTATIONS = tuple(
         op=fn.__name__,
         name="reference",
         fn=fn,
-        # A few of torch's own kernels are good enough for a CUDA graph; on a CPU the last two are no part of a tape.
+        # A few of torch's own kernels are good enough for a CUDA graph; on a CPU the last two are no part of a graph.
         capture_safe=fn in (add, scaled, soft_cap, logprobs, shape),
         batch_invariant=fn not in (attention, act_mul, moe),
         kv_forms=tuple(KV_FORMS),

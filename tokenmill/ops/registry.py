@@ -29,7 +29,7 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     head_dims: tuple[int, int] = (1, 1 << 20)  # smallest and largest head size
     block_sizes: tuple[int, ...] | None = None  # None: any
-    # May be recorded in a CUDA graph. On a CPU, steps are recorded on a tape, which takes native ops only: one that is
+    # May be recorded in a CUDA graph. On a CPU, steps are recorded in a graph, which takes native ops only: one that is
     # not may declare this, too, and the recording itself refuses it (NotRecordableError).
     capture_safe: bool = False
     # A query's bits depend on its own inputs alone: not on other rows, on their number, nor on how rows are chunked.

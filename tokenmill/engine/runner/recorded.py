@@ -14,7 +14,7 @@ from tokenmill.engine.runner.verify import is_speculative
 from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.native.ops import choose_into, decode_inputs
-from tokenmill.ops.native.recording import NotRecordableError, Tape
+from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampled, Sampler
 
@@ -30,7 +30,7 @@ class RecordedDecode:
         self._decoder, self._state, self._sampler = decoder, state, sampler
         self._capacity = max_rows
         self._uses = 0
-        self._tape: Tape | None = None
+        self._graph: RecordedGraph | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
         # Written by the host before each step.
         self._rows = torch.zeros(max_rows, dtype=torch.int64)
@@ -53,7 +53,7 @@ class RecordedDecode:
     def run(self, step: Step) -> Sampled | None:
         """Compute and sample the step; None where it has to be run plainly."""
         self._uses += 1
-        if self._tape is None and self._uses != 2:
+        if self._graph is None and self._uses != 2:
             return None
         n = len(step.rows)
         self._host_rows[:n] = step.rows
@@ -63,10 +63,10 @@ class RecordedDecode:
             self._host_tables[at] = value
         traits = self._sampler.traits(step.rows)
         self._host_greedy[0] = traits == PLAIN
-        if self._tape is None and not self._record(n):
+        if self._graph is None and not self._record(n):
             return None
-        assert self._tape is not None
-        self._tape.run(n)
+        assert self._graph is not None
+        self._graph.run(n)
         if traits == PLAIN:
             return Sampled(self._tokens[:n].clone())
         rows, positions = self._rows[:n], self._starts[:n] + 1
@@ -75,10 +75,10 @@ class RecordedDecode:
         return sampled
 
     def _record(self, n: int) -> bool:
-        """Make the tape, and keep it if it computes for this step's rows what the ops compute one by one."""
-        tape = Tape(self._capacity)
+        """Make the graph, and keep it if it computes for this step's rows what the ops compute one by one."""
+        graph = RecordedGraph(self._capacity)
         try:
-            with tape.record():
+            with graph.record():
                 decode_inputs(
                     self._rows, self._starts, self._state.tokens, self._state.block_tables, self._state.block_size,
                     self._ids, self._slots, self._table_rows, self._context,
@@ -88,7 +88,7 @@ class RecordedDecode:
         except NotRecordableError as error:
             warnings.warn(f"decode steps cannot be recorded and are run plainly: {error}", stacklevel=2)
             return False
-        tape.run(n)
+        graph.run(n)
         replayed = self._logits[:n].clone()
         plain = self._decode(n)
         if not agree(replayed, plain):
@@ -98,7 +98,7 @@ class RecordedDecode:
                 stacklevel=2,
             )
             return False
-        self._tape = tape
+        self._graph = graph
         return True
 
     def _decode(self, n: int) -> torch.Tensor:  # [n, vocab]

@@ -12,7 +12,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Attended, Decoder, TokenBatch
 from tokenmill.ops.native.ops import embed
-from tokenmill.ops.native.recording import NotRecordableError, Tape
+from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph
 from tokenmill.ops.types import AttentionBatch
 
 _COMPARED = 32  # tokens that a new recording is held against the plain computation with
@@ -21,7 +21,7 @@ _COMPARED = 32  # tokens that a new recording is held against the plain computat
 class RecordedChunks(PlainForward):
     """The Python between the ops of a step takes as long as several tokens: it is left out from the second step on.
 
-    One tape computes all tokens up to the last layer's attention, another one goes on with those that are sampled
+    One graph computes all tokens up to the last layer's attention, another one goes on with those that are sampled
     from. They serve steps of any shape. A model that computes anything outside the native ops is run plainly.
     """
 
@@ -30,7 +30,7 @@ class RecordedChunks(PlainForward):
         self._decoder, self._state, self._max_rows = decoder, state, max_rows
         self._uses = 0
         self._refused = False
-        self._tapes: tuple[Tape, Tape] | None = None
+        self._graphs: tuple[RecordedGraph, RecordedGraph] | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
         # Written before each step.
         self._ids, self._positions, self._slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
@@ -53,19 +53,19 @@ class RecordedChunks(PlainForward):
         self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
         self._counts[0], self._counts[1] = rows, batch.num_singles
         self._wanted[: len(wanted)] = wanted
-        if self._tapes is not None:
-            self._tapes[0].run(count)
+        if self._graphs is not None:
+            self._graphs[0].run(count)
         elif not self._record(tokens):
-            self._tapes, self._refused = None, True
+            self._graphs, self._refused = None, True
             return None
-        assert self._tapes is not None
+        assert self._graphs is not None
         if len(wanted):
-            self._tapes[1].run(len(wanted))
+            self._graphs[1].run(len(wanted))
         return self._logits[: len(wanted)]
 
     def _record(self, tokens: TokenBatch) -> bool:
-        """Make the tapes and run the first; whether this step's first tokens get what the ops compute one by one."""
-        begin, end = Tape(len(self._ids)), Tape(self._max_rows)
+        """Make the graphs and run the first; whether this step's first tokens get what the ops compute one by one."""
+        begin, end = RecordedGraph(len(self._ids)), RecordedGraph(self._max_rows)
         try:
             with begin.record():
                 attended = self._decoder.begin(self._largest(tokens.attention), self._state.kv)
@@ -77,7 +77,7 @@ class RecordedChunks(PlainForward):
                 self._logits = self._decoder.logits(hidden, wide=False)
         except NotRecordableError:  # decode steps, which need it more, warn of the same
             return False
-        self._tapes = begin, end
+        self._graphs = begin, end
         first = _beginning(tokens)
         begin.run(len(tokens.ids))
         kept = int(self._wanted[0])

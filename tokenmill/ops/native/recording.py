@@ -1,6 +1,6 @@
-"""Recording: native ops put on a tape instead of being computed, so that a whole step is replayed by one call.
+"""Recording: native ops put into a graph instead of being computed, so that a whole step is replayed by one call.
 
-A tape is recorded once, on buffers that have room for the largest step, and replayed for any number of rows up to
+A graph is recorded once, on buffers that have room for the largest step, and replayed for any number of rows up to
 that. Whatever changes from step to step is read through pointers; everything else is fixed when it is recorded.
 """
 
@@ -25,11 +25,11 @@ _ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 
 
 class NotRecordableError(RuntimeError):
-    """The step computes something that a tape cannot hold; the message says what."""
+    """The step computes something that a graph cannot hold; the message says what."""
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialized tensor for the result of a native op: on the tape's own memory while one is recorded."""
+    """An uninitialized tensor for the result of a native op: in the graph's own memory while one is recorded."""
     buffers = _recording.get()
     return torch.empty(shape, dtype=dtype) if buffers is None else buffers.take(shape, dtype)
 
@@ -44,7 +44,7 @@ def row_count(rows: int) -> int:
     return -(rows // buffers.capacity)
 
 
-class Tape:
+class RecordedGraph:
     """A recorded step. It owns the memory between its ops; what they read and write at both ends is the caller's."""
 
     def __init__(self, capacity: int) -> None:
@@ -52,32 +52,32 @@ class Tape:
         self._library: Library = library()
         declare(self._library)
         self._buffers = Buffers(capacity)
-        self._tape: int | None = None
+        self._graph: int | None = None
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Native ops called inside are put on the tape, with tensors of `capacity` rows; nothing is computed."""
+        """Native ops called inside are put into the graph, with tensors of `capacity` rows; nothing is computed."""
         c = self._library.c
-        assert self._tape is None
-        self._tape = c.tm_tape_begin(self.capacity)
-        if not self._tape:
-            raise MemoryError("no memory for a tape")
-        weakref.finalize(self, c.tm_tape_free, self._tape).atexit = False
+        assert self._graph is None
+        self._graph = c.tm_graph_begin(self.capacity)
+        if not self._graph:
+            raise MemoryError("no memory for a graph")
+        weakref.finalize(self, c.tm_graph_free, self._graph).atexit = False
         token = _recording.set(self._buffers)
         try:
             with _Watch():  # type: ignore[no-untyped-call]
                 yield
         finally:
             _recording.reset(token)
-            c.tm_tape_end()
+            c.tm_graph_end()
 
     def run(self, rows: int) -> None:
         """Compute the step for the first `rows` rows of its inputs."""
-        if self._library.c.tm_tape_run(self._tape, rows):
-            raise RuntimeError(f"a tape of {self.capacity} rows cannot run {rows}, or was made for another CPU level")
+        if self._library.c.tm_graph_run(self._graph, rows):
+            raise RuntimeError(f"a graph of {self.capacity} rows cannot run {rows}, or was made for another CPU level")
 
     def __len__(self) -> int:
-        return int(self._library.c.tm_tape_length(self._tape))
+        return int(self._library.c.tm_graph_length(self._graph))
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class Tape:
 class Buffers:
     """Memory for the results of recorded ops, used again as soon as nothing refers to a result any more.
 
-    That is right because the tape is replayed in the order of the recording: whoever reuses a buffer comes later.
+    That is right because the graph is replayed in the order of the recording: whoever reuses a buffer comes later.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -114,7 +114,7 @@ class Buffers:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses torch computations while a tape is recorded: a replay would not repeat them. Views are harmless."""
+    """Refuses torch computations while a graph is recorded: a replay would not repeat them. Views are harmless."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,13 +131,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def declare(native: Library) -> None:
-    """The signatures of the tape's functions."""
+    """The signatures of the graph's functions."""
     c = native.c
-    c.tm_tape_begin.argtypes, c.tm_tape_begin.restype = [ctypes.c_int64], ctypes.c_void_p
-    c.tm_tape_end.argtypes, c.tm_tape_end.restype = [], None
-    c.tm_tape_length.argtypes, c.tm_tape_length.restype = [ctypes.c_void_p], ctypes.c_int64
-    c.tm_tape_run.argtypes, c.tm_tape_run.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    c.tm_tape_free.argtypes, c.tm_tape_free.restype = [ctypes.c_void_p], None
+    c.tm_graph_begin.argtypes, c.tm_graph_begin.restype = [ctypes.c_int64], ctypes.c_void_p
+    c.tm_graph_end.argtypes, c.tm_graph_end.restype = [], None
+    c.tm_graph_length.argtypes, c.tm_graph_length.restype = [ctypes.c_void_p], ctypes.c_int64
+    c.tm_graph_run.argtypes, c.tm_graph_run.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    c.tm_graph_free.argtypes, c.tm_graph_free.restype = [ctypes.c_void_p], None
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

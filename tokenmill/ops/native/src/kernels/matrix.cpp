@@ -64,7 +64,7 @@ static Inputs inputs_at(char* memory, const Plan& plan) {
 
 static bool each_its_own(const Plan& plan) { return plan.m * plan.k <= OWN_INPUTS; }
 
-// Of inputs that threads share. It grows with the rows, so a tape's scratch is enough for fewer rows and any threads.
+// Of inputs that threads share. It grows with the rows, so a graph's scratch is enough for fewer rows and any threads.
 static size_t matmul_scratch(const void* args, int64_t rows) {
     const Plan plan = plan_of(*static_cast<const MatmulArgs*>(args), rows);
     return each_its_own(plan) ? 0 : InputSizes(plan).total();

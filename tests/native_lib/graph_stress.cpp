@@ -1,5 +1,5 @@
-// Replays tapes from several threads at once on a pool that changes its size, and compares with ops run one by one.
-// Built with sanitizers by test_native_tape.py; prints "ok", or what differed.
+// Replays graphs from several threads at once on a pool that changes its size, and compares with ops run one by one.
+// Built with sanitizers by test_native_graph.py; prints "ok", or what differed.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -15,10 +15,10 @@
 extern "C" {
 void tm_pool_resize(int threads);
 int tm_run(uint32_t kind, const void* args);
-void* tm_tape_begin(int64_t capacity);
-void tm_tape_end();
-int tm_tape_run(void* tape, int64_t rows);
-void tm_tape_free(void* tape);
+void* tm_graph_begin(int64_t capacity);
+void tm_graph_end();
+int tm_graph_run(void* graph, int64_t rows);
+void tm_graph_free(void* graph);
 }
 
 namespace {
@@ -125,7 +125,7 @@ struct Work {
     }
 
     void* record() {
-        void* tape = tm_tape_begin(kRows);
+        void* graph = tm_graph_begin(kRows);
         for (int layer = 0; layer < 4; layer++) {
             tm_run(kNorm, &norm);
             tm_run(kRope, &rope);
@@ -134,8 +134,8 @@ struct Work {
             tm_run(kAdd, &add);
             tm_run(MATMUL, &matmul);
         }
-        tm_tape_end();
-        return tape;
+        tm_graph_end();
+        return graph;
     }
 
     void compute() {
@@ -182,20 +182,20 @@ int main() {
             work.compute();
             const std::vector<float> expected = work.out, expected_products = work.products, recalled = work.recalled;
             if (!(work.from_chunks(work.attention) < 1e-4f && work.from_chunks(work.recall) < 1e-4f)) failures[number]++;
-            void* tape = work.record();
+            void* graph = work.record();
             for (int turn = 0; turn < 200; turn++) {
                 const int64_t rows = 1 + turn % kRows;
                 std::memset(work.out.data(), 0, work.out.size() * sizeof(float));
                 std::memset(work.recalled.data(), 0, work.recalled.size() * sizeof(float));
                 std::memset(work.products.data(), 0, work.products.size() * sizeof(float));
-                if (tm_tape_run(tape, rows)) failures[number]++;
+                if (tm_graph_run(graph, rows)) failures[number]++;
                 if (std::memcmp(work.out.data(), expected.data(), size_t(rows * kWidth) * sizeof(float)) ||
                     std::memcmp(work.recalled.data(), recalled.data(), size_t(rows * kWidth) * sizeof(float)) ||
                     std::memcmp(work.products.data(), expected_products.data(), size_t(rows * PANEL) * sizeof(float)))
                     failures[number]++;
                 if (turn % 50 == 49) tm_pool_resize(1 + (turn / 50 + int(number)) % 4);
             }
-            tm_tape_free(tape);
+            tm_graph_free(graph);
         });
     }
     for (std::thread& caller : callers) caller.join();
