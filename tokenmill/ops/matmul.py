@@ -100,6 +100,10 @@ class MatmulKernel:
     rank: int = 0  # where several are the fastest, or none is: the highest rank
 
 
+# The most rows, the bound kernel, and how its inputs are rounded: what a call needs to know.
+_Serving = tuple[int, Callable[[Any, Storage, torch.Tensor | None], torch.Tensor], torch.dtype | None, Quantize | None]
+
+
 class Matmul:
     """What multiplies one kind of linear layer: kernels by number of rows. Callable as run(x, storage, bias)."""
 
@@ -109,7 +113,9 @@ class Matmul:
         self.serving = tuple(serving)
         self.passed_over = tuple(passed_over)
         self.recordable = all(need.device.type in kernel.recordable for _, kernel in serving)
-        self._by_rows = [(most, partial(one.run, need), one.inputs, one.quantize) for most, one in serving]
+        self._by_rows: list[_Serving] = [
+            (most, partial(one.run, need), one.inputs, one.quantize) for most, one in serving
+        ]
         alone = self.kernel(1)
         self.fused: RunFused | None = None if alone.fused is None else partial(alone.fused, need)
         self.gates = self.fused is not None and alone.gates(need)
@@ -122,16 +128,20 @@ class Matmul:
     ) -> torch.Tensor:  # [..., out]
         shape = x.shape
         if len(shape) != 2:
-            return self(x.flatten(0, -2), storage, bias).view(*shape[:-1], -1)
-        rows = shape[0]
-        for most, run, codes, quantize in self._by_rows:
-            if rows <= most:
-                if isinstance(x, QuantizedRows):
-                    x = x if codes is not None else x.widen()
-                elif codes is not None:
-                    assert quantize is not None
-                    x = quantize(x, codes, storage.get("input_scale"))
-                return run(x, storage, bias)
+            out = self(x.flatten(0, -2), storage, bias)
+            return out.view(*shape[:-1], out.shape[-1])
+        _, run, codes, quantize = self._serving(shape[0])
+        if isinstance(x, QuantizedRows):
+            x = x if codes is not None else x.widen()
+        elif codes is not None:
+            assert quantize is not None
+            x = quantize(x, codes, storage.get("input_scale"))
+        return run(x, storage, bias)
+
+    def _serving(self, rows: int) -> _Serving:
+        for one in self._by_rows:
+            if rows <= one[0]:
+                return one
         raise AssertionError("the last kernel has no limit")
 
     def kernel(self, rows: int) -> MatmulKernel:
@@ -139,26 +149,19 @@ class Matmul:
 
     def inputs(self, rows: int) -> torch.dtype | None:
         """The codes that so many rows are rounded to: whoever makes them may hand them over so; None: as they are."""
-        for most, _, codes, _ in self._by_rows:
-            if rows <= most:
-                return codes
-        raise AssertionError("the last kernel has no limit")
+        return self._serving(rows)[2]
 
     def quantize(self, x: torch.Tensor, storage: Storage) -> QuantizedRows:  # [rows, in]
         """An input as `inputs` says."""
-        for most, _, codes, quantize in self._by_rows:
-            if x.shape[0] <= most and codes is not None and quantize is not None:
-                return quantize(x, codes, storage.get("input_scale"))
-        raise AssertionError("inputs are multiplied as they are")
+        _, _, codes, quantize = self._serving(x.shape[0])
+        assert codes is not None and quantize is not None
+        return quantize(x, codes, storage.get("input_scale"))
 
     def describe(self) -> str:
         """Which kernel serves how many rows."""
-        parts, first = [], 0
-        for most, kernel in self.serving:
-            if most:  # how no rows at all are multiplied says nothing
-                parts.append(kernel.name if len(self.serving) == 1 else f"{kernel.name} ({_rows((first, most))})")
-            first = most + 1
-        return ", ".join(parts) if len(parts) > 1 else self.kernel(1).name
+        firsts = [0, *(most + 1 for most, _ in self.serving)]
+        parts = [(kernel.name, _rows((first, most))) for first, (most, kernel) in zip(firsts, self.serving) if most]
+        return parts[0][0] if len(parts) == 1 else ", ".join(f"{name} ({rows})" for name, rows in parts)
 
 
 def only(kernel: MatmulKernel, need: MatmulNeed) -> Matmul:
