@@ -95,7 +95,8 @@ class Linear:
     def __call__(self, x: Rows) -> torch.Tensor:
         if isinstance(x, Unnormed):
             return self.fused(x)
-        return self.matmul(x.dtype)(x, self.storage, self.bias)
+        matmul = self._matmuls.get(x.dtype) or self.matmul(x.dtype)
+        return matmul(x, self.storage, self.bias)
 
     def fuses(self, rows: int, dtype: torch.dtype, gated: bool = False) -> bool:
         """Whether `fused` may be called for so many rows; gated: with an activation."""
