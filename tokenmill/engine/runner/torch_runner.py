@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,10 @@ from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
+
+if TYPE_CHECKING:
+    from tokenmill.engine.runner.recorded import RecordedDecode
+    from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
 
 class TorchRunner:
@@ -51,6 +56,8 @@ class TorchRunner:
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
+        self._recorded: RecordedDecode | None = None
+        self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
             self.decode_paths.append(self._graphs)
@@ -62,9 +69,11 @@ class TorchRunner:
             from tokenmill.engine.runner.recorded import RecordedDecode
             from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
-            self.decode_paths.append(RecordedDecode(decoder, state, self._sampler, max_rows))
+            self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
+            self.decode_paths.append(self._recorded)
             if prompt_graphs:
-                self.forward_paths.insert(0, RecordedChunks(decoder, state, max_rows, max_tokens))
+                self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
+                self.forward_paths.insert(0, self._chunks)
         if guard is not None:
             self.forward_paths.insert(0, GuardedForward(decoder, state, guard))
 
