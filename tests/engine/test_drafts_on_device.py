@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,6 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner import graphs, torch_runner
 from tokenmill.engine.runner.graphs import DecodeGraphs, Kind
-from tokenmill.engine.runner.verify import settled
 from tokenmill.ops.types import AttentionBatch, Mask
 
 OPTIONS: dict[str, Any] = {
@@ -118,32 +118,56 @@ class FakeStaging:
         return target[:count]
 
 
-def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on recordings: the only thing that a CPU cannot show is the device itself."""
+def behind_the_host(monkeypatch: pytest.MonkeyPatch, runner: torch_runner.TorchRunner) -> None:
+    """Have a CPU treated as a GPU is: rows stand where its own memory says, and results are copied in order."""
+    monkeypatch.setattr(torch_runner, "SPLIT_DRAFTS", {"cpu"})
+    monkeypatch.setattr(torch_runner, "_to_host", lambda tensor: tensor.clone())
+    plainly = runner.decoder.ops.attention
+
+    def attention(q: Any, k: Any, v: Any, batch: AttentionBatch, *rest: Any, **more: Any) -> torch.Tensor:
+        singles = batch.num_singles
+        if singles == len(batch.host_rows):
+            return masked_attention(q, k, v, batch, *rest, **more)
+        if not singles:
+            return plainly(q, k, v, batch, *rest, **more)
+        parts = []
+        for rows in (slice(0, singles), slice(singles, None)):
+            counts = batch.host_counts[rows]
+            first = int(batch.q_start[rows.start])
+            part = replace(
+                batch, rows=batch.rows[rows], context=batch.context[rows], q_start=batch.q_start[rows.start :] - first,
+                num_singles=singles if rows.start == 0 else 0, host_rows=batch.host_rows[rows], host_counts=counts,
+                host_context=batch.host_context[rows], max_query=max(counts),
+            )  # fmt: skip
+            run = masked_attention if rows.start == 0 else plainly
+            parts.append(run(q[first : first + sum(counts)], k, v, part, *rest, **more))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(type(runner.decoder.ops), "attention", property(lambda self: attention), raising=False)
+
+
+def runner_of(llm: LLM) -> torch_runner.TorchRunner:
+    runner = llm._built.engine.runner
+    assert isinstance(runner, torch_runner.TorchRunner)
+    return runner
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_rows_start_where_the_device_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+    """Prompts beside drafts are computed op by op, steps that only decode are replayed: as on a GPU."""
     model = write_tiny(tmp_path / "model")
+    penalty = 1.0 if recorded else 1.2  # a CPU counts tokens in a loop, which is not recorded
     with LLM(model=model, overlap=False, **OPTIONS) as llm:
-        plain, _, _ = run(llm._built.engine, penalty=1.0)  # a CPU counts tokens in a loop, which is not recorded
+        plain, _, _ = run(llm._built.engine, penalty=penalty)
     monkeypatch.setattr(graphs, "_Staging", FakeStaging)
     monkeypatch.setattr(graphs, "Capture", lambda device: FakeRecorder())
-    monkeypatch.setattr(torch_runner, "settled", lambda step, lengths: step)  # as on a GPU, and so is the next
-    monkeypatch.setattr(torch_runner, "_to_host", lambda tensor: tensor.clone())
     with LLM(model=model, overlap=True, **OPTIONS) as llm:
-        runner = llm._built.engine.runner
-        assert isinstance(runner, torch_runner.TorchRunner)
-        plainly = runner.decoder.ops.attention
-
-        def attention(q: Any, k: Any, v: Any, batch: AttentionBatch, *rest: Any, **more: Any) -> torch.Tensor:
-            if batch.num_singles == len(batch.host_rows):
-                return masked_attention(q, k, v, batch, *rest, **more)
-            return plainly(q, k, v, batch, *rest, **more)
-
-        monkeypatch.setattr(type(runner.decoder.ops), "attention", property(lambda self: attention), raising=False)
-        recorded = Graphs(runner.decoder, runner.state, runner._sampler, 32)
-        runner.decode_paths = [recorded]
-        eagerly = runner._launch_prepared
-        runner._launch_prepared = lambda step: eagerly(settled(step, runner.state.lengths.tolist()))  # beside prompts
-        drafted, _, uncertain = run(llm._built.engine, Replay(plain, 0.3), penalty=1.0)
-        kinds = {kind for (_, _, kind), one in recorded.recordings._of.items() if one.graph is not None}
-        assert Kind.DRAFTS in kinds and recorded.replays > 10
+        runner = runner_of(llm)
+        behind_the_host(monkeypatch, runner)
+        decoding = Graphs(runner.decoder, runner.state, runner._sampler, 32)
+        runner.decode_paths = [decoding] if recorded else []
+        drafted, _, uncertain = run(llm._built.engine, Replay(plain, 0.3), penalty)
+        kinds = {kind for (_, _, kind), one in decoding.recordings._of.items() if one.graph is not None}
     assert drafted == plain
     assert uncertain > 10
+    assert not recorded or (Kind.DRAFTS in kinds and decoding.replays > 10)

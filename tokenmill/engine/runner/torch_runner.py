@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from tokenmill.engine.runner.recorded import RecordedDecode
     from tokenmill.engine.runner.recorded_chunks import RecordedChunks
 
+# Devices that run behind the host: rows stand where they say, and attention sees drafts as rows of one query each that
+# stand there. Elsewhere a step is computed while it is launched, and the host knows.
+SPLIT_DRAFTS = {"cuda"}
+
 
 class TorchRunner:
     """One rank. Sampled tokens are written to the device's token table, where the next step finds them."""
@@ -87,7 +91,7 @@ class TorchRunner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _launch(self, step: Step) -> Pending:
-        if self.device.type == "cpu":
+        if self.device.type not in SPLIT_DRAFTS:
             step = settled(step, self.state.lengths.tolist() if step.slack else [])
         self._sampler.take_masks(step.masks)
         for path in self.decode_paths:
@@ -119,7 +123,7 @@ class TorchRunner:
             self.state.max_blocks,
             (path.padded(step), self.state.scratch_row),
             self._num_entries(step),
-            split_drafts=speculative and self.device.type == "cuda",
+            split_drafts=speculative and self.device.type in SPLIT_DRAFTS,
         )
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
@@ -166,7 +170,7 @@ class TorchRunner:
         ahead = drafts.positions - part["positions"][:count]
         part["positions"][:count] += ahead
         part["entry_positions"][:count] += ahead
-        if self.device.type == "cuda":  # elsewhere rows stand where the host says
+        if self.device.type in SPLIT_DRAFTS:
             part["context"][:count] += ahead
         return drafts
 
