@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sim_answer import VOCAB, Answer, solo_answer
+from sim_answer import VOCAB, Answer, pooled_answer, solo_answer
 from sim_clients import Client
 
 from tokenmill.engine.core import Engine
@@ -218,6 +218,7 @@ class Day:
             case Finish.STOP | Finish.LENGTH:
                 assert request.finish == answer.finish, f"{request} ended with {request.finish}, not {answer.finish}"
                 assert self.said(request) == answer.sequences, f"{request} said {self.said(request)}, not {answer}"
+                assert request.pooled == pooled_answer(request), f"{request}: pooled {request.pooled}"
                 if request.params.prompt_logprobs is not None and request.id.endswith("/0"):
                     logprobs = [one.token for one in request.prompt_logprobs]
                     assert logprobs == request.tokens[1 : request.prompt_len], f"{request}: wrong prompt_logprobs"

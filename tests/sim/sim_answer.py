@@ -29,6 +29,8 @@ def solo_answer(request: Request, poison: frozenset[int] = frozenset()) -> Answe
     if not poison.isdisjoint(request.tokens[: request.prompt_len]):
         return Answer(((),), Finish.ERROR, poisoned=True)
     prompt = tuple(request.tokens[: request.prompt_len])
+    if request.pooling is not None:
+        return Answer(((),), Finish.STOP)
     if request.beams is not None:
         return _beam_answer(request, prompt, poison)
     return _plain_answer(request, prompt, poison)
@@ -73,6 +75,12 @@ def _beam_answer(request: Request, prompt: tuple[int, ...], poison: frozenset[in
     found = group.results()
     finish = Finish.STOP if found[0].finished_by_stop else Finish.LENGTH
     return Answer(tuple(tuple(one.tokens) for one in found), finish)
+
+
+def pooled_answer(request: Request) -> list[float]:
+    """The vector that it must get: how many tokens were pooled, and their sum."""
+    read = request.tokens if request.pooling == "mean" else request.tokens[-1:]
+    return [float(len(read)), float(sum(read))] if request.pooling is not None else []
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from sim_answer import VOCAB
 
 from tokenmill.engine.beams import Beams
 from tokenmill.engine.request import API, BATCH, REALTIME, Request
+from tokenmill.engine.step import POOLINGS
 from tokenmill.params import SamplingParams
 
 STOP_IDS = frozenset(range(7, 27))
@@ -30,6 +31,7 @@ class Mix:
     stops: float = 0.8
     min_tokens: float = 0.2
     prompt_logprobs: float = 0.02
+    pooling: float = 0.04  # wants a vector of its prompt
     deadline: float = 0.05
     poisoned: float = 0.0
     vanish: float = 0.0  # leaves after some tokens
@@ -80,6 +82,8 @@ def _client(rng: random.Random, number: int, arrival: float, mix: Mix, prefixes:
     leader.followers = requests[1:]
     if params.beam_width is not None:
         leader.beams = Beams(leader)
+    elif several == 1 and random.Random(number).random() < mix.pooling:
+        leader.pooling, leader.max_tokens = POOLINGS[number % 2], 0
     client = Client(arrival, requests)
     if rng.random() < mix.vanish:
         client.vanish_after = rng.randrange(1, mix.output_tokens)
