@@ -9,7 +9,7 @@ import pytest
 
 import tokenmill
 
-SOURCES = sorted((Path(tokenmill.__file__).parent / "ops" / "triton").glob("*.py"))
+SOURCES = sorted((Path(tokenmill.__file__).parent / "ops" / "triton").rglob("*.py"))
 
 
 def unused(source: str) -> list[str]:
@@ -24,7 +24,7 @@ def unused(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_parameter_of_a_kernel_is_used(path: Path) -> None:
     assert unused(path.read_text(encoding="utf-8")) == []
 
