@@ -17,6 +17,8 @@ from tokenmill.engine.runner import piecewise
 from tokenmill.engine.runner.graphs import PATIENCE, Recordings
 from tokenmill.engine.runner.piecewise import PieceGraphs, token_sizes, tokens_worth_recording
 from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.engine.step import POOLINGS
+from tokenmill.front import NO_ANSWER
 from tokenmill.model.families import spec_from_config
 
 # Batch-invariant ops give a token the same bits beside any padding, so that results can be compared exactly. Those of
@@ -43,6 +45,7 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "topk_method": "greedy",
 }  # fmt: skip
+VECTORS = [[7] * 5, [9] * 70, [8] * 61]  # prompts whose hidden states are asked for, beside the others
 Made = Callable[[LLM], PieceGraphs | None]
 
 
@@ -79,10 +82,14 @@ def answers(model: str, made: Made, **options: Any) -> tuple[list[Any], PieceGra
         pieces = made(llm)
         if pieces is not None:
             runner_of(llm).forward_paths.insert(0, pieces)
+        vectors = [llm._front.prepare(prompt, NO_ANSWER, pooling=POOLINGS[len(prompt) % 2]) for prompt in VECTORS]
+        for follow in vectors:
+            llm._front.submit(follow)
         outputs = llm.generate(*requests(), use_tqdm=False)
         assert [output.error for output in outputs if output.error] == []
         found = [(one.token_ids, one.logprobs, output.prompt_logprobs) for output in outputs for one in output.outputs]
-        return found, pieces
+        assert all(follow.leader.pooled for follow in vectors)
+        return [*found, *(([], None, follow.leader.pooled) for follow in vectors)], pieces
 
 
 @pytest.fixture(scope="module", params=MODELS)
