@@ -44,8 +44,8 @@ def test_ranges_of_layers_give_what_all_of_them_give(
     whole = Sequence(decoder, 32).push(PROMPT)
 
     def in_two(tokens, kv, watch=None, wanted=None):
-        first = decoder.layers(range(cut), decoder.embed(tokens.ids), tokens, kv)
-        sent = Hidden(first.residual.clone(), None if first.update is None else first.update.clone())  # to another rank
+        residual, update = decoder.layers(range(cut), decoder.embed(tokens.ids), tokens, kv).take()
+        sent = Hidden(residual.clone(), None if update is None else update.clone())  # to another rank
         return decoder.norm(decoder.layers(range(cut, 4), sent, tokens, kv))
 
     monkeypatch.setattr(decoder, "forward", in_two)

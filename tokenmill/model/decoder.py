@@ -54,12 +54,17 @@ class TokenBatch:
     context: RowContext | None = None  # what tokens ask of linear layers, each for itself; None: nothing
 
 
-@dataclass
 class Hidden:
-    """What goes from layer to layer."""
+    """What goes from layer to layer: the residual, and what the last block computed, not yet added to it."""
 
-    residual: torch.Tensor  # [tokens, hidden]
-    update: torch.Tensor | None = None  # [tokens, hidden]: what the last block computed, not yet added to it
+    def __init__(self, residual: torch.Tensor, update: torch.Tensor | None = None) -> None:  # [tokens, hidden] each
+        self._tensors: tuple[torch.Tensor, torch.Tensor | None] | None = (residual, update)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both, once: whoever computes with them decides how long they live."""
+        taken, self._tensors = self._tensors, None
+        assert taken is not None
+        return taken
 
 
 class Attended:
@@ -82,7 +87,7 @@ class Attended:
         self.context = None if self.context is None else self.context.pick(wanted)
 
     def take(self) -> list[torch.Tensor]:
-        """Both, once: whoever computes with them decides how long they live."""
+        """Both, once, as of `Hidden`."""
         taken, self._tensors = self._tensors, []
         return taken
 
@@ -148,7 +153,9 @@ class Decoder:
         """The first half of a layer, whose weights are asked for here."""
         whole = self.weights.layer(index)
         layer = self._for_rows(index, whole, tokens.context)
-        x, residual = self._add_norm(hidden.update, hidden.residual, layer.before_attention, layer.attention.qkv)
+        residual, update = hidden.take()
+        x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
+        del update
         mixed = self._mix(index, x, layer.attention, tokens, kv[index])
         return Attended(index, whole, mixed, residual, tokens.context)
 
@@ -171,7 +178,8 @@ class Decoder:
 
     def norm(self, hidden: Hidden) -> torch.Tensor:  # [tokens, hidden]
         """What the head reads."""
-        return _as_tensor(self._add_norm(hidden.update, hidden.residual, self.weights.final_norm, None)[0])
+        residual, update = hidden.take()
+        return _as_tensor(self._add_norm(update, residual, self.weights.final_norm, None)[0])
 
     @cached_property
     def kinds(self) -> dict[object, int]:
