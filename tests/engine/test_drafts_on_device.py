@@ -19,8 +19,8 @@ from tiny import write_tiny
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
-from tokenmill.engine.runner import graphs, torch_runner
-from tokenmill.engine.runner.graphs import DecodeGraphs, Kind
+from tokenmill.engine.runner import cuda_graphs, torch_runner
+from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Kind
 from tokenmill.ops.types import AttentionBatch, Mask
 
 OPTIONS: dict[str, Any] = {
@@ -120,7 +120,7 @@ class FakeStaging:
 
 def behind_the_host(monkeypatch: pytest.MonkeyPatch, runner: torch_runner.TorchRunner) -> None:
     """Have a CPU treated as a GPU is: rows stand where its own memory says, and results are copied in order."""
-    monkeypatch.setattr(torch_runner, "SPLIT_DRAFTS", {"cpu"})
+    monkeypatch.setattr(torch_runner, "ASYNC_DEVICES", {"cpu"})
     monkeypatch.setattr(torch_runner, "_to_host", lambda tensor: tensor.clone())
     plainly = runner.decoder.ops.attention
 
@@ -159,8 +159,8 @@ def test_rows_start_where_the_device_says(tmp_path: Path, monkeypatch: pytest.Mo
     penalty = 1.0 if recorded else 1.2  # a CPU counts tokens in a loop, which is not recorded
     with LLM(model=model, overlap=False, **OPTIONS) as llm:
         plain, _, _ = run(llm._built.engine, penalty=penalty)
-    monkeypatch.setattr(graphs, "_Staging", FakeStaging)
-    monkeypatch.setattr(graphs, "Capture", lambda device: FakeRecorder())
+    monkeypatch.setattr(cuda_graphs, "_Staging", FakeStaging)
+    monkeypatch.setattr(cuda_graphs, "Capture", lambda device: FakeRecorder())
     with LLM(model=model, overlap=True, **OPTIONS) as llm:
         runner = runner_of(llm)
         behind_the_host(monkeypatch, runner)

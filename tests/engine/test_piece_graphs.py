@@ -14,7 +14,7 @@ from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.runner import piecewise
-from tokenmill.engine.runner.graphs import PATIENCE, Recordings
+from tokenmill.engine.runner.cuda_graphs import PATIENCE, Recordings
 from tokenmill.engine.runner.piecewise import PieceGraphs, token_sizes, tokens_worth_recording
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.step import POOLINGS

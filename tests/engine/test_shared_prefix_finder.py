@@ -188,7 +188,7 @@ def test_attention_is_told_the_truth_and_tokens_do_not_change(tiny_model):
 
 
 def test_packed_columns_of_recorded_steps_hold_rows_members_and_padding():
-    from tokenmill.engine.runner.graphs import _Columns
+    from tokenmill.engine.runner.cuda_graphs import _Columns
     from tokenmill.engine.step import SharedPrefix
 
     columns = _Columns(scratch_row=9)

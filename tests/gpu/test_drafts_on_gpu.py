@@ -13,7 +13,7 @@ from test_drafts_on_device import Replay, run
 from tiny import write_tiny
 
 from tokenmill import LLM
-from tokenmill.engine.runner.graphs import Kind
+from tokenmill.engine.runner.cuda_graphs import Kind
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.step import Pending, Step
 

@@ -112,7 +112,7 @@ class PoolModel(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         assert self.pool.num_free == len(self.free())
-        assert self.pool.num_parked == sum(len(blocks) for _, blocks in self.parked)
+        assert self.pool.num_fenced == sum(len(blocks) for _, blocks in self.parked)
         assert self.pool.references == [self.references()[block] for block in range(self.size)]
         assert {block for block in range(self.size) if self.pool.has_content[block]} == self.content
         self.pool.check_integrity(self.holdings)
@@ -133,7 +133,7 @@ def test_a_block_behind_a_fence_is_not_given_away():
     block = pool.take()
     pool.release([block], fence=7)
     pool.settle(6)
-    assert pool.num_free == 0 and pool.num_parked == 1
+    assert pool.num_free == 0 and pool.num_fenced == 1
     pool.settle(7)
     assert pool.take() == block
 

@@ -44,7 +44,6 @@ def cases(draw: Any) -> AttentionCase:
         block_size=draw(st.sampled_from([1, 4, 16, 64])),
         mask=Mask(
             window=window,
-            sinks=draw(st.sampled_from([0, 0, 3, 70])) if window else 0,
             softcap=draw(st.sampled_from([None, None, 2.0])),
         ),
         shared=draw(st.sampled_from([0, 2])),
@@ -58,7 +57,7 @@ def test_attention_equals_reference_on_ragged_batches(level: int, case: Attentio
     check(case)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=100), Mask(window=100, sinks=9), Mask(softcap=5.0)], ids=str)
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=100), Mask(softcap=5.0)], ids=str)
 def test_long_contexts(level: int, mask: Mask) -> None:
     """More keys than the pieces of a single hold at their smallest, and a chunk over several tiles of both kinds."""
     check(
@@ -124,14 +123,14 @@ def test_tree_masks(level: int, window: int | None) -> None:
 
 
 def test_keys_that_no_query_sees_are_never_used(level: int) -> None:
-    mask = Mask(window=20, sinks=2)
+    mask = Mask(window=20)
     case = attention_case([1, 1, 30], [90, 15, 120], mask=mask, block_size=4)
     starts = [89, 14, 90]
-    poisoned = case.forget(lambda i, position: 2 <= position <= starts[i] - 20)
+    poisoned = case.forget(lambda i, position: position <= starts[i] - 20)
     torch.testing.assert_close(poisoned.call(ops.attention), case.call(reference.attention), **CLOSE)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=70, sinks=3)], ids=str)
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=70)], ids=str)
 def test_a_chunk_of_one_token_has_the_bits_of_a_larger_one(level: int, mask: Mask) -> None:
     """So a prompt may be cut anywhere: at its end, at the end of a block, at the end of a tile of keys."""
     whole = attention_case([200], [200], heads=6, kv_heads=2, key_dim=20, value_dim=18, block_size=16, mask=mask)

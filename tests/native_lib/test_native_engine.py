@@ -74,10 +74,10 @@ def test_recorded_chunks_give_the_bits_of_plain_ones(
 def test_a_recording_that_disagrees_is_not_used(
     native: library.Library, default_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokenmill.engine.runner import recorded_chunks
+    from tokenmill.engine.runner import cpu_prompt_graphs
 
-    real = recorded_chunks.embed  # which takes the wanted tokens out of the others: here it takes the one before
-    monkeypatch.setattr(recorded_chunks, "embed", lambda ids, table: real(ids, table[1:]))
+    real = cpu_prompt_graphs.embed  # which takes the wanted tokens out of the others: here it takes the one before
+    monkeypatch.setattr(cpu_prompt_graphs, "embed", lambda ids, table: real(ids, table[1:]))
     with pytest.warns(UserWarning, match="their recording differs"):
         wrong, runner = answers(default_model, recorded=True)
     assert runner._chunks is not None and runner._chunks._refused

@@ -56,7 +56,6 @@ def cases(draw: Any) -> AttentionCase:
         block_size=draw(st.sampled_from([1, 4, 16, 64])),
         mask=Mask(
             window=window,
-            sinks=draw(st.sampled_from([0, 0, 3, 70])) if window else 0,
             softcap=draw(st.sampled_from([None, None, 2.0])),
         ),
         seed=draw(st.integers(0, 1 << 30)),

@@ -70,8 +70,8 @@ def hopper() -> Iterator[None]:
         put(mock.patch("torch.Generator", NoGenerator))
         put(mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()))
         put(mock.patch("tokenmill.engine.runner.torch_runner._TorchPending", mock.MagicMock()))
-        put(mock.patch("tokenmill.engine.runner.graphs._Staging", mock.MagicMock()))
-        put(mock.patch("tokenmill.engine.runner.graphs.Capture", mock.MagicMock()))
+        put(mock.patch("tokenmill.engine.runner.cuda_graphs._Staging", mock.MagicMock()))
+        put(mock.patch("tokenmill.engine.runner.cuda_graphs.Capture", mock.MagicMock()))
         put(NoGPU())
         try:
             yield

@@ -102,7 +102,7 @@ class Pending(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps in the order launched. One rank or a group of ranks behind the same two verbs."""
+    """Executes steps in the order launched. One rank or a group of ranks behind the same verbs."""
 
     def launch(self, step: Step) -> Pending:
         """Start the step without waiting for the device. May raise StepFailed."""

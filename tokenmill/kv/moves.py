@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 
 class Place(enum.Enum):
-    """Where blocks lie. A tier below the device's memory is another one."""
+    """Where blocks lie. A tier below the device's memory (offload to host, disk) is another one: runners have to learn
+    of it, and refuse moves that they cannot make.
+    """
 
     DEVICE = "device"
 

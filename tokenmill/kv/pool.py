@@ -22,10 +22,10 @@ class BlockPool:
         self.references = [0] * num_blocks
         self.has_content = [False] * num_blocks  # known to the prefix index
         self.num_free = num_blocks
-        self.num_parked = 0  # references waiting for their fence
+        self.num_fenced = 0  # references waiting for their fence
         self.settled = 0  # newest step known to be done
         self._on_evict = on_evict or (lambda block: None)
-        self._parked: deque[tuple[int, list[int]]] = deque()
+        self._fenced: deque[tuple[int, list[int]]] = deque()
         # A doubly linked ring through two arrays; the sentinel is index num_blocks.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._prev: list[int] = [num_blocks, *range(num_blocks)]
@@ -58,8 +58,8 @@ class BlockPool:
         if not held:
             return
         if fence > self.settled:
-            self._parked.append((fence, held))
-            self.num_parked += len(held)
+            self._fenced.append((fence, held))
+            self.num_fenced += len(held)
         else:
             self._drop(held)
 
@@ -67,13 +67,13 @@ class BlockPool:
         """Step `step` and all before it are done (or void): their fences open."""
         self.settled = max(self.settled, step)
         waiting = deque[tuple[int, list[int]]]()
-        for fence, held in self._parked:
+        for fence, held in self._fenced:
             if fence > self.settled:
                 waiting.append((fence, held))
             else:
-                self.num_parked -= len(held)
+                self.num_fenced -= len(held)
                 self._drop(held)
-        self._parked = waiting
+        self._fenced = waiting
 
     def mark_content(self, block: int, has: bool) -> None:
         """Tell the pool that the prefix index learned or forgot this block."""
@@ -85,7 +85,7 @@ class BlockPool:
     def check_integrity(self, holders: Iterable[list[int]]) -> None:
         """Prove that free + used == total and that every reference has exactly one holder."""
         counted = [0] * self.num_blocks
-        for blocks in [*holders, *(held for _, held in self._parked)]:
+        for blocks in [*holders, *(held for _, held in self._fenced)]:
             for block in blocks:
                 counted[block] += 1
         if counted != self.references:

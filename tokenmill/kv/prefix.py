@@ -12,7 +12,10 @@ IDENTITY_BYTES = 16
 
 
 def root_identity(salt: str, adapter: str = "") -> bytes:
-    """The parent of a first block. Another salt is another tree: tenants cannot see each other's cache."""
+    """The parent of a first block. Another salt is another tree: tenants cannot see each other's cache.
+
+    The same holds for an adapter, whose name nobody passes yet: requests cannot have one.
+    """
     return _digest(struct.pack("<II", len(salt.encode()), len(adapter.encode())) + salt.encode() + adapter.encode())
 
 

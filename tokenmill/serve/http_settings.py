@@ -28,7 +28,7 @@ class HttpSettings:
     beat_seconds: float = 15.0  # silence of a stream after which a comment is sent, for the sake of proxies
     max_connections: int = 20_000
     origins: tuple[str, ...] = field(default=())  # web pages of these origins may ask; "*": of all
-    hosts: tuple[str, ...] = ()  # names that a browser may know this server by; "*": any; empty: see `Guard`
+    hosts: tuple[str, ...] = ()  # names that a browser may know this server by; "*": any; empty: see `OriginGuard`
     max_stored_bytes: int = 1000 * MB  # files and batches of one tenant
     max_responses_bytes: int = 256 * MB  # stored responses of all tenants, in memory; 0: none are stored
     response_seconds: float = 24 * 3600.0  # a stored response is forgotten when nobody asked for it for this long

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.kv.moves import Move, Place
 
 Ints = npt.NDArray[np.int64]
 
@@ -106,7 +107,7 @@ def pack(
         "token_value": token_value,
         "block_at": block_at,
         "block_value": block_value,
-        "move_from": np.array([move.source for move in step.moves], dtype=np.int64),
+        "move_from": np.array([_on_device(move).source for move in step.moves], dtype=np.int64),
         "move_to": np.array([move.target for move in step.moves], dtype=np.int64),
         **_speculation(step),
         "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
@@ -117,6 +118,12 @@ def pack(
         sections[name] = slice(at, at + len(part))
         at += len(part)
     return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), seen)
+
+
+def _on_device(move: Move) -> Move:
+    if move.source_place is not Place.DEVICE or move.target_place is not Place.DEVICE:
+        raise NotImplementedError(f"{move} leaves the device, and this runner moves blocks only within it")
+    return move
 
 
 def _speculation(step: Step) -> dict[str, Ints]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tokenmill.engine.runner.graphs import Recording, Recordings
+from tokenmill.engine.runner.cuda_graphs import Recording, Recordings
 from tokenmill.engine.runner.paths import PlainForward, PreparedStep
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import is_speculative

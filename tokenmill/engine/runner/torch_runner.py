@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.graphs import DecodeGraphs, Kind
+from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Kind
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import AttentionRows, PackedStep, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
@@ -28,12 +28,12 @@ from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
 
 if TYPE_CHECKING:
-    from tokenmill.engine.runner.recorded import RecordedDecode
-    from tokenmill.engine.runner.recorded_chunks import RecordedChunks
+    from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
+    from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
 
 # Devices that run behind the host: rows stand where they say, and attention sees drafts as rows of one query each that
 # stand there. Elsewhere a step is computed while it is launched, and the host knows.
-SPLIT_DRAFTS = {"cuda"}
+ASYNC_DEVICES = {"cuda"}
 
 
 class TorchRunner:
@@ -70,8 +70,8 @@ class TorchRunner:
                 self._pieces = PieceGraphs(decoder, state, most, Capture(self.device))
                 self.forward_paths.insert(0, self._pieces)
         elif graphs:
-            from tokenmill.engine.runner.recorded import RecordedDecode
-            from tokenmill.engine.runner.recorded_chunks import RecordedChunks
+            from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
+            from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
 
             self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
             self.decode_paths.append(self._recorded)
@@ -91,7 +91,7 @@ class TorchRunner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _launch(self, step: Step) -> Pending:
-        if self.device.type not in SPLIT_DRAFTS:
+        if self.device.type not in ASYNC_DEVICES:
             step = settled(step, self.state.lengths.tolist() if step.slack else [])
         self._sampler.take_masks(step.masks)
         for path in self.decode_paths:
@@ -123,7 +123,7 @@ class TorchRunner:
             self.state.max_blocks,
             (path.padded(step), self.state.scratch_row),
             self._num_entries(step),
-            split_drafts=speculative and self.device.type in SPLIT_DRAFTS,
+            split_drafts=speculative and self.device.type in ASYNC_DEVICES,
         )
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
@@ -170,7 +170,7 @@ class TorchRunner:
         ahead = drafts.positions - part["positions"][:count]
         part["positions"][:count] += ahead
         part["entry_positions"][:count] += ahead
-        if self.device.type in SPLIT_DRAFTS:
+        if self.device.type in ASYNC_DEVICES:
             part["context"][:count] += ahead
         return drafts
 

@@ -160,7 +160,7 @@ class Scheduler:
             if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
                 return
             withheld = self.limits.max_rows - self.pace.rows
-            while victims and not self._fits(rows + withheld, blocks, self.kv.pool.num_free + self.kv.pool.num_parked):
+            while victims and not self._fits(rows + withheld, blocks, self.kv.pool.num_free + self.kv.pool.num_fenced):
                 self.life.preempt(victims.pop())
             self._promised, self._promised_above = blocks, lane
 
@@ -263,7 +263,7 @@ class Scheduler:
         need = self.kv.blocks_for(tokens) - held
         if request.lane > self._promised_above:
             need += self._promised
-        missing = need - pool.num_free - pool.num_parked
+        missing = need - pool.num_free - pool.num_fenced
         while missing > 0:
             victim = self.life.running[-1]
             missing -= self._freed_by(victim)

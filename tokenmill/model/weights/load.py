@@ -11,7 +11,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, TypedCheckpoint
-from tokenmill.model.weights.names import Piece, Recipe, canonical, is_harmless, recipes
+from tokenmill.model.weights.names import Piece, Recipe, is_harmless, recipes, spelled_as_in_transformers
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Blocks, can_pack, float_bytes, packed_bytes
@@ -30,7 +30,7 @@ def load_weights(
 ) -> WeightStore:
     """Peak memory is one copy of the weights plus the tensor being read."""
     _refuse_quantized(checkpoint)
-    spelled = canonical(checkpoint.names())
+    spelled = spelled_as_in_transformers(checkpoint.names())
     chosen = _choose(spec, spelled)
     place, schemes = torch.device(device), schemes or Schemes(Dense())
     params = spec.parameters()
@@ -59,7 +59,7 @@ def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightF
     """The linear layers that a quantized checkpoint holds in one form each, under their canonical names."""
     if not isinstance(checkpoint, GroupCheckpoint):
         return {}
-    spelled = canonical(checkpoint.names())
+    spelled = spelled_as_in_transformers(checkpoint.names())
     found: dict[str, WeightForm] = {}
     for name, recipe in _choose(spec, spelled).items():
         if spec.parameters()[name].kind == "linear":
@@ -72,7 +72,7 @@ def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightF
 
 def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int]:
     """Bytes of each matrix when it is packed as the checkpoint stores it: in blocks, or in floats of its own width."""
-    spelled = canonical(checkpoint.names())
+    spelled = spelled_as_in_transformers(checkpoint.names())
     found = {}
     for name, recipe in _choose(spec, spelled).items():
         if spec.parameters()[name].kind in ("linear", "embedding"):

@@ -45,13 +45,13 @@ def recipes(spec: DecoderSpec) -> dict[str, list[Recipe]]:
     return {name: found[name] for name in spec.parameters()}
 
 
-def canonical(names: Iterable[str]) -> dict[str, str]:
+def spelled_as_in_transformers(names: Iterable[str]) -> dict[str, str]:
     """The names as recipes spell them -> as the checkpoint does, which may hold a bare or a multimodal model."""
-    return {_canonical(name): name for name in names}
+    return {_as_in_transformers(name): name for name in names}
 
 
 def is_harmless(spec: DecoderSpec, name: str) -> bool:
-    """Whether a canonical name that no recipe uses can be left out without changing the result."""
+    """Whether a name that no recipe uses can be left out without changing the result."""
     if name == "lm_head.weight":
         return spec.tie_embeddings
     constant = name.endswith(("rotary_emb.inv_freq", ".masked_bias"))  # the decoder computes its own
@@ -74,7 +74,7 @@ _LAYER_NORMS: dict[NormPlacement, tuple[str, ...]] = {  # in the order of NORM_N
 }
 
 
-def _canonical(name: str) -> str:
+def _as_in_transformers(name: str) -> str:
     for prefix in _TEXT_PARTS:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""What rows ask of linear layers, each for itself: which adapter's update is added to their product."""
+"""LoRA: what tokens of a step ask of linear layers, each for itself: which low-rank adapter is added to its product."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from tokenmill.errors import ModelError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.checkpoint import Checkpoint, GroupCheckpoint
-from tokenmill.model.weights.names import Piece, Recipe, canonical, recipes
+from tokenmill.model.weights.names import Piece, Recipe, recipes, spelled_as_in_transformers
 from tokenmill.quant.tool.joints import Params
 
 HEAD = "lm_head.weight"
@@ -43,7 +43,7 @@ class LayerSource:
             raise ModelError("the checkpoint is quantized already; quantize the original one")
         self.spec = spec
         self.checkpoint = checkpoint
-        self._spelled = canonical(checkpoint.names())
+        self._spelled = spelled_as_in_transformers(checkpoint.names())
         self._recipes = {name: self._fitting(name, ways) for name, ways in recipes(spec).items()}
 
     def read(self, name: str) -> torch.Tensor:

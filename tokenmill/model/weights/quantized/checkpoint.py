@@ -10,7 +10,7 @@ import torch
 from tokenmill.errors import ModelError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.checkpoint import Checkpoint, TypedCheckpoint
-from tokenmill.model.weights.names import canonical, recipes
+from tokenmill.model.weights.names import recipes, spelled_as_in_transformers
 from tokenmill.model.weights.quantized.matrix import Kind, Matrix
 from tokenmill.model.weights.quantized.parts import Parts
 from tokenmill.quant.forms import WeightForm
@@ -163,7 +163,7 @@ def _wanted_shapes(config: dict[str, Any], names: list[str], stored: set[str]) -
     """The shape that config.json implies for each weight and bias, under the names of this checkpoint."""
     ways = [way for ways in recipes(spec_from_config(config)).values() for way in ways]
     shapes = {piece.source: piece.shape for way in ways for piece in way}
-    spelled = canonical([*names, *(f"{module}.weight" for module in stored)])
+    spelled = spelled_as_in_transformers([*names, *(f"{module}.weight" for module in stored)])
     return {theirs: shapes[ours] for ours, theirs in spelled.items() if ours in shapes}
 
 

@@ -6,8 +6,8 @@ import warnings
 
 import torch
 
+from tokenmill.engine.runner.cpu_decode_graph import agree
 from tokenmill.engine.runner.paths import PlainForward, PreparedStep
-from tokenmill.engine.runner.recorded import agree
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Attended, Decoder, TokenBatch

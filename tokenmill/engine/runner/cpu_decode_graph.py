@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import torch
 
-from tokenmill.engine.runner.graphs import PLAIN, only_decodes
+from tokenmill.engine.runner.cuda_graphs import PLAIN, only_decodes
 from tokenmill.engine.runner.inputs import block_writes
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import is_speculative
