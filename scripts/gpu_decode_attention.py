@@ -26,7 +26,7 @@ from cases import AttentionCase, attention_case  # noqa: E402
 from tokenmill.ops import reference  # noqa: E402
 from tokenmill.ops.device_facts import multiprocessors  # noqa: E402
 from tokenmill.ops.triton.attention import decode as attention_decode  # noqa: E402
-from tokenmill.ops.triton.attention.kv_codes import as_kernels_take_it  # noqa: E402
+from tokenmill.ops.triton.attention.kv_codes import cache_arguments  # noqa: E402
 from tokenmill.ops.triton.attention.paged import attention  # noqa: E402
 from tokenmill.ops.triton.attention.shared_prefix import prefix_attention  # noqa: E402
 from tokenmill.ops.triton.config import Tile  # noqa: E402
@@ -271,8 +271,8 @@ def time_prefix(work: Load, tile: Tile, splits: int) -> float:
 
     def run() -> None:
         for k, v in work.caches:
-            cache = as_kernels_take_it(k, v, None)
-            prefix_attention(work.q, cache, 16, partial_sums, stats, work.batch, CAUSAL, 128**-0.5, tile, splits)
+            cache = cache_arguments(k, v, None)
+            prefix_attention(work.q, cache, partial_sums, stats, work.batch, CAUSAL, 128**-0.5, tile, splits)
 
     try:
         return work.us(run)

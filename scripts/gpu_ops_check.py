@@ -158,7 +158,7 @@ def attention_checks() -> Iterator[Check]:
         {"heads": 16, "block_size": 16, **latent},
         {"heads": 128, "block_size": 64, **latent},
     ]
-    masks = [CAUSAL, Mask(window=50, sinks=4), Mask(window=130), Mask(softcap=30.0), Mask(window=200, softcap=20.0)]
+    masks = [CAUSAL, Mask(window=50), Mask(window=130), Mask(softcap=30.0), Mask(window=200, softcap=20.0)]
     wanted = [(torch.bfloat16, llama, mask) for mask in masks]
     wanted += [(torch.bfloat16, shape, mask) for shape in others for mask in masks[:2]]
     wanted += [(torch.float16, shape, CAUSAL) for shape in (llama, others[-1])]
@@ -308,7 +308,7 @@ def decode_timing(
     mask: Mask = CAUSAL,
 ) -> None:
     args = big_batch(rows, 1, context, heads, kv_heads, dim, value_dim or dim)
-    seen = context if mask.window is None else min(context, mask.window + mask.sinks)
+    seen = context if mask.window is None else min(context, mask.window)
     per_token = dim if value_dim else 2 * dim
     flops = 2 * rows * heads * seen * (dim + (value_dim or dim))
     name = f"{name}: {rows} rows of {context}"

@@ -125,7 +125,7 @@ def attention_cases(model: Model) -> Iterator[Case]:
 
 
 def attention_variants() -> Iterator[Case]:
-    masks = {"window": Mask(window=512), "sinks": Mask(window=512, sinks=4), "softcap": Mask(softcap=30.0)}
+    masks = {"window": Mask(window=512), "softcap": Mask(softcap=30.0)}
     for name, mask in masks.items():
         yield f"decode {name}", partial(attend, LLAMA, [1] * 8, [1024] * 8, mask=mask)
         yield f"chunk {name}", partial(attend, LLAMA, [40], [300], mask=mask)

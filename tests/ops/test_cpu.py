@@ -69,7 +69,6 @@ def cases(draw):
     window = draw(st.sampled_from([None, 1, 5, 32, 200]))
     mask = Mask(
         window=window,
-        sinks=draw(st.sampled_from([0, 0, 3])) if window else 0,
         softcap=draw(st.sampled_from([None, None, 2.0])),
     )
     return lengths, counts, shape, mask, draw(st.integers(0, 1 << 30)), draw(st.integers(0, 2))

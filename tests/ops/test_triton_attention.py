@@ -19,9 +19,9 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_ava
 MASKS = [
     Mask(),
     Mask(window=5),
-    Mask(window=40, sinks=3),
-    Mask(window=7, sinks=70),
-    Mask(window=1000, sinks=2),
+    Mask(window=40),
+    Mask(window=70),
+    Mask(window=1000),
     Mask(softcap=2.0),
     Mask(window=33, softcap=20.0),
 ]
@@ -75,10 +75,10 @@ def test_every_head_shape_equals_reference(heads, dtype, triton_device):
 def test_keys_outside_the_window_are_not_read(count, triton_device):
     from tokenmill.ops.triton.attention.paged import attention
 
-    window, sinks, contexts = 20, 3, [90, 45]
-    case = attention_case([count] * 2, contexts, mask=Mask(window=window, sinks=sinks), device=triton_device)
+    window, contexts = 20, [90, 45]
+    case = attention_case([count] * 2, contexts, mask=Mask(window=window), device=triton_device)
     first_query = [context - count for context in contexts]
-    poisoned = case.forget(lambda row, position: sinks <= position <= first_query[row] - window)
+    poisoned = case.forget(lambda row, position: position <= first_query[row] - window)
     torch.testing.assert_close(poisoned.call(attention), case.call(reference.attention), **tolerance(torch.float32))
 
 
@@ -180,14 +180,13 @@ def test_decode_workspace_stays_within_its_promise():
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 5),
     window=st.one_of(st.none(), st.integers(1, 70)),
-    sinks=st.integers(0, 10),
     seed=st.integers(0, 1000),
 )
-def test_random_mixes_equal_reference(rows, block_size, kv_heads, group, window, sinks, seed, triton_device):
+def test_random_mixes_equal_reference(rows, block_size, kv_heads, group, window, seed, triton_device):
     rows = sorted(rows, key=lambda row: row[0] > 1)
     counts, contexts = [count for count, _ in rows], [count + before for count, before in rows]
     case = attention_case(
         counts, contexts, heads=kv_heads * group, kv_heads=kv_heads, block_size=block_size, shared=1,
-        mask=Mask(window=window, sinks=sinks), seed=seed, device=triton_device,
+        mask=Mask(window=window), seed=seed, device=triton_device,
     )  # fmt: skip
     check(case)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_device", "poisoned_memory", "fixed_order_of_sums")
 # The interpreter's dot takes bfloat16 for integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-MASKS = [Mask(), Mask(window=5), Mask(window=90), Mask(window=40, sinks=3), Mask(softcap=2.0)]
+MASKS = [Mask(), Mask(window=5), Mask(window=90), Mask(window=40), Mask(softcap=2.0)]
 
 
 @pytest.fixture(autouse=True)

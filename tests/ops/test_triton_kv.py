@@ -44,7 +44,7 @@ def check(case: AttentionCase, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("mask", "dtype"),
-    [(Mask(), torch.float32), (Mask(window=40, sinks=3), HALF), (Mask(window=33, softcap=20.0), HALF)],
+    [(Mask(), torch.float32), (Mask(window=40), HALF), (Mask(window=33, softcap=20.0), HALF)],
     ids=str,
 )
 def test_singles_and_chunks_equal_reference(mask, dtype, form, triton_device):

@@ -35,7 +35,7 @@ def attention(
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     """Rows with one query are padded to a common length and computed together; each chunk is computed alone."""
     out = q.new_empty(q.shape[0], q.shape[1], channels(v_cache))
-    num_singles = batch.num_singles if batch.tree is None and not mask.sinks else 0
+    num_singles = batch.num_singles if batch.tree is None else 0
     block_size = k_cache.shape[1]
     plan_name = f"cpu attention, window {mask.window}, block size {block_size}"  # equal in many layers
     if plan_name not in batch.cache:
@@ -54,7 +54,7 @@ def attention(
 
 def _reach(context: int, count: int, mask: Mask) -> int:
     """How many of the last keys of a row its last `count` queries can see."""
-    if mask.window is None or mask.sinks:
+    if mask.window is None:
         return context
     return min(context, mask.window + count - 1)
 

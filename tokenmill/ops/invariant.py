@@ -172,7 +172,7 @@ def _visible(
     query = position[:, None]
     seen = key <= query
     if mask.window is not None:
-        seen = seen & ((key > query - mask.window) | (key < mask.sinks))
+        seen = seen & (key > query - mask.window)
     return seen
 
 

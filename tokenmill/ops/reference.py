@@ -124,7 +124,7 @@ def visible(
     if tree is not None:
         seen = torch.cat([seen[:, : context - count], tree], dim=1)
     if mask.window is not None:
-        seen = seen & ((key > query - mask.window) | (key < mask.sinks))
+        seen = seen & (key > query - mask.window)
     return seen
 
 

@@ -13,7 +13,6 @@ class Mask:
     """Which keys a query may see, beyond causality, and what is done to its scores."""
 
     window: int | None = None  # a query at position p sees keys with p - window < position <= p
-    sinks: int = 0  # with a window: the first `sinks` positions stay visible
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 

@@ -166,7 +166,6 @@ def attention(
         v_head=v_cache.stride(2),
         table_row=batch.block_tables.stride(0),
         window=mask.window or 0,
-        sinks=mask.sinks if mask.window is not None else 0,
         cache_storage=storage_of(k_cache),
         softcap=mask.softcap or 0.0,
         scale=scale,

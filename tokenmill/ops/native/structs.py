@@ -88,7 +88,7 @@ class AttentionArgs(Args):
         "q_token q_head out_token out_head "
         "k_block k_slot k_head v_block v_slot v_head table_row tree_stride "
         "k_scale_block k_scale_slot k_scale_head v_scale_block v_scale_slot v_scale_head "
-        "window sinks cache_storage",
+        "window cache_storage",
         "softcap scale",
     )
 

@@ -63,23 +63,9 @@ class Tile:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class HeadSplit:
-    """A head size as a power of two plus a padded rest, because blocks are powers of two (96 = 64 + 32)."""
-
-    first: int
-    rest: int
-
-
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-def split_head(dim: int) -> HeadSplit:
-    first = max(16, 1 << (dim.bit_length() - 1))
-    rest = max(dim - first, 0)
-    return HeadSplit(first, max(16, power_of_two(rest)) if rest else 0)
 
 
 def reads_transposed(form: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:

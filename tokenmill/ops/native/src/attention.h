@@ -29,7 +29,6 @@ struct AttentionArgs {
     int64_t k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, tree_stride;
     int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
     int64_t window;  // 0: none
-    int64_t sinks;
     int64_t cache_storage;  // Storage in elementwise.h
     double softcap;         // 0: none
     double scale;

@@ -145,7 +145,7 @@ struct Sight {
     int64_t first_position;  // of the tile's first query
     int64_t last_position;
     int64_t fresh;  // position of the row's first query: the tree speaks of keys from here on
-    int64_t low;    // no query of the tile sees keys before this, except sinks
+    int64_t low;    // no query of the tile sees keys before this
     int64_t end;    // nor keys from here on
     const uint8_t* tree;  // of the tile's first query, or null
 
@@ -170,7 +170,7 @@ struct Sight {
         for (int64_t j = reach(query, base, n); j < kTile; j++) scores[j] = -__builtin_inff();
         if (a.window) {
             const int64_t low = at_most(kTile, position - a.window + 1 - base);
-            for (int64_t j = at_least(0, a.sinks - base); j < low; j++) scores[j] = -__builtin_inff();
+            for (int64_t j = 0; j < low; j++) scores[j] = -__builtin_inff();
         }
         if (tree) {
             for (int64_t j = at_least(0, fresh - base); j < n; j++)
@@ -181,7 +181,7 @@ struct Sight {
     // Whether every query sees all keys in [from, to).
     bool complete(const AttentionArgs& a, int64_t from, int64_t to) const {
         if (to > (tree ? fresh : first_position + 1)) return false;
-        return !a.window || from > last_position - a.window || to <= a.sinks;
+        return !a.window || from > last_position - a.window;
     }
 };
 
@@ -245,7 +245,7 @@ void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight,
     if constexpr (scaled<T>) keys.find_scales(base, to, key_scales, value_scales);
     pack_keys(key, key_scales, n, a.k_dim, s.keys);
     pack_values(value, value_scales, n, a.v_dim, s.columns, s.values);
-    for (int64_t j = at_least(0, a.sinks - base); j < at_most(n, sight.low - base); j++)
+    for (int64_t j = 0; j < at_most(n, sight.low - base); j++)
         for (int64_t d = 0; d < s.columns; d++) s.values[j * s.columns + d] = 0;  // nobody sees it: it may hold anything
     const bool complete = n == kTile && sight.complete(a, base, to);
     const auto each_block = [&](auto use) {  // use(first row, rows, keys that they reach in whole vectors)
@@ -284,7 +284,7 @@ void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
     const Keys<T> keys(a, t.row, t.kv_head);
     take_queries(a, t, s);
     for (int64_t base = 0; base < sight.end; base += kTile)
-        if (base + kTile > sight.low || base < a.sinks) attend_tile(a, t, sight, keys, base, s);
+        if (base + kTile > sight.low) attend_tile(a, t, sight, keys, base, s);
     give_results(a, t, s);
 }
 

@@ -118,7 +118,6 @@ inline float soften(float* scores, int64_t n, float& top, float& total) {
 struct Piece {
     int64_t row, kv_head;
     int64_t from, to;  // keys of the piece
-    int64_t sinks;     // and these, from the beginning
 
     Piece() : row(-1) {}  // no piece
 
@@ -127,7 +126,6 @@ struct Piece {
         const Cut cut(a, context);
         from = cut.low + number * cut.length;
         to = at_most(context, from + cut.length);
-        sinks = number == 0 ? at_most(a.sinks, cut.low) : 0;
     }
 };
 
@@ -176,7 +174,6 @@ void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, co
         partial[g * stride] = -__builtin_inff();
         for (int64_t d = 1; d < stride; d++) partial[g * stride + d] = 0;
     }
-    if (piece.sinks) attend_range<G>(a, keys, q, 0, piece.sinks, piece, partial);
     attend_range<G>(a, keys, q, piece.from, piece.to, next, partial);
 }
 

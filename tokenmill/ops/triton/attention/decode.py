@@ -11,19 +11,16 @@ import triton.language as tl
 
 from tokenmill.ops.kv_forms import KVScales, form_of
 from tokenmill.ops.triton.attention.kv_codes import (
-    as_kernels_take_it,
-    fold_values,
-    head_of,
+    cache_arguments,
     load_queries,
-    no_values,
-    of_head,
-    score_keys,
+    nothing_seen,
     value_channels,
     whole_values,
 )
 from tokenmill.ops.triton.attention.kv_transposed import attend_transposed
-from tokenmill.ops.triton.attention.paging import cache_offsets, score_scales
+from tokenmill.ops.triton.attention.paging import padded_block
 from tokenmill.ops.triton.attention.shared_prefix import prefix_attention
+from tokenmill.ops.triton.attention.tile import attend_tile, cached_head, paged_arguments
 from tokenmill.ops.triton.config import (
     Tile,
     decode_splits,
@@ -70,11 +67,10 @@ def decode_attention(
     scales: KVScales | None = None,
 ) -> None:
     rows, heads = batch.num_singles, q.shape[1]
-    block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], out.shape[2]
-    group = heads // kv_heads
-    cache = as_kernels_take_it(k_cache, v_cache, scales)
+    kv_heads, value_dim = k_cache.shape[2], out.shape[2]
+    cache = cache_arguments(k_cache, v_cache, scales)
     plan = _plan(q, kv_heads, value_dim, batch, mask, "" if scales is None else form_of(k_cache).name)
-    tile, value_block = plan.tile, cache.constants["VALUE_BLOCK"]
+    tile, value_block = plan.tile, max(16, power_of_two(value_dim))
     # Parts of the rows' own keys come first, then prefix_splits parts per row of what they share.
     slots = plan.num_slots + rows * plan.prefix_splits
     partial = torch.empty(slots, heads, value_dim, dtype=torch.float32, device=q.device)
@@ -82,26 +78,22 @@ def decode_attention(
     if plan.shared:
         first = plan.num_slots
         prefix_attention(
-            q, cache, block_size, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile,
-            plan.prefix_splits,
-        )  # fmt: skip
-    join_heads, join_tile = power_of_two(group), min(_JOIN_TILE, _JOIN_TILE // 2 * tile.num_warps)
+            q, cache, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile, plan.prefix_splits
+        )
+    join_heads, join_tile = power_of_two(heads // kv_heads), min(_JOIN_TILE, _JOIN_TILE // 2 * tile.num_warps)
     in_place = plan.head_tiles == 1 and join_heads * value_block <= _JOIN_IN_PLACE
-    cap_scale, score_scale = score_scales(scale, mask.softcap)
+    arguments, constants = paged_arguments(q, cache, batch, mask, scale, tile)
     _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
-        q, *cache.tensors, out, partial, stats, plan.items, plan.joins, plan.counters, batch.block_tables,
-        q.stride(0), q.stride(1), *cache.strides, out.stride(0), out.stride(1), batch.block_tables.stride(0),
-        heads, plan.num_slots, plan.prefix_splits, mask.window or 0, mask.sinks, cap_scale, score_scale,
-        GROUP=group, HEAD_TILES=plan.head_tiles, BLOCK_SIZE=block_size, **cache.constants,
-        TRANSPOSED_HEADS=kv_heads if plan.transposed else 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        WINDOWED=mask.window is not None, SOFTCAP=mask.softcap is not None, SHARED=plan.shared,
+        *arguments, out, *out.stride()[:2], partial, stats, plan.items, plan.joins, plan.counters,
+        heads, plan.num_slots, plan.prefix_splits, mask.window or 0,
+        **constants, WINDOWED=mask.window is not None, HEAD_TILES=plan.head_tiles,
+        TRANSPOSED_HEADS=kv_heads if plan.transposed else 0, SHARED=plan.shared,
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, join_tile // (join_heads * value_block)),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if not in_place:
         _join_kernel[(heads, rows)](
             partial, stats, out, plan.joins, out.stride(0), out.stride(1), heads, plan.num_slots, plan.prefix_splits,
-            VALUE_DIM=value_dim, VALUE_BLOCK=value_block, JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
+            VALUE_DIM=value_dim, JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
         )  # fmt: skip
 
 
@@ -109,7 +101,7 @@ def _plan(
     q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask, form: str = ""
 ) -> DecodePlan:
     heads, key_dim = q.shape[1:]
-    name = f"decode plan: {heads} {kv_heads} {key_dim} {value_dim} {mask.window} {mask.sinks} {form}"
+    name = f"decode plan: {heads} {kv_heads} {key_dim} {value_dim} {mask.window} {form}"
     if name not in batch.cache:
         batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask, form)
     plan: DecodePlan = batch.cache[name]
@@ -149,7 +141,7 @@ def _make_plan(
     _plan_kernel[(1,)](
         plan.items, plan.joins, plan.counters, batch.rows, batch.context,
         batch.shared_tokens if plan.shared else batch.context,
-        rows, plan.num_items, plan.counters.numel(), extra, least_tiles, mask.window or 0, mask.sinks,
+        rows, plan.num_items, plan.counters.numel(), extra, least_tiles, mask.window or 0,
         WINDOWED=mask.window is not None, SHARED=plan.shared, BLOCK_N=tile.block_n, ROWS=max(256, power_of_two(rows)),
         num_warps=4,
     )  # fmt: skip
@@ -157,17 +149,15 @@ def _make_plan(
 
 
 @triton.jit
-def _windowed_tiles(context, window, sinks, BLOCK_N: tl.constexpr):
-    """A windowed row's tiles are numbered sinks first, then from `first` on: how many of both kinds, and `first`."""
-    first = tl.maximum(context - window, 0) // BLOCK_N
-    sink_tiles = tl.minimum(tl.cdiv(sinks, BLOCK_N), first)
-    return tl.cdiv(context, BLOCK_N) - first + sink_tiles, first, sink_tiles
+def _first_tile(context, window, BLOCK_N: tl.constexpr):
+    """The first tile with a key that a windowed row sees; its tiles are numbered from there."""
+    return tl.maximum(context - window, 0) // BLOCK_N
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
 @quick_launch
 @triton.jit(
-    do_not_specialize=["rows", "num_items", "num_counters", "extra", "least_tiles", "window", "sinks"],
+    do_not_specialize=["rows", "num_items", "num_counters", "extra", "least_tiles", "window"],
     do_not_specialize_on_alignment=["table_rows", "contexts", "shared"],
 )
 def _plan_kernel(
@@ -183,7 +173,6 @@ def _plan_kernel(
     extra,
     least_tiles,
     window,
-    sinks,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,7 +191,7 @@ def _plan_kernel(
         start = tl.minimum(tl.load(shared + row, mask=live, other=0), context)
     tiles = tl.cdiv(context - start, BLOCK_N)
     if WINDOWED:
-        tiles, _, _ = _windowed_tiles(context, window, sinks, BLOCK_N)
+        tiles = tl.cdiv(context, BLOCK_N) - _first_tile(context, window, BLOCK_N)
     most = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), least_tiles)
     # A padding row has no keys, but its zeros must be written, too.
     parts = tl.where(live, tl.maximum(tl.cdiv(tiles, most), 1), 0)
@@ -232,63 +221,31 @@ def _plan_kernel(
 
 @quick_launch
 @triton.jit(
-    do_not_specialize=["num_slots", "prefix_splits", "window", "sinks"],
+    do_not_specialize=["num_slots", "prefix_splits", "window"],
     do_not_specialize_on_alignment=["tables"],
 )
 def _decode_kernel(
-    q,  # [tokens, heads, KEY_DIM]
-    k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
-    v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
-    k_scales,  # [blocks, BLOCK_SIZE, kv_heads, n], where the cache holds codes, in words of int32
-    v_scales,
+    # Of paged_arguments:
+    q, k_cache, v_cache, k_scales, v_scales, tables, stride_q_token, stride_q_head, stride_k_block, stride_k_token,
+    stride_k_head, stride_v_block, stride_v_token, stride_v_head, stride_table, cap_scale, score_scale,
     out,  # [tokens, heads, VALUE_DIM]
+    stride_out_token, stride_out_head,
     partial,  # [slots, heads, VALUE_DIM] float32
     stats,  # [slots, heads, 2] float32
     items,  # [items, 8]
     joins,  # [rows, 3]
     counters,  # [num_slots, kv_heads]
-    tables,  # [max_rows, max_blocks]
-    stride_q_token,
-    stride_q_head,
-    stride_k_block,
-    stride_k_token,
-    stride_k_head,
-    stride_v_block,
-    stride_v_token,
-    stride_v_head,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    heads,
-    num_slots,
-    prefix_splits,
-    window,
-    sinks,
-    cap_scale,
-    score_scale,
-    GROUP: tl.constexpr,
+    heads, num_slots, prefix_splits, window,
+    GROUP: tl.constexpr, SAME_LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
     HEAD_TILES: tl.constexpr,
-    SAME_LAYOUT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    KEY_WORDS: tl.constexpr,
-    VALUE_WORDS: tl.constexpr,
-    PTX: tl.constexpr,
     TRANSPOSED_HEADS: tl.constexpr,  # kv heads, where codes are read as left operands; 0 elsewhere
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     SHARED: tl.constexpr,  # the kernel before this one computed the rows' common beginning
     JOIN_HEADS: tl.constexpr,  # 0: another kernel joins
     JOIN_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
-):
+):  # fmt: skip
     start_next(PDL)
     wait_for_previous(PDL)
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
@@ -307,52 +264,40 @@ def _decode_kernel(
     in_group = (tl.program_id(0) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = in_group < GROUP
     head = kv_head * GROUP + in_group
-    first, sink_tiles = 0, 0
+    first = 0
     if WINDOWED:
-        _, first, sink_tiles = _windowed_tiles(context, window, sinks, BLOCK_N)
+        first = _first_tile(context, window, BLOCK_N)
     if TRANSPOSED_HEADS > 0:
         skipped = (tl.program_id(0) % HEAD_TILES) * BLOCK_M
         acc, top, total = attend_transposed(
             q + row * stride_q_token + (kv_head * GROUP + skipped) * stride_q_head, stride_q_head, GROUP - skipped,
-            k_cache, v_cache, k_scales, v_scales, table, kv_head, begin, end, own, context, first, sink_tiles,
-            window, sinks, cap_scale, score_scale,
-            TRANSPOSED_HEADS, BLOCK_SIZE, KEY_DIM, FORM, PTX, BLOCK_M, BLOCK_N, WINDOWED, SOFTCAP,
+            k_cache, v_cache, k_scales, v_scales, table, kv_head, begin, end, own, context, first,
+            window, cap_scale, score_scale,
+            TRANSPOSED_HEADS, BLOCK_SIZE, KEY_DIM, FORM, BLOCK_M, BLOCK_N, WINDOWED, SOFTCAP,
         )  # fmt: skip
         dim = tl.arange(0, VALUE_DIM)
     else:
-        k_head = head_of(k_cache, kv_head, stride_k_head, FORM)
-        v_head = head_of(v_cache, kv_head, stride_v_head, FORM)
-
+        cached = cached_head(
+            k_cache, v_cache, k_scales, v_scales, kv_head, table, stride_k_block, stride_k_token, stride_k_head,
+            stride_v_block, stride_v_token, stride_v_head, FORM,
+        )  # fmt: skip
         q_offsets = row * stride_q_token + head * stride_q_head
-        queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FIRST, REST, FORM, KEY_WORDS)
-        acc = no_values(BLOCK_M, VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FORM)
+        acc, top, total = nothing_seen(BLOCK_M, VALUE_DIM, FORM)
         for tile in range(begin, end):
             start = own + tile * BLOCK_N
             if WINDOWED:
-                start = tl.where(tile < sink_tiles, tile, tile - sink_tiles + first) * BLOCK_N
+                start = (tile + first) * BLOCK_N
             position = start + tl.arange(0, BLOCK_N)
             seen = position < context
             if WINDOWED:
-                seen = seen & ((position >= context - window) | (position < sinks))
-            k_offsets, v_offsets = cache_offsets(
-                table, position, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-                SAME_LAYOUT, BLOCK_SIZE,
+                seen = seen & (position >= context - window)
+            acc, top, total = attend_tile(
+                acc, top, total, queries, unit, cached, position, seen, None, window, cap_scale, score_scale,
+                True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, VALUE_DIM, FORM,
             )  # fmt: skip
-            k_offsets, v_offsets = of_head(k_offsets, v_offsets, kv_head, FORM)
-            scores = score_keys(
-                queries, unit, k_head, k_scales, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP, FORM,
-                KEY_WORDS, PTX,
-            )  # fmt: skip
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            acc, top, total = fold_values(
-                acc, top, total, scores, v_head, v_scales, v_offsets, seen, score_scale, queries[0].dtype,
-                VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS, PTX,
-            )  # fmt: skip
-
         acc = whole_values(acc, FORM)
-        dim = value_channels(VALUE_DIM, VALUE_BLOCK, FORM, VALUE_WORDS)
+        dim = value_channels(VALUE_DIM, FORM)
     inside = live[:, None] & (dim < VALUE_DIM)[None, :]
     if parts == 0:
         if SHARED:
@@ -384,10 +329,10 @@ def _decode_kernel(
         tl.store(counter, 0)  # for the next layer
         joint = _joined(
             partial, stats, first_slot, parts, num_slots + row * prefix_splits, tl.where(own > 0, prefix_splits, 0),
-            kv_head * GROUP, heads, GROUP, VALUE_DIM, VALUE_BLOCK, JOIN_HEADS, JOIN_PARTS,
+            kv_head * GROUP, heads, GROUP, VALUE_DIM, JOIN_HEADS, JOIN_PARTS,
         )  # fmt: skip
         in_join = tl.arange(0, JOIN_HEADS)
-        dim = tl.arange(0, VALUE_BLOCK)
+        dim = tl.arange(0, padded_block(VALUE_DIM))
         place = row * stride_out_token + (kv_head * GROUP + in_join) * stride_out_head
         inside = (in_join < GROUP)[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out + place[:, None] + dim[None, :], joint.to(out.dtype.element_ty), mask=inside)
@@ -406,7 +351,6 @@ def _join_kernel(
     num_slots,
     prefix_splits,
     VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
@@ -421,9 +365,9 @@ def _join_kernel(
         return
     joint = _joined(
         partial, stats, first_slot, parts, num_slots + row * prefix_splits, prefix_parts,
-        head, heads, 1, VALUE_DIM, VALUE_BLOCK, 1, JOIN_PARTS,
+        head, heads, 1, VALUE_DIM, 1, JOIN_PARTS,
     )  # fmt: skip
-    dim = tl.arange(0, VALUE_BLOCK)
+    dim = tl.arange(0, padded_block(VALUE_DIM))
     target = out + row * stride_out_token + head * stride_out_head + dim
     tl.store(target[None, :], joint.to(out.dtype.element_ty), mask=(dim < VALUE_DIM)[None, :])
 
@@ -440,11 +384,11 @@ def _joined(
     heads,
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
     JOIN_HEADS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
 ):  # [JOIN_HEADS, VALUE_BLOCK] float32
     """The attention of some heads of a row, from its own parts and those of its prefix; in one pass."""
+    VALUE_BLOCK: tl.constexpr = padded_block(VALUE_DIM)
     in_group = tl.arange(0, JOIN_HEADS)
     dim = tl.arange(0, VALUE_BLOCK)
     acc = tl.zeros([JOIN_HEADS, VALUE_BLOCK], tl.float32)

@@ -15,8 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.device_facts import HOPPER_ATTENTION, multiprocessors, usable
 from tokenmill.ops.kv_forms import KVScales, channels
-from tokenmill.ops.triton.attention.kv_codes import as_kernels_take_it, load_decoded
+from tokenmill.ops.triton.attention.kv_codes import cache_arguments, load_decoded
 from tokenmill.ops.triton.attention.paging import load_rows, score_scales
+from tokenmill.ops.triton.attention.tile import key_range, query_pairs, store_pairs
 from tokenmill.ops.triton.config import Tile, power_of_two
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.numeric import tanh
@@ -78,7 +79,7 @@ def fresh_plan(
 ) -> FreshPlan | None:
     """The plan for the rows that gain from it; None if there are none. Made once per step."""
     kv_heads, key_dim, value_dim = k_cache.shape[2], channels(k_cache), channels(v_cache)
-    if mask.sinks or q.dtype.itemsize != 2 or key_dim != value_dim or key_dim > 256:
+    if q.dtype.itemsize != 2 or key_dim != value_dim or key_dim > 256:
         return None
     name = f"fresh plan of {kv_heads} heads of {key_dim}"  # equal in all layers
     if name not in batch.cache:
@@ -100,12 +101,11 @@ def fresh_attention(
 ) -> None:
     kv_heads, dim = k_cache.shape[2], channels(k_cache)
     block = plan.scratch.shape[1]
-    cache = as_kernels_take_it(k_cache, v_cache, scales)
+    cache = cache_arguments(k_cache, v_cache, scales)
     _gather_kernel[(plan.gather.shape[0], kv_heads, 2)](
         *cache.tensors, plan.scratch, plan.gather, batch.rows, batch.block_tables,
         *cache.strides, batch.block_tables.stride(0), plan.keys,
-        BLOCK_SIZE=k_cache.shape[1], DIM=dim, DIM_BLOCK=block, KEYS=_GATHER, FORM=cache.constants["FORM"],
-        WORDS=cache.constants["KEY_WORDS"], num_warps=4,
+        BLOCK_SIZE=k_cache.shape[1], DIM=dim, DIM_BLOCK=block, KEYS=_GATHER, FORM=cache.constants["FORM"], num_warps=4,
     )  # fmt: skip
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     tile, items = plan.launch.tile, kv_heads * plan.tiles.shape[0]
@@ -216,7 +216,6 @@ def _gather_kernel(
     DIM_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     FORM: tl.constexpr,
-    WORDS: tl.constexpr,
 ):
     entry = gather + tl.program_id(0) * 4
     head = tl.program_id(1).to(tl.int64)
@@ -232,9 +231,9 @@ def _gather_kernel(
     if FORM > 0:
         offsets = block * stride_k_block + slot * stride_k_token + head  # of keys and values alike
         if tl.program_id(2) == 0:
-            value, column = load_decoded(k_cache, k_scales, offsets, seen, DIM, WORDS, FORM)
+            value, column = load_decoded(k_cache, k_scales, offsets, seen, DIM, FORM)
         else:
-            value, column = load_decoded(v_cache, v_scales, offsets, seen, DIM, WORDS, FORM)
+            value, column = load_decoded(v_cache, v_scales, offsets, seen, DIM, FORM)
         inside = tl.broadcast_to((column < DIM_BLOCK)[None, :], value.shape)
         tl.store(scratch + target[:, None] + column[None, :], value.to(scratch.dtype.element_ty), mask=inside)
     else:
@@ -280,27 +279,11 @@ def _fresh_kernel(
     k_row = kv_head * keys + tl.load(entry + 4)
     v_row = k_row + kv_heads * keys
 
-    # Pair m of the row is query m // GROUP with head m % GROUP of the group: heads that share keys share the tile.
-    pair = first_pair + tl.arange(0, BLOCK_M)
-    token = pair // GROUP
-    live = token < count
-    position = before + token
-    head = kv_head * GROUP + pair % GROUP
-    offsets = (first_token + token).to(tl.int64) * stride_q_token + head * stride_q_head
+    token, live, position, head, offsets = query_pairs(
+        first_pair, count, before, first_token, kv_head, stride_q_token, stride_q_head, GROUP, BLOCK_M
+    )
     queries = load_rows(q, offsets, live, DIM, DIM_BLOCK)
-
-    # Keys that some query of the tile sees: [low, high). Keys that all of them see: [full_low, full_high).
-    earliest = before + first_pair // GROUP
-    latest = before + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, count - 1)
-    low = 0
-    full_low = 0
-    high = latest + 1
-    full_high = (earliest + 1) // BLOCK_N * BLOCK_N
-    if WINDOWED:
-        low = tl.maximum(earliest - window + 1, 0) // BLOCK_N * BLOCK_N
-        full_low = tl.minimum(tl.cdiv(tl.maximum(latest - window + 1, 0), BLOCK_N) * BLOCK_N, high)
-        full_high = tl.maximum(full_high, full_low)
-
+    _, low, full_low, full_high, high = key_range(first_pair, count, before, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
     acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite, so that a query may see no key of a tile
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -319,10 +302,7 @@ def _fresh_kernel(
     )  # fmt: skip
 
     dim = tl.arange(0, DIM_BLOCK)
-    place = (first_token + token).to(tl.int64) * stride_out_token + head * stride_out_head
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a query past the row's last one may have seen no key
-    inside = live[:, None] & (dim < DIM)[None, :]
-    tl.store(out + place[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    store_pairs(out, acc, total, dim, first_token, token, head, live, stride_out_token, stride_out_head, DIM)
 
 
 @triton.jit

@@ -23,7 +23,9 @@ import triton.language as tl
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.kv_forms import KVScales
-from tokenmill.ops.triton.attention.paging import cache_offsets, load_rows, score, score_scales
+from tokenmill.ops.triton.attention.kv_codes import cache_arguments, load_queries
+from tokenmill.ops.triton.attention.paging import cache_offsets, load_rows, padded_block, score
+from tokenmill.ops.triton.attention.tile import paged_arguments, query_pairs
 from tokenmill.ops.triton.config import (
     DECODE_WORKSPACE_BYTES,
     MAX_HEAD_DIM,
@@ -31,7 +33,6 @@ from tokenmill.ops.triton.config import (
     declare,
     partial_bytes,
     power_of_two,
-    split_head,
 )
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.types import AttentionBatch, Mask
@@ -68,30 +69,22 @@ def attention(
         raise NotImplementedError("the Triton attention has no tree mask; choose the reference attention for trees")
     assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1
     heads, key_dim = q.shape[1], q.shape[2]
-    block_size, kv_heads, value_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
-    name = f"invariant: {heads} {key_dim} {kv_heads} {value_dim} {mask.window} {mask.sinks}"  # equal in many layers
+    kv_heads, value_dim = k_cache.shape[2], v_cache.shape[3]
+    name = f"invariant: {heads} {key_dim} {kv_heads} {value_dim} {mask.window}"  # equal in many layers
     if name not in batch.cache:
         batch.cache[name] = [
             *([_decodes(q, kv_heads, value_dim, batch, mask)] if batch.num_singles else []),
             *([_chunks(q, kv_heads, value_dim, batch, mask)] if batch.num_singles < len(batch.host_counts) else []),
         ]
     out = torch.empty(q.shape[0], heads, value_dim, dtype=q.dtype, device=q.device)
-    head = split_head(key_dim)
-    cap_scale, score_scale = score_scales(scale, mask.softcap)
+    cache = cache_arguments(k_cache, v_cache, None)
     for work in batch.cache[name]:
         partial = torch.empty(work.slots, heads, value_dim + 2, dtype=torch.float32, device=q.device)
+        arguments, constants = paged_arguments(q, cache, batch, mask, scale, work.tile)
         _attention_kernel[(kv_heads * work.head_tiles, work.items.shape[0])](
-            q, k_cache, v_cache, out, partial, work.items, work.counters, batch.block_tables,
-            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), out.stride(0), out.stride(1),
-            batch.block_tables.stride(0), heads, mask.window or 0, mask.sinks, cap_scale, score_scale,
-            GROUP=heads // kv_heads, HEAD_TILES=work.head_tiles, SPLITS=work.slots > 0,
-            SAME_LAYOUT=k_cache.stride() == v_cache.stride(), BLOCK_SIZE=block_size,
-            KEY_DIM=key_dim, FIRST=head.first, REST=head.rest, VALUE_DIM=value_dim,
-            VALUE_BLOCK=max(16, power_of_two(value_dim)), BLOCK_M=work.tile.block_m, BLOCK_N=work.tile.block_n,
-            SPAN=SPAN, WINDOWED=mask.window is not None, SINKS=mask.window is not None and mask.sinks > 0,
-            SOFTCAP=mask.softcap is not None, num_warps=work.tile.num_warps, num_stages=work.tile.num_stages,
-            enable_fp_fusion=False,
+            *arguments[:3], *arguments[5:], out, *out.stride()[:2], partial, work.items, work.counters, heads,
+            mask.window or 0, **constants, WINDOWED=mask.window is not None, HEAD_TILES=work.head_tiles,
+            SPLITS=work.slots > 0, SPAN=SPAN, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -126,11 +119,10 @@ def _decodes(q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBat
         slots=slots,
         counters=torch.empty(slots, programs, dtype=torch.int32, device=device),
     )
-    skips = mask.window is not None and not mask.sinks
     _deal_kernel[(1,)](
         work.items, work.counters, batch.rows, batch.context, rows, rows + slots, work.counters.numel(), share, slots,
-        mask.window if skips else 0,
-        WINDOWED=skips, SPAN=SPAN, ROWS=max(256, power_of_two(rows)), num_warps=4,
+        mask.window or 0,
+        WINDOWED=mask.window is not None, SPAN=SPAN, ROWS=max(256, power_of_two(rows)), num_warps=4,
     )  # fmt: skip
     return work
 
@@ -155,7 +147,7 @@ def _chunk_items(batch: AttentionBatch, group: int, block_m: int, mask: Mask) ->
     before = (context - count)[owner]
     keys = before + np.minimum((first_pair + block_m - 1) // group, count[owner] - 1) + 1
     first_span = np.zeros_like(keys)
-    if mask.window is not None and not mask.sinks:
+    if mask.window is not None:
         first_span = np.maximum(before + first_pair // group - mask.window + 1, 0) // SPAN
     table_row = np.asarray(batch.host_rows[singles:], dtype=np.int64)[owner]
     slot = np.zeros_like(keys)  # not used
@@ -219,51 +211,27 @@ def _deal_kernel(
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
 @quick_launch
 @triton.jit(
-    do_not_specialize=["window", "sinks"],
+    do_not_specialize=["window"],
     do_not_specialize_on_alignment=["items", "tables"],
 )
 def _attention_kernel(
-    q,  # [tokens, heads, KEY_DIM]
-    k_cache,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
-    v_cache,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    # Of paged_arguments, but no scales:
+    q, k_cache, v_cache, tables, stride_q_token, stride_q_head, stride_k_block, stride_k_token,
+    stride_k_head, stride_v_block, stride_v_token, stride_v_head, stride_table, cap_scale, score_scale,
     out,  # [tokens, heads, VALUE_DIM]
+    stride_out_token, stride_out_head,
     partial,  # [slots, heads, VALUE_DIM + 2] float32: sum, its largest score, its total
     items,  # [items, 8]
     counters,  # [slots, kv_heads * HEAD_TILES]
-    tables,  # [max_rows, max_blocks]
-    stride_q_token,
-    stride_q_head,
-    stride_k_block,
-    stride_k_token,
-    stride_k_head,
-    stride_v_block,
-    stride_v_token,
-    stride_v_head,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    heads,
-    window,
-    sinks,
-    cap_scale,
-    score_scale,
-    GROUP: tl.constexpr,
+    heads, window,
+    GROUP: tl.constexpr, SAME_LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     SPLITS: tl.constexpr,  # whether an item may have a part of its row's spans
-    SAME_LAYOUT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
+    VALUE_BLOCK: tl.constexpr = padded_block(VALUE_DIM)
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     item = items + tl.program_id(1) * _FIELDS
     first_token = tl.load(item)
@@ -279,20 +247,15 @@ def _attention_kernel(
     k_head = k_cache + kv_head * stride_k_head
     v_head = v_cache + kv_head * stride_v_head
 
-    # Pair m of the row is query m // GROUP with head m % GROUP of the group: a short chunk still fills the tile.
-    pair = first_pair + tl.arange(0, BLOCK_M)
-    token = pair // GROUP
-    live = token < count
-    position = context - count + token
-    head = kv_head * GROUP + pair % GROUP
-    q_offsets = (first_token + token).to(tl.int64) * stride_q_token + head * stride_q_head
-    q_first = load_rows(q, q_offsets, live, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST)
-    q_rest = q_first
-    if REST > 0:
-        q_rest = load_rows(q + FIRST, q_offsets, live, KEY_DIM - FIRST, REST)
+    before = context - count
+    token, live, position, head, q_offsets = query_pairs(
+        first_pair, count, before, first_token, kv_head, stride_q_token, stride_q_head, GROUP, BLOCK_M
+    )
+    queries, _ = load_queries(q, q_offsets, live, KEY_DIM, FORM)
+    q_first, q_rest = queries
     # Keys that some query of the tile sees lie in [earliest - window, end).
-    earliest = context - count + first_pair // GROUP
-    end = context - count + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, count - 1) + 1
+    earliest = before + first_pair // GROUP
+    end = before + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, count - 1) + 1
     end = tl.minimum(end, end_span * SPAN)
     dim = tl.arange(0, VALUE_BLOCK)
     # Wider than tall, so that warps share the columns of products and not their rows, of which there are few.
@@ -309,18 +272,13 @@ def _attention_kernel(
             seen = key < end
             visible = key[None, :] <= position[:, None]
             if WINDOWED:
-                reach = key > earliest - window
-                near = key[None, :] > position[:, None] - window
-                if SINKS:
-                    reach = reach | (key < sinks)
-                    near = near | (key < sinks)[None, :]
-                seen = seen & reach
-                visible = visible & near
+                seen = seen & (key > earliest - window)
+                visible = visible & (key[None, :] > position[:, None] - window)
             k_offsets, v_offsets = cache_offsets(
                 table, key, seen, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
                 SAME_LAYOUT, BLOCK_SIZE,
             )  # fmt: skip
-            scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
+            scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, SOFTCAP)
             scores = tl.where(visible, scores, float("-inf"))
             new_top = tl.maximum(span_top, tl.max(scores, 1) * score_scale)
             base = _finite(new_top)
@@ -335,7 +293,7 @@ def _attention_kernel(
 
     done = True
     if SPLITS:
-        row_span = _first_span(context, window, WINDOWED and not SINKS, SPAN)
+        row_span = _first_span(context, window, WINDOWED, SPAN)
         spans = tl.cdiv(context, SPAN) - row_span
         if end_span - first_span < spans:  # a span of several: merged into nothing, it is what it was
             parts = partial + (slot * heads + head) * (VALUE_DIM + 2)
@@ -364,9 +322,9 @@ def _attention_kernel(
 
 
 @triton.jit
-def _first_span(context, window, SKIPS: tl.constexpr, SPAN: tl.constexpr):
+def _first_span(context, window, WINDOWED: tl.constexpr, SPAN: tl.constexpr):
     """The first span with a key that the last query of a row sees."""
-    if SKIPS:
+    if WINDOWED:
         return tl.maximum(context - window, 0) // SPAN
     else:
         return context * 0

@@ -19,16 +19,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.jit import JITFunction
 
 from tokenmill.ops.kv_forms import INT4_GROUP, KVScales, channels, form_of
-from tokenmill.ops.triton.attention.kv_expand import FP8, INT8, expand, expand_halves
-from tokenmill.ops.triton.attention.paging import fold, load_rows, score
-from tokenmill.ops.triton.config import power_of_two, split_head
+from tokenmill.ops.triton.attention.kv_expand import FP8, INT4, INT8, expand, expand_halves
+from tokenmill.ops.triton.attention.paging import first_block, fold, load_rows, padded_block, rest_block, score
 from tokenmill.ops.triton.numeric import tanh
 
 FLOATS = tl.constexpr(0)
-INT4 = tl.constexpr(3)
 FORMS = {"int8": INT8.value, "fp8": FP8.value, "int4": INT4.value}
 _GROUP = tl.constexpr(INT4_GROUP)
 
@@ -41,39 +38,21 @@ class Cache(NamedTuple):
     constants: dict[str, int]
 
 
-def as_kernels_take_it(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: KVScales | None) -> Cache:
-    key_dim, value_dim = channels(k_cache), channels(v_cache)
-    sizes = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "VALUE_BLOCK": max(16, power_of_two(value_dim))}
+def cache_arguments(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: KVScales | None) -> Cache:
+    key_dim, value_dim, block_size = channels(k_cache), channels(v_cache), k_cache.shape[1]
+    constants = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_SIZE": block_size}
     if scales is None:
-        head = split_head(key_dim)
         strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])
-        sizes |= {"SAME_LAYOUT": strides[:3] == strides[3:], "FIRST": head.first, "REST": head.rest}
-        sizes |= {"FORM": FLOATS.value, "KEY_WORDS": 0, "VALUE_WORDS": 0, "PTX": False}
-        return Cache((k_cache, v_cache, k_cache, v_cache), strides, sizes)
+        constants |= {"SAME_LAYOUT": strides[:3] == strides[3:], "FORM": FLOATS.value}
+        return Cache((k_cache, v_cache, k_cache, v_cache), strides, constants)
     form = FORMS[form_of(k_cache).name]
     tensors = (k_cache, v_cache, scales.k, scales.v)
     assert all(tensor.is_contiguous() for tensor in tensors)
     if form != INT4.value:
         assert key_dim % 4 == value_dim % 4 == 0, "codes of one byte are read in words of four"
         tensors = (k_cache.view(torch.int32), v_cache.view(torch.int32), scales.k, scales.v)
-    sizes |= {"SAME_LAYOUT": True, "FIRST": 0, "REST": 0, "FORM": form, "PTX": isinstance(expand, JITFunction)}
-    sizes |= {"KEY_WORDS": max(16, power_of_two(key_dim // 4)), "VALUE_WORDS": max(16, power_of_two(value_dim // 4))}
-    return Cache(tensors, (k_cache.shape[1] * k_cache.shape[2], k_cache.shape[2], 1) * 2, sizes)
-
-
-@triton.jit
-def head_of(cache, kv_head, stride_head, FORM: tl.constexpr):
-    """Where a head begins; of codes nowhere else than the cache does, because their offsets count heads."""
-    return cache + kv_head * stride_head if FORM == FLOATS else cache
-
-
-@triton.jit
-def of_head(k_offsets, v_offsets, kv_head, FORM: tl.constexpr):
-    """Offsets of tokens as those of a head, where they count heads."""
-    if FORM == FLOATS:
-        return k_offsets, v_offsets
-    else:
-        return k_offsets + kv_head, v_offsets + kv_head
+    constants |= {"SAME_LAYOUT": True, "FORM": form}
+    return Cache(tensors, (block_size * k_cache.shape[2], k_cache.shape[2], 1) * 2, constants)
 
 
 @triton.jit
@@ -82,14 +61,13 @@ def load_queries(
     offsets,  # [BLOCK_M]
     live,  # [BLOCK_M] bool
     KEY_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
     FORM: tl.constexpr,
-    KEY_WORDS: tl.constexpr,
 ):  # tuple of matrices with BLOCK_M rows, and [BLOCK_M] float32 that belongs to them
     """Queries as the keys of this form want them, and the factor that was taken out of each."""
     unit = tl.full(live.shape, 1.0, tl.float32)
     if FORM == FLOATS:
+        FIRST: tl.constexpr = first_block(KEY_DIM)
+        REST: tl.constexpr = rest_block(KEY_DIM)
         first = load_rows(q, offsets, live, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST)
         rest = first
         if REST > 0:
@@ -105,7 +83,7 @@ def load_queries(
                 queries += (load_rows(q + half * HALF + at, offsets, live, WIDTH, STEP),)
         return queries, unit
     else:
-        word = tl.arange(0, KEY_WORDS)
+        word = tl.arange(0, padded_block(KEY_DIM // 4))
         pointers = q + offsets[:, None] + 4 * word[None, :]
         inside = live[:, None] & (word < KEY_DIM // 4)[None, :]
         queries = ()
@@ -148,23 +126,19 @@ def _small(queries, unit):
 def score_keys(
     queries,  # of load_queries
     unit,  # [BLOCK_M]
-    k_head,  # of head_of
+    k_head,  # of cached_head
     k_scales,
     offsets,  # [BLOCK_N]
     seen,  # [BLOCK_N] bool
     cap_scale,
     KEY_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FORM: tl.constexpr,
-    KEY_WORDS: tl.constexpr,
-    PTX: tl.constexpr,
 ):  # [BLOCK_M, BLOCK_N] float32
     if FORM == FLOATS:
-        return score(queries[0], queries[1], k_head, offsets, seen, cap_scale, KEY_DIM, FIRST, REST, SOFTCAP)
+        return score(queries[0], queries[1], k_head, offsets, seen, cap_scale, KEY_DIM, SOFTCAP)
     else:
-        keys = _load_codes(k_head, k_scales, offsets, seen, KEY_DIM, KEY_WORDS, queries[0].dtype, FORM, PTX)
+        keys = _load_codes(k_head, k_scales, offsets, seen, KEY_DIM, queries[0].dtype, FORM)
         scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
         for i in tl.static_range(1, _parts(KEY_DIM, FORM)):
             scores = tl.dot(queries[i], tl.trans(keys[i]), scores, input_precision="ieee")
@@ -176,45 +150,40 @@ def score_keys(
 
 
 @triton.jit
-def no_values(
-    BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, FORM: tl.constexpr,
-    VALUE_WORDS: tl.constexpr,
-):  # fmt: skip
-    """A sum of no values, as fold_values takes it."""
+def nothing_seen(BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, FORM: tl.constexpr):
+    """The sum of no values as fold_values takes it, the largest of no scores, and their total."""
     if FORM == FLOATS:
-        return (tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32),)
+        acc = (tl.zeros([BLOCK_M, padded_block(VALUE_DIM)], tl.float32),)
     else:
+        WIDTH: tl.constexpr = _step(VALUE_DIM) if FORM == INT4 else padded_block(VALUE_DIM // 4)
         acc = ()
         for _ in tl.static_range(_parts(VALUE_DIM, FORM)):
-            acc += (tl.zeros([BLOCK_M, _step(VALUE_DIM) if FORM == INT4 else VALUE_WORDS], tl.float32),)
-        return acc
+            acc += (tl.zeros([BLOCK_M, WIDTH], tl.float32),)
+    return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
 
 
 @triton.jit
 def fold_values(
-    acc,  # of no_values
+    acc,  # of nothing_seen
     top,  # [BLOCK_M]
     total,  # [BLOCK_M]
     scores,  # [BLOCK_M, BLOCK_N]
-    v_head,  # of head_of
+    v_head,  # of cached_head
     v_scales,
     offsets,  # [BLOCK_N]
     seen,  # [BLOCK_N] bool
     scale,
     kind,  # of the products' operands: that of load_queries
     VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
-    VALUE_WORDS: tl.constexpr,
-    PTX: tl.constexpr,
 ):
     """One step of the online softmax: acc and total are relative to top, the largest score so far."""
     if FORM == FLOATS:
-        values = load_rows(v_head, offsets, seen, VALUE_DIM, VALUE_BLOCK).to(kind)
+        values = load_rows(v_head, offsets, seen, VALUE_DIM, padded_block(VALUE_DIM)).to(kind)
         new, top, total = fold(acc[0], top, total, scores, values, scale)
         return (new,), top, total
     else:
-        values = _load_codes(v_head, v_scales, offsets, seen, VALUE_DIM, VALUE_WORDS, kind, FORM, PTX)
+        values = _load_codes(v_head, v_scales, offsets, seen, VALUE_DIM, kind, FORM)
         levels = scores * scale
         if FORM != INT4:
             value_scale = tl.where(seen, _load_scale(v_scales, offsets, seen), 1.0)
@@ -234,10 +203,10 @@ def fold_values(
 
 
 @triton.jit
-def value_channels(VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, FORM: tl.constexpr, VALUE_WORDS: tl.constexpr):
+def value_channels(VALUE_DIM: tl.constexpr, FORM: tl.constexpr):
     """The channel of each column of whole_values; VALUE_DIM or more, and each once, where there is none."""
     if FORM == FLOATS:
-        return tl.arange(0, VALUE_BLOCK)
+        return tl.arange(0, padded_block(VALUE_DIM))
     elif FORM == INT4:
         STEP: tl.constexpr = _step(VALUE_DIM)
         HALF: tl.constexpr = VALUE_DIM // 2
@@ -247,7 +216,7 @@ def value_channels(VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, FORM: tl.
         else:
             return tl.where(column % STEP < HALF, column % STEP + column // STEP * HALF, column + VALUE_DIM)
     else:
-        return tl.arange(0, 4 * VALUE_WORDS)
+        return tl.arange(0, 4 * padded_block(VALUE_DIM // 4))
 
 
 @triton.constexpr_function
@@ -281,11 +250,11 @@ def _paired(parts):
 
 @triton.jit
 def load_decoded(
-    codes, scales, offsets, seen, DIM: tl.constexpr, WORDS: tl.constexpr, FORM: tl.constexpr
-):  # [n, 4 * WORDS or 8 * WORDS] float32, and the channel of each column
+    codes, scales, offsets, seen, DIM: tl.constexpr, FORM: tl.constexpr
+):  # [n, DIM or some more] float32, and the channel of each column
     """What the codes of these heads stand for; zeros where not seen, and in columns without a channel."""
-    values = whole_values(_load_codes(codes, scales, offsets, seen, DIM, WORDS, tl.float32, FORM, False), FORM)
-    channel = value_channels(DIM, 0, FORM, WORDS)
+    values = whole_values(_load_codes(codes, scales, offsets, seen, DIM, tl.float32, FORM), FORM)
+    channel = value_channels(DIM, FORM)
     if FORM != INT4:
         return values * _load_scale(scales, offsets, seen)[:, None], channel
     else:
@@ -307,10 +276,8 @@ def _load_codes(
     offsets,  # [n]
     seen,  # [n] bool
     DIM: tl.constexpr,
-    WORDS: tl.constexpr,  # of a head, as a power of two
     kind,
     FORM: tl.constexpr,
-    PTX: tl.constexpr,
 ):  # matrices with n rows: what is not seen is zero
     """Codes of one byte stay numbers without a scale, in float16 or float32."""
     if FORM == INT4:
@@ -331,13 +298,13 @@ def _load_codes(
                 twins,
                 _of_group(pairs, at // SIZE, STEP), _of_group(pairs, GROUPS + at // SIZE, STEP),
                 _of_group(pairs, (HALF + at) // SIZE, STEP), _of_group(pairs, GROUPS + (HALF + at) // SIZE, STEP),
-                kind, PTX,
+                kind,
             )  # fmt: skip
             lows += (low,)
             highs += (high,)
         return lows + highs
     else:
-        return expand(load_rows(codes, offsets * (DIM // 4), seen, DIM // 4, WORDS), kind, FORM, PTX)
+        return expand(load_rows(codes, offsets * (DIM // 4), seen, DIM // 4, padded_block(DIM // 4)), kind, FORM)
 
 
 @triton.jit

@@ -9,12 +9,13 @@ import triton.language as tl
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
+_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no instructions
 
 
 @triton.jit
-def expand(words, kind, FORM: tl.constexpr, PTX: tl.constexpr):
+def expand(words, kind, FORM: tl.constexpr):
     """Byte i of every word, as a number."""
-    if PTX and kind == tl.float16:
+    if _PTX and kind == tl.float16:
         if FORM == INT8:
             return tl.inline_asm_elementwise(
                 """{
@@ -61,9 +62,9 @@ def expand(words, kind, FORM: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def expand_halves(twins, low_scale, low_least, high_scale, high_least, kind, PTX: tl.constexpr):
+def expand_halves(twins, low_scale, low_least, high_scale, high_least, kind):
     """The lower halves of bytes and the upper ones, as numbers with their scales and minima."""
-    if PTX and kind == tl.bfloat16:
+    if _PTX and kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high, all;
@@ -95,13 +96,13 @@ def expand_halves(twins, low_scale, low_least, high_scale, high_least, kind, PTX
 
 
 @triton.jit
-def expand_neighbours(words, PTX: tl.constexpr):
+def expand_neighbours(words):
     """Words of four fp8 codes as four matrices of float16: bytes 0 and 1 of a word with an even number and the next
     word are two neighbours in the first, bytes 2 and 3 of the former in the second, and of the latter in the others.
 
     Only where a thread holds words two by two along a key, as the left operand of a product has them.
     """
-    if PTX:
+    if _PTX:
         return tl.inline_asm_elementwise(
             """{
             .reg .b16 a, b, c, d;
@@ -130,9 +131,9 @@ def _byte(words, NUMBER: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def expand_pairs(pairs, FORM: tl.constexpr, PTX: tl.constexpr):
+def expand_pairs(pairs, FORM: tl.constexpr):
     """The lower byte of every number of sixteen bits and the upper one, in float16."""
-    if PTX and FORM == INT8:
+    if _PTX and FORM == INT8:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, all;
@@ -146,7 +147,7 @@ def expand_pairs(pairs, FORM: tl.constexpr, PTX: tl.constexpr):
             }""",
             "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-    elif PTX:
+    elif _PTX:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 both;
@@ -163,9 +164,9 @@ def expand_pairs(pairs, FORM: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def split_halves(twins, PTX: tl.constexpr):
+def split_halves(twins):
     """The lower halves of bytes and the upper ones, as bytes."""
-    if PTX:
+    if _PTX:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 high;
@@ -180,9 +181,9 @@ def split_halves(twins, PTX: tl.constexpr):
 
 
 @triton.jit
-def expand_pairs_of_halves(pairs, low_scale, low_least, high_scale, high_least, kind, PTX: tl.constexpr):
+def expand_pairs_of_halves(pairs, low_scale, low_least, high_scale, high_least, kind):
     """The four codes in every number of sixteen bits, from the lowest to the highest, with their scales and minima."""
-    if PTX and kind == tl.bfloat16:
+    if _PTX and kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 b, c, d, all;
@@ -217,27 +218,27 @@ def expand_pairs_of_halves(pairs, low_scale, low_least, high_scale, high_least, 
 
 
 @triton.jit
-def log2(x, PTX: tl.constexpr):
+def log2(x):
     """Of normal numbers, as all scales are."""
-    if PTX:
+    if _PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return tl.log2(x)
 
 
 @triton.jit
-def inverse(x, PTX: tl.constexpr):
+def inverse(x):
     """Of normal numbers."""
-    if PTX:
+    if _PTX:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 / x
 
 
 @triton.jit
-def split_words(words, PTX: tl.constexpr):
+def split_words(words):
     """The lower halves of words and the upper ones, as the bfloat16 that they are."""
-    if PTX:
+    if _PTX:
         return tl.inline_asm_elementwise(
             """
             prmt.b32 $0, $2, $3, 0x5410;

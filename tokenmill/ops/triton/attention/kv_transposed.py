@@ -53,16 +53,13 @@ def attend_transposed(
     own,
     context,
     first,
-    sink_tiles,
     window,
-    sinks,
     cap_scale,
     score_scale,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
-    PTX: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -80,7 +77,7 @@ def attend_transposed(
     for tile in range(begin, end):
         start = own + tile * BLOCK_N
         if WINDOWED:
-            start = tl.where(tile < sink_tiles, tile, tile - sink_tiles + first) * BLOCK_N
+            start = (tile + first) * BLOCK_N
         run = start + tl.arange(0, BLOCK_N // RUN) * RUN
         block = tl.load(table + run // BLOCK_SIZE, mask=run < context, other=0)
         slot = tl.arange(0, RUN)
@@ -92,15 +89,15 @@ def attend_transposed(
         position = start + tl.arange(0, BLOCK_N)
         seen = position < context
         if WINDOWED:
-            seen = seen & ((position >= context - window) | (position < sinks))
+            seen = seen & (position >= context - window)
 
-        scores = _score(queries, sums, k_cache, k_scales, heads, DIM, FORM, PTX) * unit[None, :]
+        scores = _score(queries, sums, k_cache, k_scales, heads, DIM, FORM) * unit[None, :]
         if SOFTCAP:
             scores = tanh(scores * cap_scale)
         levels = scores * score_scale
         if FORM != INT4:
             v_scale = tl.where(seen, _load_scale(v_scales, heads), 1.0)
-            levels += log2(v_scale, PTX)[:, None]
+            levels += log2(v_scale)[:, None]
         # What is not seen may be no number.
         levels = tl.where(seen[:, None], levels, float("-inf"))
         new_top = tl.maximum(top, tl.max(levels, 0))
@@ -112,8 +109,8 @@ def attend_transposed(
         if FORM == INT4:
             total = total * shrink + weights
         else:
-            total = total * shrink + weights * inverse(v_scale, PTX)[:, None]
-        acc = _fold(acc, shrink, weights, v_cache, v_scales, heads, seen, q.dtype.element_ty, DIM, FORM, PTX)
+            total = total * shrink + weights * inverse(v_scale)[:, None]
+        acc = _fold(acc, shrink, weights, v_cache, v_scales, heads, seen, q.dtype.element_ty, DIM, FORM)
     return _in_order(acc, FORM), top, tl.sum(total, 0)
 
 
@@ -180,13 +177,11 @@ def _rounded(x):
 
 
 @triton.jit
-def _score(
-    queries, sums, k_cache, k_scales, heads, DIM: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr
-):  # [n, QUERIES]
+def _score(queries, sums, k_cache, k_scales, heads, DIM: tl.constexpr, FORM: tl.constexpr):  # [n, QUERIES]
     far = heads.to(tl.int64)[:, None]
     if FORM == FP8:
         word = tl.arange(0, DIM // 4)
-        keys = expand_neighbours(tl.load(_as(k_cache, tl.int32) + far * (DIM // 4) + word[None, :]), PTX)
+        keys = expand_neighbours(tl.load(_as(k_cache, tl.int32) + far * (DIM // 4) + word[None, :]))
         scores = tl.dot(keys[0], queries[0])
         for i in tl.static_range(1, 4):
             scores = tl.dot(keys[i], queries[i], scores)
@@ -196,11 +191,11 @@ def _score(
         return _product(keys, queries[0]) * _load_scale(k_scales, heads)[:, None]
     else:
         HALVES: tl.constexpr = DIM // 2 // _GROUP
-        numbers = _load_group_scales(k_scales, heads, None, 2 * HALVES, tl.float32, PTX)
+        numbers = _load_group_scales(k_scales, heads, None, 2 * HALVES, tl.float32)
         scores = tl.zeros([heads.shape[0], queries[0].shape[1] // 2], tl.float32)
         for i in tl.static_range(HALVES):
             byte = i * _GROUP + tl.arange(0, _GROUP)
-            low, high = split_halves(tl.load(_as(k_cache, tl.int8) + far * (DIM // 2) + byte[None, :]), PTX)
+            low, high = split_halves(tl.load(_as(k_cache, tl.int8) + far * (DIM // 2) + byte[None, :]))
             scores += _product(low, queries[i]) * numbers[i][:, None]
             scores += numbers[2 * HALVES + i][:, None] * sums[i][None, :]
             scores += _product(high, queries[HALVES + i]) * numbers[HALVES + i][:, None]
@@ -227,7 +222,6 @@ def _fold(
     kind: tl.constexpr,  # of int4's values
     DIM: tl.constexpr,
     FORM: tl.constexpr,
-    PTX: tl.constexpr,
 ):
     """The values of these heads added, times their weights; what was there before, times shrink."""
     far = heads.to(tl.int64)[None, :]
@@ -236,13 +230,13 @@ def _fold(
     if FORM == INT4:
         HALVES: tl.constexpr = DIM // 2 // _GROUP
         narrow = weights.to(kind)
-        numbers = _load_group_scales(v_scales, heads, seen, 2 * HALVES, tl.bfloat16, PTX)
+        numbers = _load_group_scales(v_scales, heads, seen, 2 * HALVES, tl.bfloat16)
         for i in tl.static_range(HALVES):
             pair = i * (_GROUP // 2) + tl.arange(0, _GROUP // 2)
             parts = expand_pairs_of_halves(
                 tl.load(pairs + far * (DIM // 4) + pair[:, None]),
                 _across(numbers[i]), _across(numbers[2 * HALVES + i]),
-                _across(numbers[HALVES + i]), _across(numbers[3 * HALVES + i]), kind, PTX,
+                _across(numbers[HALVES + i]), _across(numbers[3 * HALVES + i]), kind,
             )  # fmt: skip
             for k in tl.static_range(4):
                 new += (tl.dot(parts[k], narrow, acc[4 * i + k] * shrink),)
@@ -251,7 +245,7 @@ def _fold(
         pointers = pairs + far * (DIM // 2) + tl.arange(0, DIM // 2)[:, None]
         # Bytes of fp8 may be no number.
         codes = tl.load(pointers, mask=seen[None, :], other=0) if FORM == FP8 else tl.load(pointers)
-        parts = expand_pairs(codes, FORM, PTX)
+        parts = expand_pairs(codes, FORM)
         for k in tl.static_range(2):
             new += (tl.dot(parts[k], narrow, acc[k] * shrink),)
     return new
@@ -301,9 +295,7 @@ def _load_scale(scales, heads):  # [n] float32
 
 
 @triton.jit
-def _load_group_scales(
-    scales, heads, seen, GROUPS: tl.constexpr, kind: tl.constexpr, PTX: tl.constexpr
-):  # 2 * GROUPS of [n]
+def _load_group_scales(scales, heads, seen, GROUPS: tl.constexpr, kind: tl.constexpr):  # 2 * GROUPS of [n]
     """The scales of a head's groups, then their minima: read as one piece."""
     pointers = _as(scales, tl.int32) + heads.to(tl.int64)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     words = tl.load(pointers) if seen is None else tl.load(pointers, mask=seen[:, None], other=0)
@@ -313,7 +305,7 @@ def _load_group_scales(
         if kind == tl.float32:
             numbers += ((pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True))
         else:
-            numbers += split_words(pair, PTX)
+            numbers += split_words(pair)
     return numbers
 
 

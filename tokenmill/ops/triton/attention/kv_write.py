@@ -13,8 +13,7 @@ from tokenmill.ops.kv_forms import FP8 as FP8_FORM
 from tokenmill.ops.kv_forms import INT4 as INT4_FORM
 from tokenmill.ops.kv_forms import INT4_GROUP, LEAST_SCALE
 from tokenmill.ops.kv_forms import INT8 as INT8_FORM
-from tokenmill.ops.triton.attention.kv_codes import INT4
-from tokenmill.ops.triton.attention.kv_expand import FP8, INT8
+from tokenmill.ops.triton.attention.kv_expand import FP8, INT4, INT8
 
 _GROUP = tl.constexpr(INT4_GROUP)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)

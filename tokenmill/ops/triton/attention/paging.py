@@ -19,6 +19,25 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return scale / softcap, softcap * LOG2_E
 
 
+@triton.constexpr_function
+def padded_block(dim):
+    """A head size as a block: a power of two."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@triton.constexpr_function
+def first_block(dim):
+    """The power of two in a head size, because blocks are powers of two (96 = 64 + 32)."""
+    return max(16, 1 << (dim.bit_length() - 1))
+
+
+@triton.constexpr_function
+def rest_block(dim):
+    """What is left of it, padded; 0 if nothing is."""
+    rest = dim - max(16, 1 << (dim.bit_length() - 1))
+    return max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+
+
 @triton.jit
 def cache_offsets(
     table,  # the row's block table
@@ -59,10 +78,10 @@ def score(
     seen,  # [BLOCK_N] bool
     cap_scale,
     KEY_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # [BLOCK_M, BLOCK_N] float32
+    FIRST: tl.constexpr = first_block(KEY_DIM)
+    REST: tl.constexpr = rest_block(KEY_DIM)
     k = load_rows(k_cache, offsets, seen, KEY_DIM if KEY_DIM < FIRST else FIRST, FIRST).to(q_first.dtype)
     scores = tl.dot(q_first, tl.trans(k), input_precision="ieee")
     if REST > 0:
