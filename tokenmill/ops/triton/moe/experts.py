@@ -100,13 +100,14 @@ def hopper(
 def join(
     parts: torch.Tensor,  # [tokens * k, hidden]
     weights: torch.Tensor,  # [tokens, k]
+    **options: bool,  # of the compiler
 ) -> torch.Tensor:  # [tokens, hidden]
     (tokens, k), hidden = weights.shape, parts.shape[1]
     out = torch.empty(tokens, hidden, dtype=parts.dtype, device=parts.device)
     # Few tokens are divided among more programs; how a number is summed does not depend on it.
     block = min(power_of_two(hidden), 512 if tokens <= 256 else 2048)
     _join_kernel[(tokens, ceil_div(hidden, block))](
-        parts, weights, out, HIDDEN=hidden, PLACES=k, BLOCK=block, num_warps=max(1, block // 512)
+        parts, weights, out, HIDDEN=hidden, PLACES=k, BLOCK=block, num_warps=max(1, block // 512), **options
     )
     return out
 
@@ -122,6 +123,7 @@ def _join_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
+    """The experts of a token in the order in which it chose them."""
     start_next(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)

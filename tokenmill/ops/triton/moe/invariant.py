@@ -7,28 +7,19 @@ from the beginning of the inner dimension to its end. Tokens are only grouped, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.activation import act_mul
-from tokenmill.ops.triton.config import declare, power_of_two
+from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 from tokenmill.ops.triton.launch import quick_launch
+from tokenmill.ops.triton.moe.experts import join
+from tokenmill.ops.triton.moe.grouped import Shape
 from tokenmill.ops.triton.moe.route import Groups, group_by_expert
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Choices x rows of the weight x depth of a tile, and how the hardware runs it."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 def choose_shape(choices_per_expert: float, dtype: torch.dtype) -> Shape:
@@ -67,17 +58,11 @@ def moe(
     kind: str,
 ) -> torch.Tensor:  # [tokens, hidden]
     assert gate_up.stride(2) == down.stride(2) == x.stride(1) == 1
-    (tokens, k), hidden = experts.shape, x.shape[1]
     shape = choose_shape(experts.numel() / gate_up.shape[0], x.dtype)
     groups = group_by_expert(experts.contiguous(), gate_up.shape[0], shape.block_m)
-    active = act_mul(_products(x, groups, k, gate_up, shape), kind)
+    active = act_mul(_products(x, groups, experts.shape[1], gate_up, shape), kind)
     parts = _products(active, groups, 1, down, shape)
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    block = min(power_of_two(hidden), 1024)
-    _sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        parts, weights.contiguous(), out, HIDDEN=hidden, PLACES=k, BLOCK=block, num_warps=4, enable_fp_fusion=False
-    )
-    return out
+    return join(parts, weights.contiguous(), enable_fp_fusion=False)
 
 
 def _products(
@@ -135,27 +120,6 @@ def _product_kernel(
             acc = tl.dot(w, value, acc, input_precision="ieee")
         kept = inside[:, None] & (column < COLUMNS)[None, :]
         tl.store(out + choice[:, None] * COLUMNS + column[None, :], tl.trans(acc).to(out.dtype.element_ty), mask=kept)
-
-
-@quick_launch
-@triton.jit
-def _sum_kernel(
-    parts,  # [tokens, PLACES, HIDDEN]
-    weights,  # [tokens, PLACES]
-    out,  # [tokens, HIDDEN]
-    HIDDEN: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The experts of a token in the order in which it chose them."""
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(PLACES):
-        choice = token * PLACES + place
-        part = tl.load(parts + choice * HIDDEN + n, mask=n < HIDDEN, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + choice).to(tl.float32)
-    tl.store(out + token * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
 
 
 IMPLEMENTATIONS = (

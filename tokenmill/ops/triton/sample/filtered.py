@@ -36,6 +36,7 @@ from tokenmill.ops.triton.sample.search import (
     list_groups,
     noisy_best,
     rough_floor,
+    survey_chunk,
     top_k_floor,
 )
 from tokenmill.ops.types import SampleBatch
@@ -133,20 +134,13 @@ def _survey_kernel(
 ):
     start_next(PDL)
     wait_for_previous(PDL)
-    HERE: tl.constexpr = CHUNK // GROUP
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    logits += row * stride_row
-    space += row * words
-    group = chunk * HERE + tl.arange(0, HERE)
-    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(x != x, float("inf"), x)  # either makes the row impossible
-    maxima = tl.max(x, 1)
-    tl.store(space + group, maxima)
-    largest = tl.max(maxima, 0)
-    space += 2 * CHUNKS * HERE + _SURVEY_WORDS * chunk
-    tl.store(space, largest)
+    # A NaN and an infinity alike make the row impossible.
+    x, token, largest, survey = survey_chunk(
+        logits + row * stride_row, space + row * words, tl.program_id(1), vocab, True, _SURVEY_WORDS, GROUP, CHUNK,
+        CHUNKS,
+    )  # fmt: skip
+    tl.store(survey, largest)
     heat = tl.load(temperature + row)
     greedy = heat < 1e-5
     if greedy | (not _limits(tl.load(top_k + row), vocab)):
@@ -156,12 +150,12 @@ def _survey_kernel(
             value = tl.div_rn(x, heat)
             if tl.load(top_p + row) < 1.0:
                 anchor = tl.where(finite(largest), tl.div_rn(largest, heat), 0.0)
-                tl.store(space + 1, tl.sum(tl.sum(tl.exp(value - anchor), 1), 0))
+                tl.store(survey + 1, tl.sum(tl.sum(tl.exp(value - anchor), 1), 0))
             value += gumbel(key, token)
         best = tl.max(tl.max(value, 1), 0)
-        tl.store(space + 2, best)
+        tl.store(survey + 2, best)
         first = tl.min(tl.min(tl.where(value == best, token, 2147483647), 1), 0)
-        tl.store(space + 3, first.to(tl.float32, bitcast=True))
+        tl.store(survey + 3, first.to(tl.float32, bitcast=True))
 
 
 @quick_launch

@@ -19,7 +19,7 @@ from tokenmill.ops import reference
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.numeric import key_of, value_of
-from tokenmill.ops.triton.sample.search import finite, list_groups, rough_floor
+from tokenmill.ops.triton.sample.search import finite, list_groups, listed_tokens, rough_floor, survey_chunk
 from tokenmill.ops.types import LOGPROB_BUCKETS, LOGPROB_WORDS
 
 _CHUNK = 4096
@@ -72,25 +72,18 @@ def _survey_kernel(
 ):
     start_next(PDL)
     wait_for_previous(PDL)
-    HERE: tl.constexpr = CHUNK // GROUP
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
     if tl.load(widths + row) >= 0:
         logits += row * stride_row
-        space += row * words
         chosen = tl.load(logits + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
-        group = chunk * HERE + tl.arange(0, HERE)
-        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        maxima = tl.max(x, 1)
-        tl.store(space + group, maxima)
-        largest = tl.max(maxima, 0)
+        x, _, largest, survey = survey_chunk(
+            logits, space + row * words, tl.program_id(1), vocab, False, _SURVEY_WORDS, GROUP, CHUNK, CHUNKS
+        )
         anchor = tl.where(finite(largest), largest, 0.0)
-        space += 2 * CHUNKS * HERE + _SURVEY_WORDS * chunk
-        tl.store(space, largest)
-        tl.store(space + 1, tl.sum(tl.sum(tl.exp(x - anchor), 1), 0))  # a NaN stays one
+        tl.store(survey, largest)
+        tl.store(survey + 1, tl.sum(tl.sum(tl.exp(x - anchor), 1), 0))  # a NaN stays one
         above = tl.sum(tl.sum((x > chosen).to(tl.int32), 1), 0)
-        tl.store(space + 2, above.to(tl.float32, bitcast=True))
+        tl.store(survey + 2, above.to(tl.float32, bitcast=True))
 
 
 @quick_launch
@@ -151,10 +144,7 @@ def _best_below(logits, listed, count, vocab, last, GROUP: tl.constexpr, TILE: t
     """The largest key below `last` in the listed groups. Keys order tokens by logit, equal ones from the lowest id."""
     best = tl.full([TILE], _NOTHING, tl.int64)
     for start in range(0, count, TILE):
-        place = start + tl.arange(0, TILE)
-        group = tl.load(listed + place, mask=place < count, other=0.0).to(tl.int32, bitcast=True)
-        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = (place < count)[:, None] & (token < vocab)
+        token, inside = listed_tokens(listed, start, count, vocab, GROUP, TILE)
         x = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
         x = tl.where(x == 0.0, 0.0, x)  # both zeros are one value
         key = (key_of(x) << 32) | (0x7FFFFFFF - token).to(tl.int64)

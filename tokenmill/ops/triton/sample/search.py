@@ -24,6 +24,34 @@ def finite(x):
 
 
 @triton.jit
+def survey_chunk(
+    logits, space, chunk, vocab, NAN_IS_INFINITE: tl.constexpr,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A chunk's logits and tokens, and the largest logit; those of its groups are written to `space`. Behind them, and
+    as much room for a list of groups, each chunk has WORDS of its own: these are returned last.
+    """
+    HERE: tl.constexpr = CHUNK // GROUP
+    group = chunk * HERE + tl.arange(0, HERE)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    if NAN_IS_INFINITE:
+        x = tl.where(x != x, float("inf"), x)
+    maxima = tl.max(x, 1)
+    tl.store(space + group, maxima)
+    return x, token, tl.max(maxima, 0), space + (2 * CHUNKS * HERE + WORDS * chunk)
+
+
+@triton.jit
+def listed_tokens(listed, start, count, vocab, GROUP: tl.constexpr, TILE: tl.constexpr):  # [TILE, GROUP]
+    """The tokens of the listed groups from `start` on, and whether there are such."""
+    place = start + tl.arange(0, TILE)
+    group = tl.load(listed + place, mask=place < count, other=0.0).to(tl.int32, bitcast=True)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return token, (place < count)[:, None] & (token < vocab)
+
+
+@triton.jit
 def noisy_best(
     logits, space, begin, end, vocab, heat, top, over, weighed_from, floor, key,
     LISTED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -37,16 +65,14 @@ def noisy_best(
     choices = tl.zeros([TILE, GROUP], tl.int32)
     mass = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(begin, end, TILE):
-        place = start + tl.arange(0, TILE)
-        active = place < end
-        group = place
         if LISTED:
-            group = tl.load(space + place, mask=active, other=0.0).to(tl.int32, bitcast=True)
+            token, inside = listed_tokens(space, start, end, vocab, GROUP, TILE)
         else:
-            maxima = tl.div_rn(tl.load(space + place, mask=active, other=float("-inf")), heat)
+            group = start + tl.arange(0, TILE)
+            maxima = tl.div_rn(tl.load(space + group, mask=group < end, other=float("-inf")), heat)
             active = (maxima > over) & (maxima >= floor)
-        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = active[:, None] & (token < vocab)
+            token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            inside = active[:, None] & (token < vocab)
         y = tl.div_rn(tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32), heat)
         weighed = (y > over) & (y >= weighed_from)
         mass += tl.where(weighed, tl.exp(y - top), 0.0)
@@ -139,10 +165,7 @@ def _count(logits, listed, count, vocab, heat, first, second, third, GROUP: tl.c
     """How many values of the listed groups reach each of three thresholds, in 21 bits each."""
     counts = tl.zeros([TILE, GROUP], tl.int64)
     for start in range(0, count, TILE):
-        place = start + tl.arange(0, TILE)
-        group = tl.load(listed + place, mask=place < count, other=0.0).to(tl.int32, bitcast=True)
-        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = (place < count)[:, None] & (token < vocab)
+        token, inside = listed_tokens(listed, start, count, vocab, GROUP, TILE)
         y = tl.div_rn(tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32), heat)
         counts += _reaching(y, first, second, third)
     return tl.sum(tl.sum(counts, 1), 0)
