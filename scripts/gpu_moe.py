@@ -26,8 +26,8 @@ from tokenmill.ops import reference  # noqa: E402
 from tokenmill.ops.triton.moe import experts as moe  # noqa: E402
 from tokenmill.ops.triton.moe import few as moe_few  # noqa: E402
 from tokenmill.ops.triton.moe import route as moe_route  # noqa: E402
-from tokenmill.ops.triton.moe.few import FewShape  # noqa: E402
-from tokenmill.ops.triton.moe.grouped import Shape, down_rows, gate_up_rows  # noqa: E402
+from tokenmill.ops.triton.moe.few import FewTile  # noqa: E402
+from tokenmill.ops.triton.moe.grouped import ExpertTile, down_rows, gate_up_rows  # noqa: E402
 from tokenmill.ops.triton.moe.hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper  # noqa: E402
 from tokenmill.ops.triton.moe.scores import ScoresShape, router_scores, split_scores  # noqa: E402
 from tokenmill.ops.triton.norm import add_rms_norm  # noqa: E402
@@ -35,16 +35,20 @@ from tokenmill.ops.triton.norm import add_rms_norm  # noqa: E402
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 790e12
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 BF16 = torch.bfloat16
-HOPPER = Shape(0, 0, 0, 0, 0)  # stands for the products of moe/hopper.py
+HOPPER = ExpertTile(0, 0, 0, 0, 0)  # stands for the products of moe/hopper.py
 
-FEW_GATE_UP = [FewShape(rows, warps) for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))]
-FEW_DOWN = [FewShape(rows, warps) for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
+FEW_GATE_UP = [FewTile(rows, warps) for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))]
+FEW_DOWN = [FewTile(rows, warps) for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
 NARROW = [(64, 128, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3)]
 DEEP = [(4, 8, False), (4, 8, True), (3, 8, True), (4, 4, True)]  # stages, group, bulk
 FLAT = [(4, 8, False), (4, 8, True)]
-LARGE_GATE_UP = [Shape(128, 128, 64, 8, *more) for more in DEEP] + [Shape(64, 128, 64, 4, *more) for more in FLAT]
-LARGE_DOWN = [Shape(128, 256, 64, 8, *more) for more in DEEP] + [Shape(64, 256, 64, 4, *more) for more in FLAT]
-LARGE_DOWN.append(Shape(128, 128, 64, 4, 4, 8, bulk=True))
+LARGE_GATE_UP = [ExpertTile(128, 128, 64, 8, *more) for more in DEEP] + [
+    ExpertTile(64, 128, 64, 4, *more) for more in FLAT
+]
+LARGE_DOWN = [ExpertTile(128, 256, 64, 8, *more) for more in DEEP] + [
+    ExpertTile(64, 256, 64, 4, *more) for more in FLAT
+]
+LARGE_DOWN.append(ExpertTile(128, 128, 64, 4, 4, 8, bulk=True))
 SCORES = {
     64: [ScoresShape(16, n, 128, parts, 4, 2) for n, parts in ((32, 8), (16, 8), (32, 16), (64, 8))],
     256: [ScoresShape(*s) for s in ((16, 64, 128, 8, 4, 2), (16, 64, 64, 8, 4, 3), (32, 64, 128, 8, 4, 2))],
@@ -323,8 +327,8 @@ def attempt(call: Callable[[], float | object]) -> float:
     return result if isinstance(result, float) else 0.0
 
 
-def narrow(block_m: int) -> list[Shape]:
-    return [Shape(block_m, *shape, bulk=bulk) for shape in NARROW for bulk in (False, True)]
+def narrow(block_m: int) -> list[ExpertTile]:
+    return [ExpertTile(block_m, *shape, bulk=bulk) for shape in NARROW for bulk in (False, True)]
 
 
 def sweep(layer: Layer, specialised: bool) -> None:
@@ -351,7 +355,7 @@ def sweep_few(layer: Layer, count: int) -> None:
     xs = [tokens_of(count) for _ in range(rounds)]
     routes = [routed(x, layer) for x in xs]
 
-    def calls(launch: tuple[FewShape, FewShape]) -> list[Callable[[], object]]:
+    def calls(launch: tuple[FewTile, FewTile]) -> list[Callable[[], object]]:
         args = [(x, *route, layer.gate_up, layer.down, "silu", launch) for x, route in zip(xs, routes)]
         return [lambda a=a: moe_few.few(*a) for a in args]
 
@@ -364,7 +368,9 @@ def sweep_few(layer: Layer, count: int) -> None:
         show(f"few {count} tokens, both kernels, {name} (rows, warps)", found)
 
 
-def sweep_grouped(layer: Layer, count: int, ups: list[Shape], downs: list[Shape], specialised: bool = False) -> None:
+def sweep_grouped(
+    layer: Layer, count: int, ups: list[ExpertTile], downs: list[ExpertTile], specialised: bool = False
+) -> None:
     x = tokens_of(count)
     _, experts = routed(x, layer)
     groups = moe_route.group_by_expert(experts, EXPERTS, ups[0].block_m)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenmill.ops import reference
 from tokenmill.ops.noise import gumbel_noise
-from tokenmill.ops.triton.sample.filtered import Shape, sample_filtered
+from tokenmill.ops.triton.sample.filtered import FilterShape, sample_filtered
 from tokenmill.ops.triton.sample.sampler import sample
 from tokenmill.ops.types import SampleBatch
 
@@ -55,7 +55,7 @@ CHECKED = FILTERS | {
     "p.1-.99": [(1.0, 0, 0.1, 0.0), (0.6, 0, 0.5, 0.0), (1.5, 0, 0.8, 0.0), (2.0, 0, 0.99, 0.0)],
     "all three": [(0.9, 200, 0.7, 0.02), (1.0, 20, 0.99, 0.3), (1.1, 0, 0.6, 0.2)],
 }
-USUAL = Shape()
+USUAL = FilterShape()
 SWEEP = [
     USUAL,
     USUAL._replace(group=64, tile=32),
@@ -118,7 +118,7 @@ def load(path: Path) -> Sample:
     return made
 
 
-def compile_one(task: tuple[Shape, int, torch.dtype]) -> str:
+def compile_one(task: tuple[FilterShape, int, torch.dtype]) -> str:
     """Fill Triton's cache; grids of up to 1,024 programs and larger ones are compiled apart."""
     shape, vocab, dtype = task
     try:
@@ -131,7 +131,7 @@ def compile_one(task: tuple[Shape, int, torch.dtype]) -> str:
     return ""
 
 
-def shaped(shape: Shape, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+def shaped(shape: FilterShape, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
     out = torch.empty_like(batch.seed)
     sample_filtered(logits, batch, out, shape)
     return out
@@ -302,7 +302,7 @@ def where_the_time_goes() -> None:
             print(f"{kind} {name:8} {'  '.join(parts)}", flush=True)
 
 
-def sweep(timer: Timer, shapes: list[Shape]) -> None:
+def sweep(timer: Timer, shapes: list[FilterShape]) -> None:
     picks = [
         ("real", 64, "k40 p.9"),
         ("real", 64, "p.9"),
@@ -321,7 +321,7 @@ def sweep(timer: Timer, shapes: list[Shape]) -> None:
     print("best: " + " | ".join(best), flush=True)
 
 
-def compact(shape: Shape) -> str:
+def compact(shape: FilterShape) -> str:
     changes: dict[str, Any] = {k: v for k, v in shape._asdict().items() if v != getattr(USUAL, k)}
     return " ".join(f"{k}={v}" for k, v in changes.items()) or "usual"
 

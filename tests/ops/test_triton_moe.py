@@ -49,11 +49,11 @@ def both_ways(case):
 
     dtype = case["x"].dtype
     if case["x"].shape[0] <= 6:
-        yield moe_few.few(**case, launch=(moe_few.FewShape(16, 4), moe_few.FewShape(8, 4)))
+        yield moe_few.few(**case, launch=(moe_few.FewTile(16, 4), moe_few.FewTile(8, 4)))
     for launch in {moe.shapes(choices_per_expert, dtype): None for choices_per_expert in (4, 16, 40, 100)}:
         yield moe.grouped(**case, launch=launch)
     for block_m in (16, 128):
-        bulk = moe_grouped.Shape(block_m, 64, 64, 4, 2, 2, bulk=True)
+        bulk = moe_grouped.ExpertTile(block_m, 64, 64, 4, 2, 2, bulk=True)
         yield moe.grouped(**case, launch=(bulk, bulk))
 
 

@@ -186,7 +186,7 @@ def test_nearly_flat_rows_that_reject_many_candidates_equal_reference(filters, s
     {"rounds": 1}, {"rounds": 3}, {"group": 16, "chunk": 1024, "span": 3}, {"group": 64, "tile": 16},
 ], ids=str)  # fmt: skip
 def test_how_the_work_is_cut_does_not_change_tokens(shape, triton_device):
-    from tokenmill.ops.triton.sample.filtered import Shape, sample_filtered
+    from tokenmill.ops.triton.sample.filtered import FilterShape, sample_filtered
 
     top_k, top_p = [40, 0, 0, 300, 0, 3], [0.9, 0.6, 0.1, 0.3, 1.0, 1.0]
     for spread in (0.3, 3.0):
@@ -201,7 +201,7 @@ def test_how_the_work_is_cut_does_not_change_tokens(shape, triton_device):
         )
         usual, other = torch.empty_like(batch.seed), torch.empty_like(batch.seed)
         sample_filtered(logits, batch, usual)
-        sample_filtered(logits, batch, other, Shape(**shape))
+        sample_filtered(logits, batch, other, FilterShape(**shape))
         assert torch.equal(usual, other)
 
 

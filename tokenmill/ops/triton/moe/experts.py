@@ -11,7 +11,7 @@ from tokenmill.ops.device_facts import HOPPER_MOE, usable
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe.few import few, few_shapes
-from tokenmill.ops.triton.moe.grouped import Shape, down_rows, gate_up_rows
+from tokenmill.ops.triton.moe.grouped import ExpertTile, down_rows, gate_up_rows
 from tokenmill.ops.triton.moe.route import group_by_expert
 
 # Up to this many tokens hardly share experts, and whole rows of weights are on their way at once without any loop.
@@ -20,21 +20,21 @@ FEW_TOKENS = 4
 NARROW_CHOICES = 24
 
 
-def shapes(choices_per_expert: float, dtype: torch.dtype) -> tuple[Shape, Shape]:
+def shapes(choices_per_expert: float, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
     """For gate_up (block_n rows of each half) and for down. Both cut tokens alike.
 
     Up to 32 tokens per tile the weights' traffic is all that counts: narrow tiles, deep pipelines.
     """
     if dtype == torch.float32:
         block_m = 16 if choices_per_expert <= 16 else 64
-        return Shape(block_m, 32, 32, 4, 2), Shape(block_m, 64, 32, 4, 2)
+        return ExpertTile(block_m, 32, 32, 4, 2), ExpertTile(block_m, 64, 32, 4, 2)
     if choices_per_expert <= 8:
-        return Shape(16, 128, 128, 8, 3), Shape(16, 128, 128, 8, 3)
+        return ExpertTile(16, 128, 128, 8, 3), ExpertTile(16, 128, 128, 8, 3)
     if choices_per_expert <= NARROW_CHOICES:
-        return Shape(32, 128, 128, 8, 3), Shape(32, 128, 64, 8, 5)
+        return ExpertTile(32, 128, 128, 8, 3), ExpertTile(32, 128, 64, 8, 5)
     if choices_per_expert <= 64:
-        return Shape(64, 128, 64, 4, 4, 8), Shape(64, 256, 64, 4, 4, 8)
-    return Shape(128, 128, 64, 8, 4, 8, bulk=True), Shape(128, 256, 64, 8, 4, 8)
+        return ExpertTile(64, 128, 64, 4, 4, 8), ExpertTile(64, 256, 64, 4, 4, 8)
+    return ExpertTile(128, 128, 64, 8, 4, 8, bulk=True), ExpertTile(128, 256, 64, 8, 4, 8)
 
 
 def moe(
@@ -64,7 +64,7 @@ def grouped(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     kind: str,
-    launch: tuple[Shape, Shape],
+    launch: tuple[ExpertTile, ExpertTile],
 ) -> torch.Tensor:
     """Tokens in the order of their experts, so that each expert is one matrix product."""
     groups = group_by_expert(experts, gate_up.shape[0], launch[0].block_m)

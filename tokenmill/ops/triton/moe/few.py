@@ -17,16 +17,16 @@ _DOWN_DEPTH = 8192  # numbers of one row of weights, over all experts of a token
 
 
 @dataclass(frozen=True)
-class FewShape:
+class FewTile:
     """Rows of weights that one program reads, and its warps."""
 
     rows: int
     num_warps: int
 
 
-def few_shapes(dtype: torch.dtype) -> tuple[FewShape, FewShape]:
+def few_shapes(dtype: torch.dtype) -> tuple[FewTile, FewTile]:
     """For gate_up and for down, which holds rows of all its experts at once."""
-    return (FewShape(2, 4), FewShape(1, 4)) if dtype == torch.float32 else (FewShape(4, 4), FewShape(1, 2))
+    return (FewTile(2, 4), FewTile(1, 4)) if dtype == torch.float32 else (FewTile(4, 4), FewTile(1, 2))
 
 
 def few(
@@ -36,7 +36,7 @@ def few(
     gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]
     down: torch.Tensor,  # [experts, hidden, inner]
     kind: str,
-    launch: tuple[FewShape, FewShape],
+    launch: tuple[FewTile, FewTile],
 ) -> torch.Tensor:  # [tokens, hidden]
     """Choices of one expert run side by side, so the second read hits the cache."""
     (tokens, k), hidden, inner = experts.shape, x.shape[1], down.shape[2]

@@ -14,13 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe.few import activate
-from tokenmill.ops.triton.moe.route import Groups
+from tokenmill.ops.triton.moe.route import ExpertGroups
 
 EARLY_LINES = tl.constexpr(8)  # lines of the cache, of each row, that are sent for before there are tokens
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertTile:
     """How a matrix product is cut: rows of tokens x rows of weights x depth, and how the hardware runs it."""
 
     block_m: int
@@ -34,11 +34,11 @@ class Shape:
 
 def gate_up_rows(
     x: torch.Tensor,  # [tokens, hidden]
-    groups: Groups,
+    groups: ExpertGroups,
     k: int,
     gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]
     kind: str,
-    shape: Shape,
+    shape: ExpertTile,
 ) -> torch.Tensor:  # [choices, inner], in the order of the groups
     inner = gate_up.shape[1] // 2
     out = torch.empty(groups.order.shape[0], inner, dtype=x.dtype, device=x.device)
@@ -54,9 +54,9 @@ def gate_up_rows(
 
 def down_rows(
     active: torch.Tensor,  # [choices, inner], in the order of the groups
-    groups: Groups,
+    groups: ExpertGroups,
     down: torch.Tensor,  # [experts, hidden, inner]
-    shape: Shape,
+    shape: ExpertTile,
 ) -> torch.Tensor:  # [choices, hidden], in the order of the tokens
     assert shape.block_m == groups.block_m
     hidden, inner = down.shape[1:]
@@ -75,11 +75,11 @@ def _may_be_bulk(weight: torch.Tensor) -> bool:
     return weight.is_contiguous() and weight.shape[2] * weight.itemsize % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
-def _tiled(weight: torch.Tensor, shape: Shape) -> Any:
+def _tiled(weight: torch.Tensor, shape: ExpertTile) -> Any:
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [shape.block_n, shape.block_k])
 
 
-def _launch(shape: Shape) -> dict[str, int]:
+def _launch(shape: ExpertTile) -> dict[str, int]:
     return {
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.gluon_names import copy_async, thread_barrier, tma_load
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
-from tokenmill.ops.triton.moe.route import Groups
+from tokenmill.ops.triton.moe.route import ExpertGroups
 
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = 128, 256, 64, 4
 
@@ -38,7 +38,7 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
 
 def gate_up_rows_hopper(
     x: torch.Tensor,  # [tokens, hidden]
-    groups: Groups,
+    groups: ExpertGroups,
     k: int,
     gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]
     kind: str,
@@ -51,7 +51,7 @@ def gate_up_rows_hopper(
 
 def down_rows_hopper(
     active: torch.Tensor,  # [choices, inner], in the order of the groups
-    groups: Groups,
+    groups: ExpertGroups,
     down: torch.Tensor,  # [experts, hidden, inner]
 ) -> torch.Tensor:  # [choices, hidden], in the order of the tokens
     out = torch.empty(active.shape[0], down.shape[1], dtype=active.dtype, device=active.device)
@@ -61,7 +61,7 @@ def down_rows_hopper(
 
 def _launch(
     rows: Any,  # a tensor whose rows are gathered, or a descriptor of rows that are in order
-    groups: Groups,
+    groups: ExpertGroups,
     weights: torch.Tensor,
     out: torch.Tensor,
     stride_row: int,

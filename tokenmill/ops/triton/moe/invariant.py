@@ -18,18 +18,18 @@ from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.triton.moe.experts import join
-from tokenmill.ops.triton.moe.grouped import Shape
-from tokenmill.ops.triton.moe.route import Groups, group_by_expert
+from tokenmill.ops.triton.moe.grouped import ExpertTile
+from tokenmill.ops.triton.moe.route import ExpertGroups, group_by_expert
 
 
-def choose_shape(choices_per_expert: float, dtype: torch.dtype) -> Shape:
+def choose_shape(choices_per_expert: float, dtype: torch.dtype) -> ExpertTile:
     if dtype == torch.float32:
-        return Shape(16, 64, 32, 4, 2)
+        return ExpertTile(16, 64, 32, 4, 2)
     if choices_per_expert <= 8:
-        return Shape(16, 64, 128, 4, 4)
+        return ExpertTile(16, 64, 128, 4, 4)
     if choices_per_expert <= 64:
-        return Shape(64, 64, 64, 4, 4)
-    return Shape(128, 128, 64, 8, 4)
+        return ExpertTile(64, 64, 64, 4, 4)
+    return ExpertTile(128, 128, 64, 8, 4)
 
 
 def route(
@@ -67,10 +67,10 @@ def moe(
 
 def _products(
     x: torch.Tensor,  # [choices / places, inner]
-    groups: Groups,
+    groups: ExpertGroups,
     places: int,  # choices that read the same row
     weight: torch.Tensor,  # [experts, columns, inner]
-    shape: Shape,
+    shape: ExpertTile,
 ) -> torch.Tensor:  # [choices, columns]
     columns, inner = weight.shape[1:]
     out = torch.empty(groups.order.shape[0], columns, dtype=x.dtype, device=x.device)

@@ -197,7 +197,7 @@ def _best(
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Choices (token, place) in the order of their experts, cut into tiles of at most block_m rows of one expert.
 
     Sizes do not depend on what was chosen: tiles that are not needed have no rows.
@@ -216,7 +216,7 @@ def group_by_expert(
     experts: torch.Tensor,  # [tokens, k], contiguous
     num_experts: int,
     block_m: int,
-) -> Groups:
+) -> ExpertGroups:
     choices = experts.numel()
     max_tiles = choices // block_m + min(num_experts, choices)
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
@@ -227,7 +227,7 @@ def group_by_expert(
             experts, order, tiles, choices, max_tiles, num_experts,
             BINS=bins, CHUNK=max(32, power_of_two(choices)), BLOCK_M=block_m, TILES=_TILES, num_warps=4,
         )  # fmt: skip
-        return Groups(order, tiles, block_m)
+        return ExpertGroups(order, tiles, block_m)
     chunk = max(_CHUNK, power_of_two(ceil_div(choices, _MAX_CHUNKS)))
     chunks = ceil_div(choices, chunk)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=experts.device)
@@ -236,7 +236,7 @@ def group_by_expert(
         experts, counts, order, tiles, choices, chunks, max_tiles, num_experts,
         BINS=bins, CHUNK=chunk, CHUNKS=power_of_two(chunks), BLOCK_M=block_m, TILES=_TILES, num_warps=16,
     )  # fmt: skip
-    return Groups(order, tiles, block_m)
+    return ExpertGroups(order, tiles, block_m)
 
 
 @quick_launch

@@ -51,7 +51,7 @@ _STATE_WORDS = tl.constexpr(8)  # per round: status, token, its value, the mass 
 _PART_WORDS = tl.constexpr(4)  # per round and span: mass, noisy best, its token
 
 
-class Shape(NamedTuple):
+class FilterShape(NamedTuple):
     """How the work is cut."""
 
     group: int = 32  # tokens whose largest logit is kept
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     decide_warps: int = 8
 
 
-_SHAPE = Shape()
+_SHAPE = FilterShape()
 _MOST_GROUPS = 8192  # the last kernel holds a row's groups in registers
 
 
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
 
 
 @lru_cache
-def cut(vocab: int, shape: Shape) -> Cut:
+def cut(vocab: int, shape: FilterShape) -> Cut:
     group = max(shape.group, power_of_two(ceil_div(vocab, _MOST_GROUPS)))
     chunks = ceil_div(vocab, shape.chunk)
     spans = ceil_div(chunks, shape.span)
@@ -92,7 +92,7 @@ def sample_filtered(
     logits: torch.Tensor,  # [n, vocab]
     batch: SampleBatch,
     out: torch.Tensor,  # [n] int64
-    shape: Shape = _SHAPE,
+    shape: FilterShape = _SHAPE,
 ) -> None:
     rows, vocab = logits.shape
     group, chunks, spans, words = cut(vocab, shape)
