@@ -163,24 +163,12 @@ def _survey_kernel(
 def _round_kernel(
     logits,  # [rows, vocab]
     space,  # [rows, words]
-    temperature,  # [rows]
-    top_k,  # [rows]
-    top_p,  # [rows]
-    min_p,  # [rows]
-    seed,  # [rows]
-    position,  # [rows]
-    vocab,
-    stride_row,
-    words,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SPAN: tl.constexpr,
-    SPANS: tl.constexpr,
-    TURN: tl.constexpr,
-    TILE: tl.constexpr,
+    temperature, top_k, top_p, min_p, seed, position,  # [rows]
+    vocab, stride_row, words,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr = False,
-):
+):  # fmt: skip
     start_next(PDL)
     wait_for_previous(PDL)
     HERE: tl.constexpr = CHUNK // GROUP
@@ -226,23 +214,12 @@ def _decide_kernel(
     logits,  # [rows, vocab]
     space,  # [rows, words]
     out,  # [rows]
-    temperature,  # [rows]
-    top_k,  # [rows]
-    top_p,  # [rows]
-    min_p,  # [rows]
-    seed,  # [rows]
-    position,  # [rows]
-    vocab,
-    stride_row,
-    words,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SPANS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    TILE: tl.constexpr,
+    temperature, top_k, top_p, min_p, seed, position,  # [rows]
+    vocab, stride_row, words,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr, ROUNDS: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr = False,
-):
+):  # fmt: skip
     start_next(PDL)
     wait_for_previous(PDL)
     GROUPS: tl.constexpr = CHUNKS * (CHUNK // GROUP)
