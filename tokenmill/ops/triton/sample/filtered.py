@@ -135,12 +135,12 @@ def _survey_kernel(
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    # A NaN and an infinity alike make the row impossible.
-    x, token, largest, survey = survey_chunk(
-        logits + row * stride_row, space + row * words, tl.program_id(1), vocab, True, _SURVEY_WORDS, GROUP, CHUNK,
-        CHUNKS,
-    )  # fmt: skip
-    tl.store(survey, largest)
+    chunk = tl.program_id(1)
+    logits += row * stride_row
+    space += row * words
+    x, token, largest = survey_chunk(logits, space, chunk, vocab, True, GROUP, CHUNK)  # a NaN or an infinity: impossible
+    space += 2 * CHUNKS * (CHUNK // GROUP) + _SURVEY_WORDS * chunk
+    tl.store(space, largest)
     heat = tl.load(temperature + row)
     greedy = heat < 1e-5
     if greedy | (not _limits(tl.load(top_k + row), vocab)):
@@ -150,12 +150,12 @@ def _survey_kernel(
             value = tl.div_rn(x, heat)
             if tl.load(top_p + row) < 1.0:
                 anchor = tl.where(finite(largest), tl.div_rn(largest, heat), 0.0)
-                tl.store(survey + 1, tl.sum(tl.sum(tl.exp(value - anchor), 1), 0))
+                tl.store(space + 1, tl.sum(tl.sum(tl.exp(value - anchor), 1), 0))
             value += gumbel(key, token)
         best = tl.max(tl.max(value, 1), 0)
-        tl.store(survey + 2, best)
+        tl.store(space + 2, best)
         first = tl.min(tl.min(tl.where(value == best, token, 2147483647), 1), 0)
-        tl.store(survey + 3, first.to(tl.float32, bitcast=True))
+        tl.store(space + 3, first.to(tl.float32, bitcast=True))
 
 
 @quick_launch

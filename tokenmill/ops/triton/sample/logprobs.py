@@ -73,17 +73,18 @@ def _survey_kernel(
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     if tl.load(widths + row) >= 0:
         logits += row * stride_row
+        space += row * words
         chosen = tl.load(logits + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
-        x, _, largest, survey = survey_chunk(
-            logits, space + row * words, tl.program_id(1), vocab, False, _SURVEY_WORDS, GROUP, CHUNK, CHUNKS
-        )
+        x, _, largest = survey_chunk(logits, space, chunk, vocab, False, GROUP, CHUNK)
         anchor = tl.where(finite(largest), largest, 0.0)
-        tl.store(survey, largest)
-        tl.store(survey + 1, tl.sum(tl.sum(tl.exp(x - anchor), 1), 0))  # a NaN stays one
+        space += 2 * CHUNKS * (CHUNK // GROUP) + _SURVEY_WORDS * chunk
+        tl.store(space, largest)
+        tl.store(space + 1, tl.sum(tl.sum(tl.exp(x - anchor), 1), 0))  # a NaN stays one
         above = tl.sum(tl.sum((x > chosen).to(tl.int32), 1), 0)
-        tl.store(survey + 2, above.to(tl.float32, bitcast=True))
+        tl.store(space + 2, above.to(tl.float32, bitcast=True))
 
 
 @quick_launch

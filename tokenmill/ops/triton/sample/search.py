@@ -24,13 +24,8 @@ def finite(x):
 
 
 @triton.jit
-def survey_chunk(
-    logits, space, chunk, vocab, NAN_IS_INFINITE: tl.constexpr,
-    WORDS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """A chunk's logits and tokens, and the largest logit; those of its groups are written to `space`. Behind them, and
-    as much room for a list of groups, each chunk has WORDS of its own: these are returned last.
-    """
+def survey_chunk(logits, space, chunk, vocab, NAN_IS_INFINITE: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk's logits and tokens, and the largest logit; those of its groups are written to `space`."""
     HERE: tl.constexpr = CHUNK // GROUP
     group = chunk * HERE + tl.arange(0, HERE)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -39,7 +34,7 @@ def survey_chunk(
         x = tl.where(x != x, float("inf"), x)
     maxima = tl.max(x, 1)
     tl.store(space + group, maxima)
-    return x, token, tl.max(maxima, 0), space + (2 * CHUNKS * HERE + WORDS * chunk)
+    return x, token, tl.max(maxima, 0)
 
 
 @triton.jit
