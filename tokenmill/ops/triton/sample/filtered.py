@@ -138,7 +138,8 @@ def _survey_kernel(
     chunk = tl.program_id(1)
     logits += row * stride_row
     space += row * words
-    x, token, largest = survey_chunk(logits, space, chunk, vocab, True, GROUP, CHUNK)  # a NaN or an infinity: impossible
+    # A NaN becomes an infinity: either makes the row impossible.
+    x, token, largest = survey_chunk(logits, space, chunk, vocab, True, GROUP, CHUNK)
     space += 2 * CHUNKS * (CHUNK // GROUP) + _SURVEY_WORDS * chunk
     tl.store(space, largest)
     heat = tl.load(temperature + row)
