@@ -165,7 +165,7 @@ def built_element_bytes(built: Built, shape: ModelShape) -> tuple[ElementBytes, 
 
 def _stored(linear: Any) -> int:
     """Bytes of a linear layer's storage; counters of arriving tiles do not count."""
-    return sum(tensor.nbytes for name, tensor in linear.storage.items() if name != "arrivals")
+    return sum(tensor.nbytes for name, tensor in linear.storage.items() if name != "counters")
 
 
 def kept_at(config: EngineConfig, hardware: Hardware) -> Path:
