@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
@@ -232,3 +237,16 @@ def test_settings_that_cannot_be_are_refused(tiny_model: str) -> None:
         )  # fmt: skip
     with pytest.raises(ConfigError, match="batching is 'dinamic'; it must be one of continuous, dynamic, static"):
         LLM(tiny_model, batching="dinamic")
+
+
+def test_a_full_row_of_a_static_batch_waits_for_the_others(tmp_path: Path) -> None:
+    """It is computed again and again meanwhile, at the end of its row, and samples behind it."""
+    prompts = [{"prompt_token_ids": [5] * 60}, {"prompt_token_ids": [6] * 4}]
+    params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in (4, 40)]
+    found = []
+    for batching in ("continuous", "static"):
+        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 2}
+        with LLM(model=write_tiny(tmp_path / "model"), batching=batching, max_model_len=64, **options) as llm:
+            found.append([list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)])
+            assert llm._built.engine.scheduler.stats.failed_steps == 0
+    assert found[0] == found[1]

@@ -24,7 +24,7 @@ from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Kind
 from tokenmill.ops.types import AttentionBatch, Mask
 
 OPTIONS: dict[str, Any] = {
-    "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 8, "ops": "reference",
+    "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 32, "ops": "reference",
     "cuda_graphs": False, "enable_prefix_caching": False, "max_model_len": 128,
 }  # fmt: skip
 PROMPTS = [[3 + (7 * i + j) % 120 for j in range(3 + 5 * i)] for i in range(5)]
@@ -171,3 +171,90 @@ def test_rows_start_where_the_device_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert drafted == plain
     assert uncertain > 10
     assert not recorded or (Kind.DRAFTS in kinds and decoding.replays > 10)
+
+
+def three() -> list[Request]:
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    return [
+        Request("a", [3, 4, 5], greedy, max_tokens=40, seed=0, arrival=0.0),
+        Request("b", [9, 8, 7], greedy, max_tokens=20, seed=0, arrival=2.0),
+        Request("c", list(range(20, 34)), greedy, max_tokens=8, seed=0, arrival=1.0, priority=0),
+    ]
+
+
+def with_a_rest(engine: Engine, proposer: Replay | None) -> tuple[dict[str, list[int]], list[list[int]]]:
+    """`b` was preempted and reads its answer again; of one step's tokens, beside a's drafts and c's prompt, one is left
+    for it, which is not its last. Outputs, and what the rows of that step sample.
+    """
+    a, b, c = three()
+    engine.proposer, pace = proposer, engine.scheduler.pace
+    whole, samples = pace.step_tokens, []
+    engine.add(a)
+    engine.add(b)
+    while b.num_output < 8:
+        engine.step()
+    if proposer is not None:
+        engine.scheduler.life.preempt(b)
+        pace.step_tokens = 9
+        while b.num_computed < 4:
+            engine.step()
+        pace.step_tokens = 1 + 3 + len(c.tokens) + 1
+    engine.add(c)
+    engine.step()
+    samples += [step.samples for step, _ in engine._in_flight]
+    pace.step_tokens = whole
+    while engine.has_work:
+        engine.step()
+    return {one.id: one.output for one in (a, b, c)}, samples
+
+
+@pytest.mark.parametrize("device", ["host", "behind"])
+def test_a_row_that_reads_its_answer_again_is_no_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    with LLM(model=write_tiny(tmp_path / "model"), overlap=True, **OPTIONS) as llm:
+        engine = llm._built.engine
+        plain, _ = with_a_rest(engine, None)
+        if device == "behind":
+            behind_the_host(monkeypatch, runner_of(llm))
+        drafted, samples = with_a_rest(engine, Replay(plain, 0.0))
+    assert any(0 in some and max(some) > 1 for some in samples)  # the step that this is about
+    assert drafted == plain
+
+
+class Guess:
+    """Proposes the same for everybody that it is told of; or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        for one in requests:
+            one.drafts = [5, 6, 7]
+        if self.fails:
+            raise RuntimeError("no draft model")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_have_no_drafts(tmp_path: Path, overlap: bool) -> None:
+    """The host chooses how they go on: what the device samples after a draft is somebody else's choice."""
+    params = SamplingParams(
+        beam_width=3, n=3, max_tokens=10, temperature=0.0, stop_token_ids=[75, 59, 31, 117, 57], length_penalty=0.2
+    )
+    with LLM(model=write_tiny(tmp_path / "model"), overlap=overlap, **OPTIONS) as llm:
+        answers = []
+        for proposer in (None, Guess()):
+            llm._built.engine.proposer = proposer
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([list(one.token_ids) for output in outputs for one in output.outputs])
+    assert answers[0] == answers[1]
+
+
+def test_a_proposer_that_fails_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(model=write_tiny(tmp_path / "model"), overlap=True, **OPTIONS) as llm:
+        plain, _, _ = run(llm._built.engine)
+        engine = llm._built.engine
+        found, _, _ = run(engine, Guess(fails=True))  # type: ignore[arg-type]
+        assert found == plain and engine.proposer is None
+    assert "the proposer failed: RuntimeError: no draft model" in caplog.text

@@ -294,7 +294,7 @@ def test_drafts_never_reach_past_the_last_token(overlap):
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_drafts_and_overlap_go_together(wrong):
     """A row whose drafts are in flight is in the next step, too, before anybody on the host knows how long it is."""
-    house = engine(rows=8, blocks=500, overlap=True)
+    house = engine(rows=32, blocks=500, overlap=True)
     some = [request(f"one-{k}", 20, replace(GREEDY, max_tokens=60), first=k) for k in range(4)]
     answers = {one.id: answer(one) for one in some}
     for one in some:

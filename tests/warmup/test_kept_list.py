@@ -62,6 +62,11 @@ def test_the_next_start_knows_which_kernels_it_needs(tmp_path: Path) -> None:
         '[[{"class": "tokenmill.ops.triton.specializations.Specialization", '
         '"fields": {"module": "os", "kernel": "system", "args": [], "meta": []}}, []]]',
         '[[{"dtype": "nn"}, []]]',
+        "[" * 100_000,
+        '[[{"class": "tokenmill.ops.triton.specializations.Specialization", "fields": {"module": '
+        '"tokenmill.ops.triton.norm", "kernel": "_norm_kernel", "meta": [], "args": [{"class": '
+        '"tokenmill.ops.triton.specializations.DescriptorLike", "fields": {"module": "os", "dtype": '
+        '{"dtype": "int8"}, "block_shape": []}}]}}, []]]',
     ],
 )
 def test_what_is_no_list_is_not_taken(text: str, tmp_path: Path) -> None:
@@ -69,6 +74,6 @@ def test_what_is_no_list_is_not_taken(text: str, tmp_path: Path) -> None:
 
     path = tmp_path / "list.json"
     path.write_text(text)
-    found = read_list(path)
+    found = read_list(path, 0)
     assert found is None or not found.found
-    assert read_list(tmp_path / "nothing.json") is None
+    assert read_list(tmp_path / "nothing.json", 0) is None

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -69,6 +70,7 @@ def test_an_engine_whose_warm_up_fails_works(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(kernels, "warm_up", fail)
     runner, ended = TorchRunner.__new__(TorchRunner), []
+    runner.device = torch.device("cpu")
     monkeypatch.setattr(runner, "end_rehearsal", lambda: ended.append(True), raising=False)
     engine: Any = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(finds_shared_prefixes=False))
     settings: Any = SimpleNamespace(max_rows=1, max_step_tokens=1)

@@ -17,7 +17,6 @@ from tokenmill.engine.choices import hardware_of, linear_shapes, model_bytes, sc
 from tokenmill.engine.core import Engine
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
 from tokenmill.engine.runner.guard import PrecisionGuard
-from tokenmill.engine.runner.reserve import reserve, staged_bytes
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
@@ -66,19 +65,22 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
     device = choose_device(config.device)
-    if device.type == "cuda":  # its driver takes a while to wake, during which Triton can be imported
-        threading.Thread(target=_wake, args=(device,), daemon=True).start()
+    waking = threading.Thread(target=_wake, args=(device,), daemon=True)
+    waking.start()  # a GPU's driver takes a while, during which Triton can be imported
     compiler = start_compiler(config, device)
     try:
         with collector_paused():
             return _build(config, device, compiler, tell)
     finally:
+        waking.join()
         if compiler is not None:
             compiler.close()
 
 
 def _wake(device: torch.device) -> None:
-    """Have the driver make its context, and the library of products load itself."""
+    """Have a GPU's driver make its context, and the library of products load itself."""
+    if device.type != "cuda":
+        return
     with contextlib.suppress(RuntimeError):  # whoever uses it next is told
         square = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
         torch.mm(square, square)
@@ -196,8 +198,7 @@ def join(
         prompt_graphs=graphs and config.prompt_graphs,
         guard=guard,
     )
-    if device.type == "cuda":
-        reserve(device, settings.memory.activations, staged_bytes(settings.max_rows, settings.max_step_tokens))
+    runner.reserve(settings.memory.activations)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(scheduler, runner, overlap=overlap, grammars=grammars)

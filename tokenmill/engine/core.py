@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from tokenmill.engine.scheduler import Delta, Scheduler
 from tokenmill.engine.step import Pending, Runner, Step
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sampling.grammar import Constraint, Grammars
+
+log = logging.getLogger("tokenmill.engine")
 
 GRAMMAR_PATIENCE = 0.05  # seconds that a step with nothing else to do waits for a grammar or a mask
 INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
@@ -69,7 +72,7 @@ class Engine:
         if constrained:
             self._take_in_grammars()
         if self.proposer is not None:
-            self.proposer.propose([one for one in self.scheduler.running if one.num_tokens > one.prompt_len])
+            self._propose(self.proposer)
         step = self.scheduler.schedule(self.clock())
         if constrained and step is None and not self._in_flight:
             self._take_in_grammars(GRAMMAR_PATIENCE)
@@ -90,6 +93,17 @@ class Engine:
         self.runner.close()
         if self.grammars is not None:
             self.grammars.close()
+
+    def _propose(self, proposer: Proposer) -> None:
+        """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
+        decoding = [one for one in self.scheduler.running if one.num_tokens > one.prompt_len and one.beams is None]
+        try:
+            proposer.propose(decoding)
+        except Exception as error:
+            self.proposer = None
+            for request in decoding:
+                request.drafts = []
+            log.warning("nothing is proposed any more, because the proposer failed: %s", _cause(error))
 
     def _take_in_grammars(self, patience: float | None = None) -> None:
         """Hear of masks and grammars; `patience` is for when there is nothing else to do."""

@@ -52,7 +52,8 @@ def warm_up_kernels(compiler: KernelCompiler, engine: Engine, settings: SolvedSe
     began = time.monotonic()
     try:
         shared = engine.scheduler.finds_shared_prefixes
-        kernels, compiled = warm_up(runner, settings.max_rows, settings.max_step_tokens, shared, compiler, tell)
+        with runner.on_device():
+            kernels, compiled = warm_up(runner, settings.max_rows, settings.max_step_tokens, shared, compiler, tell)
     except Exception as error:  # Triton's, the driver's or the disk's; slower at first, but the engine works
         reason = f"{type(error).__name__}: {error}"
         log.warning("the warm-up failed, so kernels are compiled when they are first needed: %s", reason)

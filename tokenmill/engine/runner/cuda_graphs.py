@@ -167,6 +167,7 @@ class DecodeGraphs:
         self._decoder, self._state, self._sampler = decoder, state, sampler
         self.recordings = Recordings[torch.cuda.CUDAGraph](bucket_sizes(max_rows))
         self.replays = self.plain_runs = 0  # steps so far
+        self._traits = PLAIN
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
         # where there is one; then [block_at | block_value]. With drafts `draft_columns`, then proposed tokens, then
@@ -181,7 +182,8 @@ class DecodeGraphs:
         largest = self.recordings.sizes[-1]
         if step.in_float32 or not only_decodes(step) or step.num_tokens > largest:
             return False
-        if not self._sampler.recordable(self._sampler.traits(step.rows)):
+        self._traits = self._sampler.traits(step.rows)
+        if not self._sampler.recordable(self._traits):
             return False
         if not is_speculative(step):
             return True
@@ -189,8 +191,8 @@ class DecodeGraphs:
         return proposed <= PROPOSED * step.num_tokens and COLUMNS + PROPOSED + 2 * blocks / largest <= INPUTS
 
     def run(self, step: Step) -> Sampled:  # [tokens], overwritten by the next run
-        """Launch the step."""
-        traits = self._sampler.traits(step.rows)
+        """Launch the step that was just asked for."""
+        traits = self._traits
         kind = Kind.DRAFTS if is_speculative(step) else Kind.PLAIN if step.shared is None else Kind.SHARED
         bucket, recording = self.recordings.serve(step.num_tokens, traits, kind)
         self._send(step, bucket)

@@ -59,7 +59,7 @@ class AttentionRows:
 
 def pack(
     step: Step,
-    max_len: int,
+    token_width: int,  # of the token table
     max_blocks: int,
     padding: tuple[int, int] = (0, 0),
     num_entries: int = 0,
@@ -90,7 +90,7 @@ def pack(
     back = samples[entry_owner] - within  # 1 for a row's last token
     entries = q_start[entry_owner + 1] - back
     entry_rows, entry_positions = rows[entry_owner], ends[entry_owner] - back + 1
-    token_at, token_value = _token_writes(step, max_len)
+    token_at, token_value = _token_writes(step, token_width)
     block_at, block_value = block_writes(step, max_blocks)
     seen = AttentionRows.of(step, split_drafts)
     queries = np.array(seen.counts, dtype=np.int64)
@@ -170,17 +170,17 @@ def shared_lengths(shared: SharedPrefix, rows: int) -> Ints:  # [rows]
     return lengths
 
 
-def _token_writes(step: Step, max_len: int) -> tuple[Ints, Ints]:
+def _token_writes(step: Step, token_width: int) -> tuple[Ints, Ints]:
     """Tokens that the host knows and the device does not: of new rows, of beams. (Drafts: see `verify`.)"""
     at: list[Ints] = []
     value: list[Ints] = []
     for admission in step.admissions:
         first = 0 if admission.params.reads_history else admission.num_computed  # what is computed is not read again
-        at.append(admission.row * max_len + np.arange(first, len(admission.tokens)))
+        at.append(admission.row * token_width + np.arange(first, len(admission.tokens)))
         value.append(np.array(array("i", admission.tokens[first:]), dtype=np.int64))
     if step.chosen:
         chosen = np.array(step.chosen, dtype=np.int64)
-        at.append(chosen[:, 0] * max_len + chosen[:, 1])
+        at.append(chosen[:, 0] * token_width + chosen[:, 1])
         value.append(chosen[:, 2])
     return _joined(at), _joined(value)
 

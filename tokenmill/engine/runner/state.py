@@ -37,7 +37,9 @@ class DeviceState:
         self.max_len = max_len
         self.max_blocks = -(-max_len // block_size)
         self.scratch_row = max_rows  # belongs to nobody: padding of recorded steps reads and writes it
-        self.tokens = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=device)
+        # A row that is full and computed once more (padding of static batches) samples a token behind its last place.
+        width = -(-(max_len + 1) // 16) * 16
+        self.tokens = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=device)
         # How many tokens of a row are known here; kept by steps that verify drafts, for those launched behind them
         self.lengths = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)

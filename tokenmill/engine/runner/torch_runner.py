@@ -17,6 +17,7 @@ from tokenmill.engine.runner.inputs import AttentionRows, PackedStep, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.pooling import Pooled, Pooler
+from tokenmill.engine.runner.reserve import reserve, staged_bytes
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, is_speculative, settled
 from tokenmill.engine.step import Pending, Step, StepResult
@@ -53,7 +54,8 @@ class TorchRunner:
         self.decoder = decoder
         self.state = state
         self.device = state.tokens.device
-        self._max_rows = max_rows
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._activations = 0  # bytes that are reserved
         self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
@@ -84,10 +86,10 @@ class TorchRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
         # The current device belongs to the thread, and streams, events and kernels follow it.
-        with self._on_device():
+        with self.on_device():
             return self._launch(step)
 
-    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _launch(self, step: Step) -> Pending:
@@ -119,7 +121,7 @@ class TorchRunner:
         speculative = is_speculative(step)
         packed = pack(
             step,
-            self.state.max_len,
+            self.state.tokens.shape[1],
             self.state.max_blocks,
             (path.padded(step), self.state.scratch_row),
             self._num_entries(step),
@@ -193,7 +195,7 @@ class TorchRunner:
         if pieces is not None:
             pieces.resting = True
         try:
-            with self._on_device():
+            with self.on_device():
                 self._launch_prepared(step)
         finally:
             if pieces is not None:
@@ -203,20 +205,20 @@ class TorchRunner:
     def rehearse_decode(self, rows: int, shared: bool) -> None:
         """The same of a step in which so many rows decode, which is recorded otherwise."""
         if self._graphs is not None:
-            with self._on_device():
+            with self.on_device():
                 self._graphs.rehearse(rows, Traits(), Kind.SHARED if shared else Kind.PLAIN)
 
     @torch.inference_mode()
     def record_decode(self, rows: int, traits: Traits) -> None:
         """Record a step in which so many rows decode, after its parts have been rehearsed."""
         if self._graphs is not None:
-            with self._on_device():
+            with self.on_device():
                 self._graphs.record_ahead(rows, traits)
 
     @torch.inference_mode()
     def rehearse_sampling(self, rows: int, dtype: torch.dtype, traits: Traits) -> None:
         """The same of the end of a step."""
-        with self._on_device():
+        with self.on_device():
             logits = torch.zeros(rows, self.decoder.spec.vocab_size, dtype=dtype, device=self.device)
             self._sampler.rehearse(logits, traits)
 
@@ -243,6 +245,13 @@ class TorchRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+            self.reserve(self._activations)
+
+    def reserve(self, activations: int) -> None:
+        """Take the memory of the largest step (bytes), so that no step has to ask a GPU's driver for it."""
+        self._activations = activations
+        if activations and self.device.type == "cuda":
+            reserve(self.device, activations, staged_bytes(self._max_rows, self._max_tokens))
 
     def close(self) -> None:
         if self.device.type == "cuda":

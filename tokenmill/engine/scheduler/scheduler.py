@@ -52,6 +52,7 @@ class Scheduler:
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
         self._number = 0
+        self._admitted = False  # rows changed since shared prefixes were last looked for
         self._commits = Commits(self.life, self.isolation, self.batching)
 
     def add(self, request: Request) -> None:
@@ -180,7 +181,9 @@ class Scheduler:
     def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
         """One token (and drafts) to every running request that is through its prompt; the others are returned."""
         budget = max(self.pace.step_tokens, len(self.life.running))
-        for_drafts = (budget - len(self.life.running)) // 2  # proposals must starve neither decodes nor newcomers
+        # Proposals must starve neither decodes nor newcomers, and logits are planned for as many tokens as rows.
+        running = len(self.life.running)
+        for_drafts = min((budget - running) // 2, self.limits.max_rows - running)
         prefilling: list[Request] = []
         for request in list(self.life.running):
             work = request.work()
@@ -189,7 +192,7 @@ class Scheduler:
             if request.drafts:
                 wanted = request.max_tokens - (request.num_tokens + request.unsure - request.prompt_len) - 1
                 # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
-                through = work == 1 + request.num_drafts and request.grammar is None
+                through = work == 1 + request.num_drafts and request.grammar is None and request.beams is None
                 verified = max(0, min(wanted, for_drafts)) if through else 0
                 del request.drafts[request.unsure + verified if verified else 0 :]
                 for_drafts -= request.num_drafts
@@ -353,9 +356,14 @@ class Scheduler:
         A prompt is read in chunks even where one of them is a single token: ops may sum in another order for single
         tokens, and a prompt's result must not depend on how much room there was beside it.
         """
-        singles = [share for share in shares if share[2] == 1 and share[1] >= share[0].prompt_len]
-        if len(singles) < len(shares):
-            others = [share for share in shares if share[2] != 1 or share[1] < share[0].prompt_len]
+        singles: list[Share] = []
+        others: list[Share] = []
+        for share in shares:
+            request, start, count = share
+            # One that reads its own answer again after a preemption may get a single token, too, and samples nothing.
+            decodes = count == 1 and start >= request.prompt_len and request.num_computed == request.num_tokens
+            (singles if decodes else others).append(share)
+        if others:
             shares = singles + sorted(others, key=lambda share: not share[0].drafts)
         step.num_singles = len(singles)
         step.requests = [request for request, _, _ in shares]
@@ -387,16 +395,19 @@ class Scheduler:
                 if request.pooling == "mean" or (request.pooling and request.num_computed == request.prompt_len):
                     step.pooling[request.row] = request.pooling, request.prompt_len
             if drafts:
-                step.drafts[request.row] = drafts
+                if samples[-1] > 1:
+                    step.drafts[request.row] = drafts
                 request.drafts = []
             if beams is not None and count == 1:
                 step.chosen.append((request.row, start, request.tokens[start]))
             wanted = request.params.prompt_logprobs
             if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
                 step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
+        self._admitted |= bool(step.admissions)
         if self._shared_prefixes is not None and not (step.drafts or step.slack):
             together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
-            step.shared = self._shared_prefixes.find(together, starts, bool(step.admissions))
+            step.shared = self._shared_prefixes.find(together, starts, self._admitted)
+            self._admitted = False
         self.life.stats.steps += 1
         self.life.stats.tokens += step.num_tokens
 

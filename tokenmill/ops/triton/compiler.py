@@ -96,7 +96,7 @@ class KernelCompiler:
         """The kernels of an engine with these settings: as an earlier start found them, or as `find` does now."""
         properties = torch.cuda.get_device_properties()
         path = list_path(marks_dir(), f"{_context()}|{properties.name}|{properties.multi_processor_count}|{settings}")
-        kept = read_list(path)
+        kept = read_list(path, triton.runtime.driver.active.get_current_device())
         if kept is not None:
             return kept
         found = find()

@@ -1,7 +1,8 @@
 """Keeps which kernels an engine needs, so that its next start with the same settings need not find out again.
 
-A list is JSON of plain values and of the few classes that describe arguments. It is never trusted for what kernels
-compute: each is looked up by Triton's own hash, and one that a list lacks is compiled when it is first launched.
+A list is JSON of plain values and of the few classes that describe arguments; nothing else can be named in it. It says
+which compiled form serves which launch, so it is taken from files of this user only, like Triton's compiled kernels
+beside it. A kernel that a list lacks is compiled when it is first launched.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import hashlib
 import importlib
 import json
 import os
+import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenmill.ops.triton.specializations import Collected
+from tokenmill.ops.triton.specializations import Collected, DescriptorLike
 
 DESCRIBING = ("tokenmill.ops.triton.specializations.", "triton.")  # where classes of described arguments come from
 
@@ -37,24 +39,31 @@ def list_path(folder: Path, context: str) -> Path:
 
 def write_list(path: Path, collected: Collected) -> None:
     """Best effort: whoever cannot write it finds out again at the next start."""
-    listed = [(_encode(one), [_encode(key) for _, key in holders]) for one, holders in collected.found.items()]
-    part = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):
-        part.write_text(json.dumps(listed))
+    with contextlib.suppress(OSError, TypeError):
+        # A key begins with the number of the device, which may be another one next time.
+        listed = [(_encode(one), [_encode(key[1:]) for _, key in holders]) for one, holders in collected.found.items()]
+        number, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        with os.fdopen(number, "w") as file:
+            json.dump(listed, file)
         os.replace(part, path)
 
 
-def read_list(path: Path) -> Collected | None:
-    """None: there is none, or it is not one that this version wrote."""
+def read_list(path: Path, device: int) -> Collected | None:
+    """For the GPU of that number. None: there is none, or it is not one that this version wrote."""
     collected = Collected()
     try:
+        if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), 0):
+            return None
         for described, keys in json.loads(path.read_text()):
             one = _decode(described)
-            if not one.module.startswith("tokenmill."):
+            named = [one.module, *(arg.module for arg in one.args if isinstance(arg, DescriptorLike))]
+            if not all(name.startswith(("tokenmill.", "triton.")) for name in named):
                 return None
             kernel = getattr(importlib.import_module(one.module), one.kernel)
-            collected.found[one] = [(kernel, _decode(key)) for key in keys]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError):
+            if not hasattr(kernel, "take"):  # a QuickKernel
+                return None
+            collected.found[one] = [(kernel, (device, *_decode(key))) for key in keys]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError):
         return None
     return collected
 
