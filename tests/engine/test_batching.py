@@ -245,7 +245,7 @@ def test_a_full_row_of_a_static_batch_waits_for_the_others(tmp_path: Path) -> No
     params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in (4, 40)]
     found = []
     for batching in ("continuous", "static"):
-        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 2}
+        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 2}
         with LLM(model=write_tiny(tmp_path / "model"), batching=batching, max_model_len=64, **options) as llm:
             found.append([list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)])
             assert llm._built.engine.scheduler.stats.failed_steps == 0
