@@ -55,6 +55,9 @@ LOADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "4 x (300 + 16), bias and min_tokens": (
         lambda: fixed(4, 300, 16, 9), {"temperature": 0.0, "logit_bias": {5: 2.0}, "min_tokens": 4},
     ),
+    "held out: 8 x (512 + 256), sampled": (lambda: fixed(8, 512, 256, 6), SAMPLED),
+    "held out: 32 x (2k + 256), sampled": (lambda: fixed(32, 2048, 256, 7), SAMPLED),
+    "held out: 32 x (2k + 256), greedy": (lambda: fixed(32, 2048, 256, 7), {}),
     "3 x (700 + 8), prompt_logprobs": (lambda: fixed(3, 700, 8, 10), {"temperature": 0.0, "prompt_logprobs": 2}),
 }  # fmt: skip
 
