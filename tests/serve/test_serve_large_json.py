@@ -85,3 +85,11 @@ def test_what_is_nested_deep_is_not_looked_through_at_every_level(monkeypatch: p
     body = b'{"a":' * 300 + b'"%b"' % (b"x" * 5000) + b"}" * 300
     assert large_json.decode(body) == msgspec.json.decode(body)
     assert counting.looked == large_json.DEEPEST
+
+
+@pytest.mark.parametrize("around", [b"\x0b", b"\x0c", b"\xa0"])
+def test_only_what_json_calls_whitespace_may_stand_around_it(around: bytes) -> None:
+    for body in (around + b'{"a": 1}', b'{"a": 1}' + around):
+        with pytest.raises(ValueError):
+            large_json.decode(body)
+    assert large_json.decode(b' \t\r\n{"a": 1}\n') == {"a": 1}

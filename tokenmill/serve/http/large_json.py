@@ -18,7 +18,7 @@ _array = msgspec.json.Decoder(list[msgspec.Raw])
 
 def decode(body: bytes) -> Any:
     """What msgspec.json.decode returns for `body`. Raises what that raises."""
-    body = body.strip()
+    body = body.strip(b" \t\n\r")  # what JSON calls whitespace
     if len(body) <= CHUNK or not body.startswith(b"{"):
         return msgspec.json.decode(body)
     return _value(body)
