@@ -189,3 +189,17 @@ def test_every_command_that_loads_a_model_takes_the_option() -> None:
     for command in ("offline", "latency", "serve", "ops", "trace", "cpu"):
         found = CliRunner().invoke(app, ["bench", command, "--help"], env={"COLUMNS": "200"})
         assert "--cache-dir" in found.output, command
+
+
+def test_a_file_is_written_whole_and_for_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "list.json"
+    cache.write_whole(path, "old")
+    assert path.read_text() == "old" and path.stat().st_mode & 0o777 == 0o644
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(cache.os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        cache.write_whole(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

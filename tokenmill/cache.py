@@ -126,6 +126,20 @@ def temporary_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="tokenmill-"))
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others see whole or not at all, and that everybody may read who may enter the folder."""
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
 @contextlib.contextmanager
 def kept_in(folder: Path, what: str) -> Iterator[None]:
     """Turns what the disk refuses into one sentence. For work on files of `folder` alone: it takes the blame."""

@@ -1,4 +1,4 @@
-"""The doors of docs/architecture.md open one way: no room imports what is built on it."""
+"""Imports go one way, as docs/architecture.md says: no package imports what is built on it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tokenmill"
 LOW = ("tokenmill.errors", "tokenmill.compat", "tokenmill.cache", "tokenmill.collector", "tokenmill.step_time")
 FORMS = ("quant.forms", "sampling.structured", "sampling.records")
-# What an engine needs of the two rooms that have a floor above it.
+# What an engine needs of the two packages that have a layer above it.
 PLAN = ("tokenmill.plan.solve",)
 QUANT = tuple(f"tokenmill.quant.{name}" for name in ("forms", "groups", "rounding", "schemes"))
 SETTINGS = ("tokenmill.config", "tokenmill.params", *(f"tokenmill.{name}" for name in FORMS))
-ROOMS = {  # room -> what it may import beside itself
+PACKAGES = {  # package -> what it may import beside itself
     "ops": (),
     "kv": (),
     "quant": ("tokenmill.ops",),  # all but quant/tool, which is built on models and engines
@@ -46,13 +46,13 @@ ROOMS = {  # room -> what it may import beside itself
 }
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_is_below_it(room: str) -> None:
-    allowed = (f"tokenmill.{room.replace('/', '.')}", *LOW, *ROOMS[room])
-    files = sorted((PACKAGE / room).rglob("*.py"))
-    if room == "quant":
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_is_below_it(package: str) -> None:
+    allowed = (f"tokenmill.{package.replace('/', '.')}", *LOW, *PACKAGES[package])
+    files = sorted((PACKAGE / package).rglob("*.py"))
+    if package == "quant":
         files = [path for path in files if path.parent.name != "tool"]
-        allowed = (*QUANT, *LOW, *ROOMS[room])
+        allowed = (*QUANT, *LOW, *PACKAGES[package])
     assert files
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
@@ -85,13 +85,13 @@ def test_every_sub_package_of_serve_has_its_place() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("room", [*SERVE, *SERVE_LOW])
-def test_a_sub_package_of_serve_imports_only_what_is_below_it(room: str) -> None:
-    if room in SERVE:
-        files, below = sorted((PACKAGE / "serve" / room).rglob("*.py")), (room, *SERVE[room])
+@pytest.mark.parametrize("package", [*SERVE, *SERVE_LOW])
+def test_a_sub_package_of_serve_imports_only_what_is_below_it(package: str) -> None:
+    if package in SERVE:
+        files, below = sorted((PACKAGE / "serve" / package).rglob("*.py")), (package, *SERVE[package])
         allowed = (*(f"tokenmill.serve.{name}" for name in below), *SERVE_LOW)
     else:
-        files, allowed = [PACKAGE / "serve" / f"{room.rpartition('.')[2]}.py"], ()
+        files, allowed = [PACKAGE / "serve" / f"{package.rpartition('.')[2]}.py"], ()
     assert files
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
@@ -104,8 +104,9 @@ def test_a_sub_package_of_serve_imports_only_what_is_below_it(room: str) -> None
 
 
 def test_planning_scheduling_and_simulating_need_no_torch() -> None:
-    rooms = (PACKAGE / "plan", PACKAGE / "kv", PACKAGE / "engine" / "scheduler")
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for room in rooms for path in room.rglob("*.py")]
+    packages = (PACKAGE / "plan", PACKAGE / "kv", PACKAGE / "engine" / "scheduler")
+    paths = [path for package in packages for path in package.rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {name}" for name in sorted(names))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""What importing tokenmill pulls in, and what the planning rooms do without."""
+"""What importing tokenmill pulls in, and what the planning packages do without."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_engine_answers_with_only_the_core_packages_present(tiny_model: str)
         "tokenmill.config",
     ],
 )
-def test_plain_data_rooms_import_without_torch(module: str) -> None:
+def test_plain_data_packages_import_without_torch(module: str) -> None:
     python(BLOCK.format(blocked=["torch"]) + f"import {module}")
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from tokenmill.cache import ELSEWHERE, kept_in
+from tokenmill.cache import ELSEWHERE, kept_in, write_whole
 from tokenmill.errors import ModelError
 from tokenmill.model.weights.package import Package, fetch
 from tokenmill.model.weights.scratch import PARTIAL, scratch
@@ -108,10 +107,7 @@ def _is_remembered(target: Path) -> bool:
 
 def _remember(target: Path) -> None:
     with suppress(OSError):  # a cache that can only be read, in a container's image, say: it is hashed again next time
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix="verified-")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(_identity(target), file)
-        os.replace(name, _marker(target))
+        write_whole(_marker(target), json.dumps(_identity(target)))
 
 
 def _marker(target: Path) -> Path:

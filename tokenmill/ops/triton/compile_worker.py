@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill.cache import write_whole
 from tokenmill.ops.triton.specializations import Specialization
 
 
@@ -36,9 +37,7 @@ class Orders:
 def remember(cache: Path, name: str, made: Any) -> None:
     """A file that says under which hash Triton keeps the kernel."""
     folder = next(Path(path).parent for path in made.metadata_group.values())
-    part = cache / f"{name}.{os.getpid()}"
-    part.write_text(folder.name)
-    os.replace(part, cache / name)
+    write_whole(cache / name, folder.name)
 
 
 def is_remembered(cache: Path, triton_cache: Path, name: str) -> bool:

@@ -12,13 +12,13 @@ import hashlib
 import importlib
 import json
 import os
-import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tokenmill.cache import write_whole
 from tokenmill.ops.triton.specializations import Collected, DescriptorLike
 
 DESCRIBING = ("tokenmill.ops.triton.specializations.", "triton.")  # where classes of described arguments come from
@@ -42,10 +42,7 @@ def write_list(path: Path, collected: Collected) -> None:
     with contextlib.suppress(OSError, TypeError):
         # A key begins with the number of the device, which may be another one next time.
         listed = [(_encode(one), [_encode(key[1:]) for _, key in holders]) for one, holders in collected.found.items()]
-        number, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-        with os.fdopen(number, "w") as file:
-            json.dump(listed, file)
-        os.replace(part, path)
+        write_whole(path, json.dumps(listed))
 
 
 def read_list(path: Path, device: int) -> Collected | None:
