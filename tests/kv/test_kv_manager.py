@@ -199,7 +199,7 @@ class ManagerModel(RuleBasedStateMachine):
         for number, block in enumerate(hits):
             wanted = (salt, tuple(tokens[: (number + 1) * self.SIZE]))
             assert self.written[block] == wanted, "a foreign prefix was found"
-        if self.kv.needed(one, hits, len(tokens)) > self.kv.pool.num_free:
+        if self.kv.needed(hits, len(tokens)) > self.kv.pool.num_free:
             return
         self.kv.admit(one, hits)
         assert self.kv.grow(one, len(tokens)) is not None, "needed() promised that it fits"

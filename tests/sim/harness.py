@@ -200,7 +200,7 @@ class Day:
         assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
         assert pool.num_free == pool.num_blocks and pool.num_fenced == 0, "blocks leaked"
         assert len(scheduler.life.free_rows) == scheduler.limits.max_rows, "rows leaked"
-        assert not scheduler.isolation.suspects and scheduler.isolation.is_quiet and not scheduler.life.parked
+        assert not scheduler.isolation.suspects and not scheduler.isolation.cases and not scheduler.life.parked
         assert scheduler.life.num_promoted == 0
 
     def _judge(self) -> None:

@@ -69,7 +69,7 @@ def test_fragmentation_never_refuses_what_fits(seed, blocks):
             kv.release(held.pop(rng.randrange(len(held))), fence=0)
         one = Request(str(number), tokens(rng, rng.randrange(1, 100)), SamplingParams(), max_tokens=1, seed=0)
         hits = kv.match(one)
-        fits = kv.needed(one, hits, len(one.tokens)) <= kv.pool.num_free
+        fits = kv.needed(hits, len(one.tokens)) <= kv.pool.num_free
         kv.admit(one, hits)
         assert (kv.grow(one, len(one.tokens)) is not None) == fits
         held.append(one)

@@ -59,8 +59,8 @@ class KVManager:
             return []
         return self.index.find_leading(self._identities(request, (len(request.tokens) - 1) // self.block_size))
 
-    def needed(self, request: Holder, hits: list[int], tokens: int) -> int:
-        """Free blocks that admitting the request with these hits takes out of the pool."""
+    def needed(self, hits: list[int], tokens: int) -> int:
+        """Free blocks that starting a request of so many tokens on these hits takes out of the pool."""
         references = self.pool.references
         revived = sum([references[block] == 0 for block in hits])
         return self.blocks_for(tokens) - len(hits) + revived

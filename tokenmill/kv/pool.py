@@ -80,7 +80,7 @@ class BlockPool:
         self.has_content[block] = has
         if not has and self.references[block] == 0:  # worthless now: first to be taken
             self._unlink(block)
-            self._link_first(block)
+            self._link(block)
 
     def check_integrity(self, holders: Iterable[list[int]]) -> None:
         """Prove that free + used == total and that every reference has exactly one holder."""
@@ -108,10 +108,7 @@ class BlockPool:
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                if self.has_content[block]:
-                    self._link_last(block)
-                else:
-                    self._link_first(block)
+                self._link(block)
             elif self.references[block] < 0:
                 raise AssertionError(f"block {block} was released more often than it was taken")
 
@@ -120,13 +117,10 @@ class BlockPool:
         self._next[before], self._prev[after] = after, before
         self.num_free -= 1
 
-    def _link_first(self, block: int) -> None:
-        self._link(self.num_blocks, block, self._next[self.num_blocks])
-
-    def _link_last(self, block: int) -> None:
-        self._link(self._prev[self.num_blocks], block, self.num_blocks)
-
-    def _link(self, before: int, block: int, after: int) -> None:
+    def _link(self, block: int) -> None:
+        """Into the free list: blocks without content first, others last."""
+        after = self.num_blocks if self.has_content[block] else self._next[self.num_blocks]
+        before = self._prev[after]
         self._next[before], self._prev[block] = block, before
         self._next[block], self._prev[after] = after, block
         self.num_free += 1

@@ -20,6 +20,8 @@ class Batching:
     def __init__(self, *, kv_cache: bool = True) -> None:
         self.recomputed = 0  # tokens that were computed before
         self.may_share = kv_cache  # whether blocks, once written, stay as they are, so that others may read them
+        self.is_continuous = kv_cache and type(self) is Batching  # nothing below has anything to say
+        self.done: dict[str, tuple[Request, Finish]] = {}  # have their last token, and stay until their batch ends
         self._kv_cache = kv_cache
         self._rewound: dict[str, int] = {}  # id -> length for which it was sent back to its first token
 
@@ -29,10 +31,6 @@ class Batching:
 
     def keeps(self, request: Request, why: Finish) -> bool:
         """Whether a request that has its last token stays until its batch ends."""
-        return False
-
-    def is_done(self, request: Request) -> bool:
-        """Whether it is one of those."""
         return False
 
     def turn(self, running: Sequence[Request]) -> Iterable[tuple[Request, Finish]]:
@@ -95,29 +93,25 @@ class Static(Dynamic):
     def __init__(self, *, kv_cache: bool = True, window: float = 0.01) -> None:
         super().__init__(kv_cache=kv_cache, window=window)
         self.may_share = False
-        self._done: dict[str, tuple[Request, Finish]] = {}
         self._lacking: dict[str, int] = {}  # id -> tokens of padding still to be computed
 
     def keeps(self, request: Request, why: Finish) -> bool:
         if request.grammar is not None or request.beams is not None:
             return False
-        self._done[request.id] = request, why
+        self.done[request.id] = request, why
         request.void_until = ALWAYS
         return True
 
-    def is_done(self, request: Request) -> bool:
-        return request.id in self._done
-
     def turn(self, running: Sequence[Request]) -> Iterable[tuple[Request, Finish]]:
-        if all(request.id in self._done for request in running):
-            left, self._done = self._done, {}
+        if all(request.id in self.done for request in running):
+            left, self.done = self.done, {}
             return left.values()
         if not self._closed and all(request.num_output for request in running):
             self._closed = True
             longest = max(request.prompt_len for request in running)
             self._lacking = {request.id: longest - request.prompt_len for request in running}
         for request in running:
-            if request.id in self._done:
+            if request.id in self.done:
                 request.waits_for, request.drafts = Wait.COMMIT if request.in_flight else None, []  # as in _rewind
                 again = request.waits_for is None and request.num_computed >= len(request.tokens)
                 if again:  # else it was preempted and is back
@@ -125,7 +119,7 @@ class Static(Dynamic):
                     self.recomputed += 1
             elif lacks := self._lacking.get(request.id):
                 self._lacking[request.id] = lacks - self._rewind(request, lacks)
-        return super().turn([request for request in running if request.id not in self._done])
+        return super().turn([request for request in running if request.id not in self.done])
 
 
 BATCHING: dict[str, type[Batching]] = {"continuous": Batching, "dynamic": Dynamic, "static": Static}

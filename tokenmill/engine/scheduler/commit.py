@@ -25,9 +25,9 @@ class Commits:
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
         """Take in what a step produced. Steps are committed in the order they were launched."""
-        deltas = self.life.drain_events()
+        deltas, self.life.events = self.life.events, []
         rounds: dict[str, Beams] = {}
-        number, block_size, quiet = step.number, self.kv.block_size, self.isolation.is_quiet
+        number, block_size, quiet = step.number, self.kv.block_size, not self.isolation.cases
         rows = zip(step.requests, step.samples, result.tokens, strict=True)
         for index, (request, samples, tokens) in enumerate(rows):
             request.in_flight -= 1
@@ -96,14 +96,15 @@ class Commits:
                 self.life.preempt(request)
             elif request.state is PARKED:  # a beam that was preempted while its step was out
                 self.life.queue(request)
-            if self.batching.is_done(request):  # padding breaks nothing
+            if request.id in self.batching.done:  # padding breaks nothing
                 self.isolation.noted(request)
             elif self.isolation.failed(request, in_company=len(involved) > 1):
                 failures = self.isolation.failures(request)
                 request.error = f"this request failed {failures} times, the last ones alone: {cause}"
                 self.life.finish(request, Finish.ERROR, now)
         self.kv.void(newest)
-        return self.life.drain_events()
+        events, self.life.events = self.life.events, []
+        return events
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
         """Add sampled tokens until one ends the request."""
@@ -116,13 +117,12 @@ class Commits:
             known.append(token)
             times.append(now)
             num_output = len(known) - request.prompt_len
-            if num_output >= request.max_tokens or token in request.stop_ids:
-                if token in request.stop_ids and num_output > request.params.min_tokens:
-                    self._end(request, Finish.STOP, now)
-                    break
-                if num_output >= request.max_tokens:
-                    self._end(request, Finish.LENGTH, now)
-                    break
+            stops = token in request.stop_ids and num_output > request.params.min_tokens
+            if stops or num_output >= request.max_tokens:
+                why = Finish.STOP if stops else Finish.LENGTH
+                if self.batching.is_continuous or not self.batching.keeps(request, why):
+                    self.life.finish(request, why, now, report=False)
+                break
         if request.grammar is not None and kept and request.state is not FINISHED:
             request.grammar.advance(known[len(known) - kept :])
             self.end_with_grammar(request, now, report=False)
@@ -133,11 +133,6 @@ class Commits:
         if kept < len(tokens):
             tokens = tokens[:kept]
         return Delta(request, tokens, logprobs, request.state is FINISHED)
-
-    def _end(self, request: Request, why: Finish, now: float) -> None:
-        """It has its last token; where a batch ends as one, it waits for the others."""
-        if not self.batching.keeps(request, why):
-            self.life.finish(request, why, now, report=False)
 
     def end_with_grammar(self, request: Request, now: float, report: bool = True) -> None:
         assert request.grammar is not None

@@ -22,12 +22,14 @@ MARGINS = (0.25, 0.98)  # never above the target: a step that is meant to be lat
 class Pace:
     """A fixed pace."""
 
+    adapts = False  # whether it is told of committed steps
+
     def __init__(self, limits: Limits) -> None:
         self.step_tokens = limits.max_step_tokens  # read before every step; decodes always fit
         self.rows = limits.max_rows  # newcomers wait while as many run
 
     def committed(self, step: Step, deltas: Sequence[Delta], now: float) -> None:
-        """Called after every committed step with what it gave to its requests."""
+        """Called after every committed step with what it gave to its requests, if it adapts."""
 
 
 class SloPace(Pace):
@@ -38,6 +40,8 @@ class SloPace(Pace):
     the model need not be right. Where decoding alone takes all the time there is, newcomers wait, unless first tokens
     miss a target of their own more often, or the target is one that even a row alone misses.
     """
+
+    adapts = True
 
     def __init__(self, limits: Limits, itl: float, ttft: float | None = None) -> None:
         super().__init__(limits)

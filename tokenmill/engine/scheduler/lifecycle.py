@@ -6,15 +6,14 @@ a request into another place.
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenmill.engine.beams import Beams, Turn
 from tokenmill.engine.request import Finish, Request, State, Wait
-from tokenmill.engine.scheduler.deadlines import Deadlines
+from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.policy import Policy, WaitingQueue
-from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.records import TokenLogprobs
 
@@ -55,59 +54,34 @@ class SchedulerStats:
 
 
 class Lifecycle:
-    def __init__(
-        self,
-        limits: Limits,
-        kv: KVManager,
-        policy: Policy,
-        on_finish: Callable[[Request], None],  # told of each that ends
-    ) -> None:
-        self.limits = limits
-        self.kv = kv
-        self.policy = policy
+    def __init__(self, limits: Limits, kv: KVManager, policy: Policy, isolation: Isolation) -> None:
+        self.limits, self.kv, self.policy, self.isolation = limits, kv, policy, isolation
         self.waiting = WaitingQueue(policy)
         self.parked: dict[str, Request] = {}
         self.running: list[Request] = []  # most important first
         self.requests: dict[str, Request] = {}  # everything not finished
-        self.deadlines = Deadlines()
+        self.deadlines: list[tuple[float, int, Request]] = []  # a heap; the number breaks ties
+        self._num_deadlines = 0  # so far
         self.stats = SchedulerStats()
         self.free_rows = list(range(limits.max_rows - 1, -1, -1))
         self.num_promoted = 0  # running above their class
-        self._num_compiling = 0  # parked until their grammars are compiled: they count as queued
-        self._events: list[Delta] = []  # finished outside of a commit
-        self._on_finish = on_finish
-
-    def add(self, request: Request) -> None:
-        """Queue a request, and with it the followers that will fork from its prompt."""
-        waiting = len(self.waiting) + self._num_compiling
-        if waiting >= self.limits.max_queued_requests:
-            self.stats.rejected += 1
-            raise QueueFull(
-                f"{waiting} requests are waiting, the limit is {self.limits.max_queued_requests}; "
-                "try again later or raise max_queued_requests"
-            )
-        if self.waiting.num_tokens + len(request.tokens) > self.limits.max_queued_tokens and len(self.waiting):
-            self.stats.rejected += 1
-            raise QueueFull(
-                f"{self.waiting.num_tokens} tokens are waiting, the limit is {self.limits.max_queued_tokens}; "
-                "try again later or raise max_queued_tokens"
-            )
-        for one in [request, *request.followers]:
-            self.register(one)
-        for follower in request.followers:
-            self.park(follower, Wait.LEADER)
-        if request.awaits_mask:
-            self.park(request, Wait.GRAMMAR)
-        else:
-            self.queue(request)
+        self.num_compiling = 0  # parked until their grammars are compiled: they count as queued
+        self.events: list[Delta] = []  # finished outside of a commit
 
     def register(self, request: Request) -> None:
         self.requests[request.id] = request
-        self.deadlines.add(request, len(self.requests))
+        if request.deadline is None:
+            return
+        self._num_deadlines += 1
+        heapq.heappush(self.deadlines, (request.deadline, self._num_deadlines, request))
+        if len(self.deadlines) > 64 + 2 * len(self.requests):  # most of them ended long before their deadline
+            self.deadlines = [entry for entry in self.deadlines if entry[2].state is not FINISHED]
+            heapq.heapify(self.deadlines)
 
     def queue(self, request: Request) -> None:
         """It may run as soon as there is room."""
-        self._unpark(request)
+        if request.state is PARKED:
+            self._unpark(request)
         request.state, request.waits_for = WAITING, None
         self.waiting.push(request)
 
@@ -115,11 +89,11 @@ class Lifecycle:
         """It holds nothing and may not run before something else has happened."""
         request.state, request.waits_for = PARKED, why
         self.parked[request.id] = request
-        self._num_compiling += why is Wait.GRAMMAR
+        self.num_compiling += why is Wait.GRAMMAR
 
     def _unpark(self, request: Request) -> None:
-        if self.parked.pop(request.id, None) is not None:
-            self._num_compiling -= request.waits_for is Wait.GRAMMAR
+        del self.parked[request.id]
+        self.num_compiling -= request.waits_for is Wait.GRAMMAR
 
     def start(self, request: Request, lane: int) -> None:
         """Give a waiting request a row."""
@@ -160,7 +134,7 @@ class Lifecycle:
     def release_followers(self, leader: Request) -> None:
         """The leader's prompt is computed (or will never be): siblings may enter, forking it if they can."""
         for follower in leader.followers:
-            if follower.id in self.parked:
+            if follower.state is PARKED:
                 follower.fork_from = leader
                 follower.fork_tokens = leader.prompt_len - 1  # each computes the last prompt token for its own logits
                 self.queue(follower)
@@ -168,23 +142,28 @@ class Lifecycle:
 
     def finish(self, request: Request, why: Finish, now: float, report: bool = True) -> None:
         """The end, from any place. `report`: whoever waits hears of it outside of a commit."""
-        if request.finished:
+        if request.state is FINISHED:
             return
         if request.state is RUNNING:
             self.leave(request)
-        self.waiting.remove(request)
-        self._unpark(request)
+        elif request.state is PARKED:
+            self._unpark(request)
+        else:
+            self.waiting.remove(request)
         request.state, request.waits_for = FINISHED, None
         request.finish = why
         request.metrics.finished = now
         del self.requests[request.id]
-        self._on_finish(request)
-        self.release_followers(request)
+        if self.isolation.cases:
+            self.isolation.forget(request)
+        self.policy.learn(request)
+        if request.followers:
+            self.release_followers(request)
         request.fork_from = None
         if request.beams is not None:
             self._finish_beams(request, request.beams, why, now, report)
         elif report:
-            self._events.append(Delta(request, finished=True))
+            self.events.append(Delta(request, finished=True))
 
     def _finish_beams(self, request: Request, beams: Beams, why: Finish, now: float, report: bool) -> None:
         """No beam outlives another; the user hears of it once, through the leader."""
@@ -192,7 +171,7 @@ class Lifecycle:
         for other in beams.live:
             self.finish(other, why, now, report=False)
         if report:
-            self._events.append(Delta(beams.leader, finished=True))
+            self.events.append(Delta(beams.leader, finished=True))
 
     def take_turn(self, beams: Beams, turn: Turn) -> None:
         """A round of beams is over: survivors go on, dropped ones start over as forks of survivors."""
@@ -207,18 +186,11 @@ class Lifecycle:
                 self.queue(request)
 
     def expire(self, now: float) -> None:
-        for request in self.deadlines.passed(now):
-            request.error = f"its deadline passed {now - request.arrival:.3f} s after it arrived"
-            self.finish(request, Finish.DEADLINE, now)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.requests or self._events)  # an end that nobody has heard of is work, too
-
-    def drain_events(self) -> list[Delta]:
-        """Requests that ended outside of a commit (cancelled, expired)."""
-        events, self._events = self._events, []
-        return events
+        while self.deadlines and self.deadlines[0][0] < now:
+            request = heapq.heappop(self.deadlines)[2]
+            if request.state is not FINISHED:
+                request.error = f"its deadline passed {now - request.arrival:.3f} s after it arrived"
+                self.finish(request, Finish.DEADLINE, now)
 
     def may_promote(self) -> bool:
         """At most an eighth of the rows may be held by requests that rose above their class."""

@@ -10,10 +10,11 @@ from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.commit import Commits
 from tokenmill.engine.scheduler.control import Pace
 from tokenmill.engine.scheduler.isolation import Isolation
-from tokenmill.engine.scheduler.lifecycle import RUNNING, WAITING, Delta, Lifecycle, Limits, SchedulerStats
-from tokenmill.engine.scheduler.policy import Policy, PriorityClasses, WaitingQueue
+from tokenmill.engine.scheduler.lifecycle import PARKED, RUNNING, WAITING, Delta, Lifecycle, Limits
+from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
 from tokenmill.engine.step import Admission, Step, StepResult
+from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.grammar import Constraint
 
@@ -47,53 +48,75 @@ class Scheduler:
         self.pace = pace or Pace(limits)
         self.batching = batching or Batching()
         self.isolation = Isolation()
-        self.life = Lifecycle(limits, kv, self.policy, self._ended)
+        self.life = life = Lifecycle(limits, kv, self.policy, self.isolation)
+        self.waiting, self.running, self.requests, self.stats = life.waiting, life.running, life.requests, life.stats
         self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
         self._number = 0
         self._admitted = False  # rows changed since shared prefixes were last looked for
-        self._commits = Commits(self.life, self.isolation, self.batching)
+        self._commits = Commits(life, self.isolation, self.batching)
 
     def add(self, request: Request) -> None:
         """Queue a request, and with it the followers that will fork from its prompt."""
-        self.life.add(request)
+        queued, tokens = len(self.waiting) + self.life.num_compiling, self.waiting.num_tokens
+        for what, count, limit in (
+            ("requests", queued + 1, self.limits.max_queued_requests),
+            ("tokens", tokens + len(request.tokens) if len(self.waiting) else 0, self.limits.max_queued_tokens),
+        ):
+            if count > limit:
+                self.stats.rejected += 1
+                raise QueueFull(
+                    f"{queued if what == 'requests' else tokens} {what} are waiting, the limit is {limit}; "
+                    f"try again later or raise max_queued_{what}"
+                )
+        self.life.register(request)
+        for follower in request.followers:
+            self.life.register(follower)
+            self.life.park(follower, Wait.LEADER)
+        if request.awaits_mask:
+            self.life.park(request, Wait.GRAMMAR)
+        else:
+            self.life.queue(request)
 
     def cancel(self, id: str, now: float, why: Finish = Finish.CANCELLED) -> None:
         """End a request at any moment. Tokens of launched steps are dropped."""
-        request = self.life.requests.get(id)
+        request = self.requests.get(id)
         if request is not None:
             self.life.finish(request, why, now)
 
     def grammar_moved(self, constraint: Constraint, now: float) -> None:
         """A request's grammar was compiled, its next mask is there, or it came to its end, good or bad."""
-        request = self.life.requests.get(constraint.id)
+        request = self.requests.get(constraint.id)
         if request is None or request.grammar is not constraint:  # it ended meanwhile; its id may be another's
             return
         self._commits.end_with_grammar(request, now)
-        if request.id in self.life.parked and request.waits_for is Wait.GRAMMAR:
+        if request.state is PARKED and request.waits_for is Wait.GRAMMAR:
             self.life.queue(request)
 
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a launched step is committed."""
-        self.life.expire(now)
-        for request, why in self.batching.turn(self.life.running):
-            self.life.finish(request, why, now)
+        if self.life.deadlines and self.life.deadlines[0][0] < now:
+            self.life.expire(now)
+        if not self.batching.is_continuous:
+            for request, why in self.batching.turn(self.running):
+                self.life.finish(request, why, now)
         self._promised = 0
         step = Step(number=self._number + 1)
         shares: list[Share] = []
         if self.isolation.suspects:
             self._schedule_alone(step, shares)
         else:
-            self._make_room(now)
+            if self.running and len(self.waiting):
+                self._make_room(now)
             if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
-                unread = [request for request in self.life.running if request.work() > 1 + request.num_drafts]
+                unread = [request for request in self.running if request.work() > 1 + request.num_drafts]
                 for request in unread:
                     request.drafts = []  # as in _deal_decodes
                 self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
             if not shares:
                 prefilling, budget = self._deal_decodes(step, shares)
-                if not self.limits.whole_prompts:
+                if (prefilling or len(self.waiting)) and not self.limits.whole_prompts:
                     self._deal_prefills(step, shares, prefilling, budget, now)
         if not shares:
             return None
@@ -104,7 +127,8 @@ class Scheduler:
     def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
         """Take in what a step produced. Steps are committed in the order they were launched."""
         deltas = self._commits.commit(step, result, now)
-        self.pace.committed(step, deltas, now)
+        if self.pace.adapts:
+            self.pace.committed(step, deltas, now)
         return deltas
 
     def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
@@ -113,51 +137,30 @@ class Scheduler:
 
     def drain_events(self) -> list[Delta]:
         """Requests that ended outside of a commit (cancelled, expired)."""
-        return self.life.drain_events()
+        events, self.life.events = self.life.events, []
+        return events
 
     def check_integrity(self) -> None:
         self.life.check_integrity()
 
     @property
-    def running(self) -> list[Request]:
-        return self.life.running
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self.life.waiting
-
-    @property
-    def requests(self) -> dict[str, Request]:
-        return self.life.requests
-
-    @property
-    def stats(self) -> SchedulerStats:
-        return self.life.stats
-
-    @property
     def has_work(self) -> bool:
-        return self.life.has_work
+        return bool(self.requests or self.life.events)  # an end that nobody has heard of is work, too
 
     @property
     def finds_shared_prefixes(self) -> bool:
         return self._shared_prefixes is not None
 
-    def _ended(self, request: Request) -> None:
-        self.isolation.forget(request)
-        self.policy.learn(request)
-
     def _make_room(self, now: float) -> None:
         """Preempt less important requests when the first of the queue lack a row or blocks."""
         rows = blocks = 0  # what those looked at so far will take
-        if not self.life.running:
-            return
-        for lane, request in self.life.waiting.first(MAX_ROOM, now, self.life.may_promote()):
+        for lane, request in self.waiting.first(MAX_ROOM, now, self.life.may_promote()):
             # Beams that hold memory while a sibling waits for it would wait for each other forever.
-            victims = [r for r in self.life.running if r.lane > lane or _waits_for_others(r)]
+            victims = [r for r in self.running if r.lane > lane or _waits_for_others(r)]
             if not victims:
                 return
             rows, blocks = rows + 1, blocks + self._admission_need(request)[1]
-            kept = {block for r in self.life.running if r not in victims for block in r.blocks}
+            kept = {block for r in self.running if r not in victims for block in r.blocks}
             if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
                 return
             withheld = self.limits.max_rows - self.pace.rows
@@ -167,26 +170,22 @@ class Scheduler:
 
     @property
     def has_free_row(self) -> bool:
-        return bool(self.life.free_rows) and len(self.life.running) < self.pace.rows
+        return bool(self.life.free_rows) and len(self.running) < self.pace.rows
 
     def _fits(self, rows: int, blocks: int, free: int) -> bool:
         """Whether newcomers leave enough blocks for those who run to grow."""
-        watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.life.running else 0
+        watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
         return rows <= len(self.life.free_rows) and blocks + watermark <= free
-
-    def _freed_by(self, victim: Request) -> int:
-        """Blocks that come free when it leaves."""
-        return sum(1 for block in victim.blocks if self.kv.pool.references[block] == 1)
 
     def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
         """One token (and drafts) to every running request that is through its prompt; the others are returned."""
-        budget = max(self.pace.step_tokens, len(self.life.running))
+        running = len(self.running)
+        budget = max(self.pace.step_tokens, running)
         # Proposals must starve neither decodes nor newcomers, and logits are planned for as many tokens as rows.
-        running = len(self.life.running)
         for_drafts = min((budget - running) // 2, self.limits.max_rows - running)
         prefilling: list[Request] = []
-        for request in list(self.life.running):
-            work = request.work()
+        for request in list(self.running):
+            work, drafts = request.work(), 0
             if work == 0 or request.state is not RUNNING:
                 continue
             if request.drafts:
@@ -195,9 +194,10 @@ class Scheduler:
                 through = work == 1 + request.num_drafts and request.grammar is None and request.beams is None
                 verified = max(0, min(wanted, for_drafts)) if through else 0
                 del request.drafts[request.unsure + verified if verified else 0 :]
-                for_drafts -= request.num_drafts
+                drafts = request.num_drafts
+                for_drafts -= drafts
                 work = request.work()
-            if work > 1 + request.num_drafts:
+            if work > 1 + drafts:
                 prefilling.append(request)
                 continue
             if self._deal(step, shares, request, work):
@@ -214,7 +214,7 @@ class Scheduler:
     ) -> None:
         queue = deque(request for request in prefilling if request.state is RUNNING)
         while budget > 0:
-            head = self.life.waiting.head(now, self.life.may_promote())
+            head = self.waiting.head(now, self.life.may_promote())
             if queue and (head is None or queue[0].lane <= head[0]):
                 request = queue.popleft()
             elif head is not None and self._admit(step, head[1], head[0], now):
@@ -251,8 +251,8 @@ class Scheduler:
             return
         if suspect.state is WAITING and not suspect.awaits_mask:
             hits, need = self._admission_need(suspect)
-            while (need > self.kv.pool.num_free or not self.life.free_rows) and self.life.running:
-                self.life.preempt(self.life.running[-1])
+            while (need > self.kv.pool.num_free or not self.life.free_rows) and self.running:
+                self.life.preempt(self.running[-1])
                 hits, need = self._admission_need(suspect)
             self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
         suspect.drafts = []
@@ -268,8 +268,8 @@ class Scheduler:
             need += self._promised
         missing = need - pool.num_free - pool.num_fenced
         while missing > 0:
-            victim = self.life.running[-1]
-            missing -= self._freed_by(victim)
+            victim = self.running[-1]
+            missing -= sum(1 for block in victim.blocks if pool.references[block] == 1)  # those come free
             self.life.preempt(victim)
             if victim is request:
                 return False
@@ -281,21 +281,15 @@ class Scheduler:
 
     def _admission_need(self, request: Request) -> tuple[list[int], int]:
         """Cached blocks to start from, and free blocks needed for what it starts with."""
-        if self._can_fork(request):
-            whole = request.fork_tokens // self.kv.block_size
-            return [], self.kv.blocks_for(self._room(request)) - whole
+        room = max(len(request.tokens), self.limits.reserved_tokens)
+        if request.fork_from is not None and self._can_fork(request, request.fork_from):
+            return [], self.kv.blocks_for(room) - request.fork_tokens // self.kv.block_size
         reads_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
-        fresh_start = reads_all or request.avoids_cache
-        hits = [] if fresh_start else self.kv.match(request)
-        return hits, self.kv.needed(request, hits, self._room(request))
+        hits = [] if reads_all or request.avoids_cache else self.kv.match(request)
+        return hits, self.kv.needed(hits, room)
 
-    def _room(self, request: Request) -> int:
-        """Tokens for which a request has to have blocks before it may start."""
-        return max(len(request.tokens), self.limits.reserved_tokens)
-
-    def _can_fork(self, request: Request) -> bool:
-        parent = request.fork_from
-        if parent is None or parent.state is not RUNNING or request.avoids_cache:
+    def _can_fork(self, request: Request, parent: Request) -> bool:
+        if parent.state is not RUNNING or request.avoids_cache:
             return False
         if request.beams is None and not self.batching.may_share:  # a parent that writes its prompt again
             return False
@@ -307,13 +301,15 @@ class Scheduler:
         """The capacity gate."""
         if not self.life.free_rows or request.in_flight or request.awaits_mask:
             return False
-        if len(self.life.running) >= self.pace.rows and not self._is_stuck():
+        if len(self.running) >= self.pace.rows and not self._is_stuck():
             return False
         hits, need = self._admission_need(request)
         if not self._fits(1, need, self.kv.pool.num_free):
             return False
-        admits = self.policy.admits(request, need, self.life.running, self.kv)
-        if not (admits and self.batching.admits(request, self.life.running, now)) and not self._is_stuck():
+        admits = self.policy.admits(request, need, self.running, self.kv) and (
+            self.batching.is_continuous or self.batching.admits(request, self.running, now)
+        )
+        if not admits and not self._is_stuck():
             return False
         self._place(step, request, hits, lane)
         if request.metrics.first_scheduled is None:
@@ -324,18 +320,18 @@ class Scheduler:
     def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
         """Give the request a row, its cached or forked prefix, and blocks for what it starts with."""
         self.life.start(request, lane)
-        if self._can_fork(request):
-            assert request.fork_from is not None
-            step.moves += self.kv.fork(request.fork_from, request, request.fork_tokens)
-            request.fork_from.fence = step.number  # this step copies from it, whether it runs in it or not
-            request.in_float32 |= request.fork_from.in_float32
+        parent = request.fork_from
+        if parent is not None and self._can_fork(request, parent):
+            step.moves += self.kv.fork(parent, request, request.fork_tokens)
+            parent.fence = step.number  # this step copies from it, whether it runs in it or not
+            request.in_float32 |= parent.in_float32
         else:
             self.kv.admit(request, hits)
         request.fork_from = None
         request.started_on_others = request.num_computed > 0
-        if request.num_computed == 0 and not self.batching.is_done(request):
+        if request.num_computed == 0 and request.id not in self.batching.done:
             request.prompt_logprobs = []  # they come again
-        if self.kv.grow(request, self._room(request)) is None:
+        if self.kv.grow(request, max(len(request.tokens), self.limits.reserved_tokens)) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
         step.blocks.append((request.row, 0, list(request.blocks)))
         step.admissions.append(
@@ -357,14 +353,14 @@ class Scheduler:
         tokens, and a prompt's result must not depend on how much room there was beside it.
         """
         singles: list[Share] = []
-        others: list[Share] = []
+        drafted: list[Share] = []
+        chunks: list[Share] = []
         for share in shares:
             request, start, count = share
             # One that reads its own answer again after a preemption may get a single token, too, and samples nothing.
             decodes = count == 1 and start >= request.prompt_len and request.num_computed == request.num_tokens
-            (singles if decodes else others).append(share)
-        if others:
-            shares = singles + sorted(others, key=lambda share: not share[0].drafts)
+            (singles if decodes else drafted if request.drafts else chunks).append(share)
+        shares = singles + drafted + chunks
         step.num_singles = len(singles)
         step.requests = [request for request, _, _ in shares]
         step.rows = [request.row for request in step.requests]
@@ -408,12 +404,12 @@ class Scheduler:
             together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
             step.shared = self._shared_prefixes.find(together, starts, self._admitted)
             self._admitted = False
-        self.life.stats.steps += 1
-        self.life.stats.tokens += step.num_tokens
+        self.stats.steps += 1
+        self.stats.tokens += step.num_tokens
 
     def _is_stuck(self) -> bool:
         """Whether all who run wait for one who does not (beams for a sibling): whoever can has to come in."""
-        return all(_waits_for_others(one) or self.batching.is_done(one) for one in self.life.running)
+        return all(_waits_for_others(one) or one.id in self.batching.done for one in self.running)
 
 
 def _waits_for_others(request: Request) -> bool:
