@@ -84,8 +84,8 @@ def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Loaded
     limits = Limits(ROWS, STEP_TOKENS, config.max_queued_requests, config.max_queued_tokens)
     scheduler = Scheduler(limits, KVManager(BLOCKS, BLOCK))
     engine = Engine(scheduler, FaultyRunner(plan), overlap=bool(config.overlap))
-    sizes = (VOCAB + 1, MAX_LEN, [2], ROWS, STEP_TOKENS, BLOCK, BLOCKS)
-    ready = wire.EngineReady(wire.VERSION, os.getpid(), *sizes, "sim", "none", ["simulated"])
+    sizes = (VOCAB + 1, MAX_LEN, (2,), ROWS, STEP_TOKENS)
+    ready = wire.EngineReady(wire.VERSION, os.getpid(), *sizes, "sim", ["simulated"])
     return LoadedEngine(engine, ready)
 
 

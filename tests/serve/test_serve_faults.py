@@ -334,13 +334,11 @@ def test_events_tell_steps_requests_and_restarts() -> None:
     async def main() -> None:
         async with opened({"step": 0.004}) as service:
             seen: list[Any] = []
-            watcher = asyncio.create_task(_collect(service, seen))
-            await asyncio.sleep(0)
+            service.subscribe(seen.append)
             job = asyncio.create_task(answer(service, PROMPTS[30], greedy(80), request_id="mine"))
             await eventually(lambda: service._counters.engine.running)
             await strike(service, signal.SIGKILL)
             await job
-            watcher.cancel()
             ended = [one for one in seen if isinstance(one, RequestEvent) and one.kind == "finished"]
             told = [(one.id, one.reason, one.output_tokens, one.restarts) for one in ended]
             assert told == [("mine", "length", 80, 1)]
@@ -351,8 +349,3 @@ def test_events_tell_steps_requests_and_restarts() -> None:
             assert any(one.prefill_tokens >= len(PROMPTS[30]) for one in steps) and any(one.decodes for one in steps)
 
     run(main())
-
-
-async def _collect(service: Service, into: list[Any]) -> None:
-    async for event in service.events():
-        into.append(event)

@@ -114,14 +114,14 @@ class Bench:
     def key(self, name: str) -> int:
         return self.remote._keys[name]
 
-    def lose(self, *names: str, weight: int = CRASH_WEIGHT) -> None:
+    def lose(self, *names: str, weight: float = CRASH_WEIGHT) -> None:
         self.remote.lose(EngineLoss("it broke", weight, tuple(self.key(name) for name in names)))
         self.sent.clear()
         self.remote.attach(self.sent.append)
 
     def say(self, name: str, token: int = 5) -> None:
         update = wire.SequenceUpdate(self.key(name), [token], admitted=wire.Admitted(0.0, 0))
-        self.remote.take_in(wire.StepDone(1, 0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, [update]))
+        self.remote.take_in(wire.StepDone(1, 0.0, 0.0, 1, 0, [update]))
 
     @property
     def submitted(self) -> list[int]:
@@ -169,7 +169,7 @@ def test_a_suspect_that_gets_on_alone_is_acquitted_and_the_next_one_has_the_engi
     assert isinstance(bench.sent[1], wire.Cancel) and bench.sent[1].key == first
     assert bench.key("a") != first and bench.submitted == [first, bench.key("b")]
     stale = wire.SequenceUpdate(first, [9], finish="cancelled")  # what the engine still says of it
-    bench.remote.take_in(wire.StepDone(2, 0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, [stale]))
+    bench.remote.take_in(wire.StepDone(2, 0.0, 0.0, 1, 0, [stale]))
     bench.say("b")
     assert set(bench.submitted[2:]) == {bench.key("a"), bench.key("c")}
     again = next(one for one in bench.sent[3:] if isinstance(one, wire.Submit) and one.sequences[0].output)

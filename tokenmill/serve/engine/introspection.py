@@ -19,14 +19,11 @@ def stats_of(engine: Engine) -> wire.EngineStats:
     cached = sum(map(operator.gt, pool.has_content, pool.references))  # content and no reference: True > 0
     return wire.EngineStats(
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        waiting_tokens=scheduler.waiting.num_tokens,
         blocks=pool.num_blocks,
         free_blocks=pool.num_free - cached,
         cached_blocks=cached,
         block_size=scheduler.kv.block_size,
         steps=stats.steps,
-        tokens=stats.tokens,
         preemptions=stats.preemptions,
         failed_steps=stats.failed_steps,
         cache_queried=cache.queried,
@@ -54,7 +51,6 @@ def view_of(engine: Engine) -> wire.EngineSnapshot:
             computed=request.num_computed,
             blocks=len(request.blocks),
             cached=request.metrics.cached_tokens,
-            priority=request.priority,
             age=now - request.arrival,
         )
         for request in scheduler.requests.values()

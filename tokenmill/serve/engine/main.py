@@ -103,28 +103,24 @@ def main(build: Builder | None = None) -> int:
 def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) -> LoadedEngine:
     """The real engine; torch is imported here."""
     tell(0, 0, STARTING)
-    from tokenmill.engine.build import build, choose_device
+    from tokenmill.engine.build import build
 
-    device = str(choose_device(config.device))
     # The front reads the tokenizer itself.
     built = build(replace(config, skip_tokenizer_init=True), tell)
-    return LoadedEngine(built.engine, ready_message(built, device))
+    return LoadedEngine(built.engine, ready_message(built))
 
 
-def ready_message(built: Built, device: str) -> wire.EngineReady:
+def ready_message(built: Built) -> wire.EngineReady:
     settings = built.settings
     return wire.EngineReady(
         version=wire.VERSION,
         pid=os.getpid(),
         vocab_size=built.spec.vocab_size,
         max_len=settings.max_len,
-        eos_ids=list(built.spec.eos_ids),
+        eos_ids=tuple(built.spec.eos_ids),
         max_rows=settings.max_rows,
         max_step_tokens=settings.max_step_tokens,
-        block_size=settings.block_size,
-        num_blocks=settings.num_blocks,
         model=built.files.name,
-        device=device,
         report=built.report,
     )
 
@@ -151,30 +147,14 @@ class EngineLoop:
         self.engine.close()
 
     def _run_step(self) -> None:
-        self._runner.composition = (0, 0, 0)
+        self._runner.composition = (0, 0)
         began = time.monotonic()
         deltas = self.engine.step()
         self._steps += 1
         self._idle_reported = False
-        scheduler = self.engine.scheduler
-        pool = scheduler.kv.pool
         now = time.monotonic()
-        decodes, prefill_rows, prefill_tokens = self._runner.composition
-        self._send(
-            wire.StepDone(
-                number=self._steps,
-                at=now,
-                seconds=now - began,
-                decodes=decodes,
-                prefill_rows=prefill_rows,
-                prefill_tokens=prefill_tokens,
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
-                waiting_tokens=scheduler.waiting.num_tokens,
-                free_blocks=pool.num_free,
-                updates=[self._update(delta) for delta in deltas],
-            )
-        )
+        updates = [self._update(delta) for delta in deltas]
+        self._send(wire.StepDone(self._steps, now, now - began, *self._runner.composition, updates))
         if now - self._last_heartbeat >= self._beat_seconds:
             self._send_heartbeat()
 
@@ -182,7 +162,7 @@ class EngineLoop:
         request = delta.request
         update = wire.SequenceUpdate(int(request.id), delta.tokens)
         if delta.logprobs:
-            update.logprobs = wire.pack_logprobs(delta.logprobs)
+            update.logprobs = delta.logprobs
         if delta.finished:
             update.finish = None if request.finish is None else str(request.finish)
             update.error = request.error
@@ -192,7 +172,7 @@ class EngineLoop:
             metrics = request.metrics
             update.admitted = wire.Admitted(metrics.first_scheduled, metrics.cached_tokens)
             if request.params.prompt_logprobs is not None:
-                update.admitted.prompt_logprobs = wire.pack_logprobs(request.prompt_logprobs)
+                update.admitted.prompt_logprobs = request.prompt_logprobs
         return update
 
     def _handle_messages(self) -> bool:
@@ -222,9 +202,8 @@ class EngineLoop:
         return True
 
     def _submit(self, message: wire.Submit) -> None:
-        self._runner.note_in_flight(
-            [sequence.key for sequence in message.sequences]
-        )  # a grammar may crash while it is compiled
+        # A grammar may crash while it is compiled.
+        self._runner.note_in_flight([sequence.key for sequence in message.sequences])
         try:
             requests = self._requests(message)
             together = len(requests) > 1 and not any(sequence.output for sequence in message.sequences)
@@ -242,7 +221,7 @@ class EngineLoop:
                 for sequence in message.sequences
             ]
             now = time.monotonic()
-            self._send(wire.StepDone(self._steps, now, 0.0, 0, 0, 0, 0, 0, 0, 0, updates))
+            self._send(wire.StepDone(self._steps, now, 0.0, 0, 0, updates))
             return
         self._runner.note_in_flight([])
         for request in requests:
@@ -273,7 +252,7 @@ class EngineLoop:
         self._last_heartbeat = time.monotonic()
         stats = stats_of(self.engine)
         seen = view_of(self.engine) if view else None
-        self._send(wire.Heartbeat(self._steps, self._last_heartbeat, self.engine.has_work, stats, seen))
+        self._send(wire.Heartbeat(stats, seen))
 
     def _send(self, message: wire.FromEngine) -> None:
         self._socket.send(wire.encode(message))
@@ -287,7 +266,7 @@ class _InFlightRunner:
         self._in_flight = in_flight
         # A step is launched while the one before it runs; and what a commit breaks on was in the newest of them.
         self._newest: deque[list[int]] = deque(maxlen=2)
-        self.composition = (0, 0, 0)  # of the step launched last: decodes, prefilling rows, their tokens
+        self.composition = (0, 0)  # of the step launched last: decodes, tokens of prompts
 
     def note_in_flight(self, more: list[int]) -> None:
         """Write down who is in flight, and whom else a crash would have to do with."""
@@ -297,7 +276,7 @@ class _InFlightRunner:
         self._newest.append([int(request.id) for request in step.requests])
         self.note_in_flight([])
         singles = step.num_singles
-        self.composition = (singles, len(step.rows) - singles, sum(step.counts[singles:]))
+        self.composition = (singles, sum(step.counts[singles:]))
         return self._inner.launch(step)
 
     def reset(self) -> None:

@@ -6,12 +6,14 @@ somebody else's. Times are seconds in the engine's monotonic clock, or spans. Ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 3  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 4  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -22,21 +24,12 @@ class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
     output: list[int] = []  # what it has said already: not empty when it goes on after a restart
 
 
-class PackedLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """TokenLogprobs on the wire."""
-
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
 class SequenceUpdate(msgspec.Struct, array_like=True):
     """What one step added to one sequence."""
 
     key: int
     tokens: list[int]
-    logprobs: list[PackedLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     finish: str | None = None  # a Finish; set in the last update only
     error: str | None = None
     admitted: Admitted | None = None  # with its first update after a submission
@@ -49,21 +42,18 @@ class Admitted(msgspec.Struct, array_like=True):
 
     scheduled: float | None  # when it first ran
     cached_tokens: int  # prompt tokens that the prefix cache supplied
-    prompt_logprobs: list[PackedLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """The engine's stats. Counters count since this engine process started."""
 
     running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0  # known tokens of waiting requests
     blocks: int = 0
     free_blocks: int = 0  # without content
     cached_blocks: int = 0  # free, but with content that a later request may find
     block_size: int = 0
     steps: int = 0
-    tokens: int = 0  # computed, prompt and output
     preemptions: int = 0
     failed_steps: int = 0
     cache_queried: int = 0  # prompt tokens
@@ -84,7 +74,6 @@ class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):
     computed: int
     blocks: int
     cached: int
-    priority: int
     age: float  # seconds since it arrived
 
 
@@ -153,13 +142,10 @@ class EngineReady(msgspec.Struct, array_like=True, tag=22):
     pid: int
     vocab_size: int
     max_len: int
-    eos_ids: list[int]
+    eos_ids: tuple[int, ...]
     max_rows: int
     max_step_tokens: int
-    block_size: int
-    num_blocks: int
     model: str  # its name
-    device: str
     report: list[str]  # what was chosen and why, one line each
 
 
@@ -170,21 +156,13 @@ class StepDone(msgspec.Struct, array_like=True, tag=23):
     at: float  # when it was sent
     seconds: float  # how long the turn took
     decodes: int  # rows that computed one token in the step launched now
-    prefill_rows: int
     prefill_tokens: int
-    running: int
-    waiting: int
-    waiting_tokens: int
-    free_blocks: int  # with or without content
     updates: list[SequenceUpdate]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=24):
     """Sent a few times per second while there is work, when the work ends, and when asked for."""
 
-    number: int
-    at: float
-    busy: bool
     stats: EngineStats
     view: EngineSnapshot | None = None
 
@@ -199,26 +177,6 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
 ToEngine = Submit | Cancel | Ping | ResetPrefixCache | Stop
 FromEngine = Loading | EngineReady | StepDone | Heartbeat | Fatal
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
-
-
-def pack_logprobs(found: list[TokenLogprobs]) -> list[PackedLogprobs]:
-    return [PackedLogprobs(one.token, one.logprob, one.rank, one.top) for one in found]
-
-
-def unpack_logprobs(found: list[PackedLogprobs]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(one.token, one.logprob, one.rank, one.top) for one in found]
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

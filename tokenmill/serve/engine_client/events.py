@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tokenmill.engine.request import Request
-from tokenmill.serve.engine.wire import EngineStats, StepDone
+from tokenmill.serve.engine.wire import EngineStats
 
 log = logging.getLogger("tokenmill.serve")
 
@@ -24,30 +22,8 @@ class StepEvent:
     lag: float  # seconds from there to the front
     seconds: float
     decodes: int  # rows that computed one token
-    prefill_rows: int
     prefill_tokens: int
     tokens: int  # new output tokens
-    running: int
-    waiting: int
-    waiting_tokens: int
-    free_blocks: int
-
-    @classmethod
-    def of(cls, message: StepDone, now: float, lag: float, tokens: int) -> StepEvent:
-        return cls(
-            number=message.number,
-            at=now - lag,
-            lag=lag,
-            seconds=message.seconds,
-            decodes=message.decodes,
-            prefill_rows=message.prefill_rows,
-            prefill_tokens=message.prefill_tokens,
-            tokens=tokens,
-            running=message.running,
-            waiting=message.waiting,
-            waiting_tokens=message.waiting_tokens,
-            free_blocks=message.free_blocks,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +86,13 @@ Event = StepEvent | RequestEvent | EngineEvent | StatsEvent
 
 
 class EventBus:
-    """Calls every listener with every event."""
+    """Calls every listener with every event, on the event loop."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Returns what unsubscribes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -125,20 +102,3 @@ class EventBus:
                 listener(event)
             except Exception:  # whoever watches must not disturb those who work
                 log.exception("a listener failed")
-
-    async def events(self, limit: int) -> AsyncIterator[Event]:
-        arrived, kept = asyncio.Event(), deque[Event](maxlen=limit)
-
-        def listen(event: Event) -> None:
-            kept.append(event)
-            arrived.set()
-
-        leave = self.subscribe(listen)
-        try:
-            while True:
-                await arrived.wait()
-                arrived.clear()
-                while kept:
-                    yield kept.popleft()
-        finally:
-            leave()

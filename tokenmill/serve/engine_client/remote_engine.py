@@ -8,35 +8,24 @@ tokens.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tokenmill.engine.request import Finish, Request, State
 from tokenmill.engine.scheduler import Delta
+from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.errors import InvalidRequest
 from tokenmill.serve.engine import wire
 
-# A crash weighs 2, a kill from outside 1: the latter is rarely a request's fault, but may be (memory).
-CRASH_WEIGHT, KILL_WEIGHT = 2, 1
-ISOLATE_AT = 4  # of losses at the same spot: the request is then run alone
-GIVE_UP_AT = 2  # of losses while it ran alone: it then ends with an error
+# A kill from outside is rarely a request's fault, but may be (memory).
+CRASH_WEIGHT, KILL_WEIGHT = 1.0, 0.5
+CRASHES, CRASHES_ALONE = 2, 1  # at the same spot, before a request is run alone, and then before it ends with an error
 
 
 class RemoteSequence:
-    """One sequence, and the engine losses it was in flight in."""
+    """One sequence as the front knows it."""
 
-    __slots__ = (
-        "admitted",
-        "crash_weight",
-        "failed_at",
-        "group",
-        "isolated_crash_weight",
-        "key",
-        "request",
-        "restarts",
-        "sent",
-    )
+    __slots__ = ("admitted", "group", "key", "request", "restarts", "sent")
 
     def __init__(self, key: int, request: Request, group: list[RemoteSequence]) -> None:
         self.key = key
@@ -45,9 +34,6 @@ class RemoteSequence:
         self.sent = False  # to the engine that runs now
         self.admitted = False  # an engine has let it in
         self.restarts = 0
-        self.failed_at = -1  # tokens it had when an engine last died with it
-        self.crash_weight = 0
-        self.isolated_crash_weight = 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class EngineLoss:
     """How an engine ended."""
 
     cause: str
-    weight: int = CRASH_WEIGHT
+    weight: float = CRASH_WEIGHT
     in_flight: tuple[int, ...] = ()  # keys
 
 
@@ -74,8 +60,7 @@ class RemoteEngine:
         self._send: Callable[[wire.ToEngine], None] | None = None  # None: no engine
         self._deltas: list[Delta] = []
         self._offset: float | None = None  # our clock minus the engine's
-        self._suspects: deque[RemoteSequence] = deque()  # to be tried alone
-        self._isolated: RemoteSequence | None = None
+        self._isolation = Isolation(CRASHES, CRASHES_ALONE)  # its first suspect has the engine to itself
 
     # -- the verbs of an engine -------------------------------------------------------------------------------
 
@@ -95,7 +80,7 @@ class RemoteEngine:
             self._keys[sequence.request.id] = sequence.key
         self.queued += len(group)
         self.queued_tokens += request.prompt_len
-        if self._send is not None and self._isolated is None:
+        if self._send is not None and not self._isolation.suspects:
             self._submit(group)
         self.on_work()
 
@@ -127,26 +112,16 @@ class RemoteEngine:
         """The engine is gone. Who was in flight at the same spot too often is run alone, and ends with an error if the
         engine dies with it again."""
         self._send = None
-        # A request that was in two launched steps is named twice, and blamed once.
-        involved = [self.sequences[key] for key in dict.fromkeys(loss.in_flight) if key in self.sequences]
         for sequence in self.sequences.values():
             sequence.restarts += sequence.sent
             sequence.sent = False
-        isolated = self._isolated
-        if isolated is not None:
-            if isolated in involved:
-                isolated.isolated_crash_weight += loss.weight
-            if isolated.isolated_crash_weight >= GIVE_UP_AT:
-                self._fail_isolated(isolated, loss.cause)
-            return
-        for sequence in involved:
-            progress = len(sequence.request.tokens)
-            if progress > sequence.failed_at:
-                sequence.crash_weight = 0
-            sequence.failed_at = progress
-            sequence.crash_weight += loss.weight
-            if sequence.crash_weight >= ISOLATE_AT and sequence not in self._suspects:
-                self._suspects.append(sequence)
+        in_company = not self._isolation.suspects
+        for key in dict.fromkeys(loss.in_flight):  # who was in two launched steps is named twice, and blamed once
+            named = self.sequences.get(key)
+            if named is not None and self._isolation.failed(named.request, in_company, loss.weight):
+                self._isolation = Isolation(CRASHES, CRASHES_ALONE)  # it is found: nobody else is under suspicion now
+                why = f"this request ended the engine again when it ran alone: {loss.cause}"
+                self.end(named, Finish.ERROR, why)
 
     def take_in(self, message: wire.StepDone) -> float:
         """Turn what a step brought into deltas; returns how long the message was on its way, beyond the quickest."""
@@ -178,17 +153,13 @@ class RemoteEngine:
                 self.end(sequence, why, error)
         return len(ending)
 
-    def waiting(self) -> Iterator[RemoteSequence]:
-        """Sequences that no engine has let in yet, in the order they came."""
-        return (sequence for sequence in self.sequences.values() if not sequence.admitted)
-
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _apply_update(self, sequence: RemoteSequence, update: wire.SequenceUpdate, at: float) -> None:
         request = sequence.request
         if update.admitted is not None:
             self._note_admitted(sequence, update.admitted)
-        logprobs = wire.unpack_logprobs(update.logprobs) if update.logprobs else []
+        logprobs = update.logprobs or []
         if update.tokens:
             request.tokens += update.tokens
             request.metrics.token_times += [at] * len(update.tokens)
@@ -203,8 +174,9 @@ class RemoteEngine:
             request.metrics.finished = at
             self._finish(sequence, Finish(update.finish))
         self._deltas.append(Delta(request, update.tokens, logprobs, update.finish is not None))
-        if sequence is self._isolated and update.tokens:  # a finished one was released with its end
-            self._release_isolated(sequence)
+        # The token that it was lost at is there.
+        if update.tokens and self._isolation.seen_working(request, len(request.tokens) - 1):
+            self._release_suspect(sequence)
 
     def _note_admitted(self, sequence: RemoteSequence, admitted: wire.Admitted) -> None:
         request, metrics = sequence.request, sequence.request.metrics
@@ -215,7 +187,7 @@ class RemoteEngine:
                 metrics.first_scheduled = admitted.scheduled + self._offset
             metrics.cached_tokens = admitted.cached_tokens
         if admitted.prompt_logprobs is not None:
-            request.prompt_logprobs = wire.unpack_logprobs(admitted.prompt_logprobs)
+            request.prompt_logprobs = admitted.prompt_logprobs
 
     def _count_admitted(self, sequence: RemoteSequence) -> None:
         """It no longer waits to be let in."""
@@ -235,24 +207,15 @@ class RemoteEngine:
         del self.sequences[sequence.key]
         if self._keys.get(request.id) == sequence.key:
             del self._keys[request.id]
-        if sequence in self._suspects:
-            self._suspects.remove(sequence)
-        if sequence is self._isolated:
-            self._isolated = None
+        suspect = self._isolation.is_suspect(request)
+        self._isolation.forget(request)
+        if suspect:
             self._send_unsent()
 
-    def _fail_isolated(self, sequence: RemoteSequence, cause: str) -> None:
-        for other in self.sequences.values():  # the culprit is found: nobody else is under suspicion any more
-            other.crash_weight = 0
-        self._suspects.clear()
-        self.end(sequence, Finish.ERROR, f"this request ended the engine again when it ran alone: {cause}")
-
-    def _release_isolated(self, sequence: RemoteSequence) -> None:
+    def _release_suspect(self, sequence: RemoteSequence) -> None:
         """It got past the point where engines died with it."""
-        sequence.crash_weight = sequence.isolated_crash_weight = 0
-        if self._suspects and sequence.key in self.sequences:  # the next one must have the engine to itself
+        if self._isolation.suspects and sequence.key in self.sequences:  # the next one must have the engine to itself
             self._withdraw(sequence)
-        self._isolated = None
         self._send_unsent()
 
     def _withdraw(self, sequence: RemoteSequence) -> None:
@@ -270,12 +233,10 @@ class RemoteEngine:
         """Give the engine the next suspect, or everybody."""
         if self._send is None:
             return
-        if self._isolated is None and self._suspects:
-            self._isolated = self._suspects.popleft()
-            self._isolated.isolated_crash_weight = 0
-        if self._isolated is not None:  # on a fresh engine, or behind another trial: nobody else is there to be blamed
-            if not self._isolated.sent:
-                self._submit([self._isolated])
+        if self._isolation.suspects:  # on a fresh engine, or behind another trial: nobody else is there to be blamed
+            suspect = self.sequences[self._keys[self._isolation.suspects[0].id]]
+            if not suspect.sent:
+                self._submit([suspect])
             return
         seen: set[int] = set()
         for sequence in list(self.sequences.values()):
@@ -289,10 +250,9 @@ class RemoteEngine:
             else:
                 self._submit(group)
 
-    def _submit(self, group: Iterable[RemoteSequence]) -> None:
+    def _submit(self, group: list[RemoteSequence]) -> None:
         """Send sequences that share prompt and parameters."""
         assert self._send is not None
-        group = list(group)
         request, now = group[0].request, self.clock()
         params = request.params
         if params.prompt_logprobs is not None and (group[0].admitted or group[0] is not group[0].group[0]):

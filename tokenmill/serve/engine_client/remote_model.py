@@ -14,23 +14,13 @@ Progress = Callable[[int, int, str], None]  # done, in all, what
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class RemoteModel:
     """What Front wants to know, from what the engine said."""
 
     engine: RemoteEngine
     tokenizer: Tokenizer | None
-    spec: Vocabulary
+    spec: wire.EngineReady  # for its vocabulary
     settings: wire.EngineReady  # for its max_len
-
-    @classmethod
-    def from_ready(cls, facts: wire.EngineReady, engine: RemoteEngine, tokenizer: Tokenizer | None) -> RemoteModel:
-        return cls(engine, tokenizer, Vocabulary(facts.vocab_size, tuple(facts.eos_ids)), facts)
 
 
 def load_tokenizer(config: EngineConfig, progress: Progress | None) -> Tokenizer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenmill.config import EngineConfig
@@ -14,11 +15,10 @@ from tokenmill.follow import Follow
 from tokenmill.front import NO_ANSWER, Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.grammar import check_grammar
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
 from tokenmill.serve.engine_client.admission import Admission, CircuitBreaker, Load, Unavailable
-from tokenmill.serve.engine_client.events import EngineEvent, Event, EventBus, RequestEvent, StatsEvent, StepEvent
+from tokenmill.serve.engine_client.events import EngineEvent, EventBus, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.remote_model import Progress, RemoteModel, load_tokenizer
 from tokenmill.serve.engine_client.stats import ServiceCounters, ServiceStats
@@ -57,9 +57,10 @@ class Service:
         self._admission = Admission(self.settings)
         self._breaker = CircuitBreaker(self.settings)
         self._counters = ServiceCounters()
-        self._dispatcher = Dispatcher(self._remote, self._ended)
+        self._dispatcher = Dispatcher(self._remote, self._ended, self._admission.prefill_seconds)
         self._active = self._dispatcher.active
         self._events = EventBus()
+        self.subscribe = self._events.subscribe
         self._views: list[asyncio.Future[wire.EngineSnapshot | None]] = []
         self._state = "starting"
         self._changed = asyncio.Event()  # a request ended
@@ -133,43 +134,37 @@ class Service:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: str | int = "api",
-        timeout: float | None = None,
-        cache_salt: str = "",
+        **options: Any,
     ) -> Stream:
-        """Accept a request. Raises before anything runs: InvalidRequest (400), Overloaded (429) and
-        Unavailable (503), the last two with `.retry_after` in seconds (see tokenmill.serve.engine_client.admission)."""
-        try:
-            self._check_open()
-            prompt = await self.texts.run(size_of(prompt), self._front.encode, prompt)
-            if params.structured is not None:  # may take seconds; `prepare` asks again, and is told what was found
-                await asyncio.to_thread(check_grammar, params.structured)
-            follow = self._front.prepare(
-                prompt, params, request_id=request_id, priority=priority, timeout=timeout, cache_salt=cache_salt
-            )
-            return self._accept([follow])[0]
-        except TokenmillError:
-            self._counters.refused += 1
-            raise
+        """Accept a request; `options` are those of `Front.prepare`. Raises before anything runs: InvalidRequest (400),
+        Overloaded (429) and Unavailable (503), the last two with `.retry_after` in seconds (see admission.py)."""
+        return (await self._accept([prompt], params, request_id, options))[0]
 
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "mean", *, request_id: str | None = None, **options: Any
     ) -> list[Stream]:
         """Accept all of these prompts or none, and ask for a vector of unit length of each: when its stream has ended
         well, `stream.follow.leader.pooled`. Raises like `submit`, and has its options."""
+        return await self._accept(prompts, NO_ANSWER, request_id, options | {"pooling": pooling})
+
+    async def _accept(
+        self, prompts: Sequence[Prompt], params: SamplingParams, request_id: str | None, options: dict[str, Any]
+    ) -> list[Stream]:
         try:
             self._check_open()
-            encoded = [await self.texts.run(size_of(prompt), self._front.encode, prompt) for prompt in prompts]
-            ids = [f"{request_id}-{number}" if number and request_id else request_id for number in range(len(encoded))]
-            options["pooling"] = pooling
-            pairs = zip(encoded, ids, strict=True)
-            return self._accept([self._front.prepare(one, NO_ANSWER, request_id=id, **options) for one, id in pairs])
+            follows, first = [], request_id or uuid.uuid4().hex
+            for number, prompt in enumerate(prompts):
+                size = max(size_of(prompt), 0 if params.structured is None else SHORT + 1)  # grammars may take seconds
+                id = f"{first}-{number}" if number else first
+                follow = await self.texts.run(size, self._front.prepare, prompt, params, request_id=id, **options)
+                follows.append(follow)
+            self._check_open()  # again: that may have taken its time
+            return self._admit(follows)
         except TokenmillError:
             self._counters.refused += 1
             raise
 
-    def _accept(self, follows: list[Follow]) -> list[Stream]:
-        self._check_open()  # again: tokenizing may have taken its time
+    def _admit(self, follows: list[Follow]) -> list[Stream]:
         remote, now = self._remote, self._remote.clock()
         self._admission.check(
             remote.queued,
@@ -202,13 +197,6 @@ class Service:
             self._dispatcher.drop(state)
         return state is not None
 
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, checked against the model's length. Raises InvalidRequest."""
-        self._check_started()
-        encoded = await self.texts.run(size_of(prompt), self._front.encode, prompt)
-        ids: list[int] = encoded["prompt_token_ids"]
-        return ids
-
     async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a conversation; options are those of Front.chat_ids (chat_template, tools, ...)."""
         self._check_started()
@@ -228,14 +216,6 @@ class Service:
             queued_tokens=self._remote.queued_tokens,
             drain_seconds=self._admission.drain_seconds(self._current_load()),
         )
-
-    def events(self, limit: int = 1024) -> AsyncIterator[Event]:
-        """Everything that happens from now on. A reader that lags more than `limit` events loses the oldest."""
-        return self._events.events(limit)
-
-    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `listener` with every event, on the event loop; for metrics. Returns what unsubscribes it."""
-        return self._events.subscribe(listener)
 
     async def view(self, timeout: float = 2.0) -> wire.EngineSnapshot | None:
         """The inside of the engine (every block, every request); None where it does not answer in time."""
@@ -258,9 +238,6 @@ class Service:
         """The first sequence of every request that is not finished."""
         return [state.follow.leader for state in self._active.values()]
 
-    def reset_prefix_cache(self) -> None:
-        self._remote.reset_prefix_cache()
-
     # -- what the supervisor tells ----------------------------------------------------------------------------
 
     _send: Callable[[wire.ToEngine], None] | None = None
@@ -273,9 +250,7 @@ class Service:
         self.facts = facts
         self._admission.max_step_tokens = facts.max_step_tokens
         if self._state == "starting":
-            self._dispatcher.front = Front(
-                RemoteModel.from_ready(facts, self._remote, self.tokenizer), self.config.seed
-            )
+            self._dispatcher.front = Front(RemoteModel(self._remote, self.tokenizer, facts, facts), self.config.seed)
         if self._state in ("starting", "restarting"):
             self._state = "ready"
         self.startup.ready()
@@ -284,12 +259,25 @@ class Service:
         self._events.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
         self._remote.attach(send)
 
-    def engine_message(self, message: wire.StepDone | wire.Heartbeat) -> None:
-        match message:
-            case wire.StepDone():
-                self._step_done(message)
-            case wire.Heartbeat():
-                self._heartbeat(message)
+    def engine_stepped(self, message: wire.StepDone) -> None:
+        lag = self._remote.take_in(message)
+        self._last_step = now = self._remote.clock()
+        tokens = sum(len(update.tokens) for update in message.updates)
+        if tokens or any(update.pooled for update in message.updates):
+            self._failures_in_a_row = 0
+        self._admission.learn_step(message.decodes, message.prefill_tokens, message.seconds)
+        self._dispatcher.deliver(message.at)
+        did = message.seconds, message.decodes, message.prefill_tokens
+        self._events.emit(StepEvent(message.number, now - lag, lag, *did, tokens))
+
+    def engine_heartbeat(self, message: wire.Heartbeat) -> None:
+        self._counters.engine = message.stats
+        if message.view is not None:
+            views, self._views = self._views, []
+            for view in views:
+                if not view.done():
+                    view.set_result(message.view)
+        self._events.emit(StatsEvent(self._remote.clock(), message.stats))
 
     def engine_lost(self, loss: EngineLoss) -> float:
         now = self._remote.clock()
@@ -310,41 +298,14 @@ class Service:
         self._dispatcher.deliver()
         if self._failures_in_a_row <= 1:
             return 0.0
-        return min(
-            self.settings.backoff_seconds * 2.0 ** min(self._failures_in_a_row - 2, 16), self.settings.backoff_most
-        )
+        doubled = 2.0 ** min(self._failures_in_a_row - 2, 16)
+        return min(self.settings.backoff_seconds * doubled, self.settings.backoff_most)
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _step_done(self, message: wire.StepDone) -> None:
-        lag = self._remote.take_in(message)
-        self._last_step = now = self._remote.clock()
-        tokens = sum(len(update.tokens) for update in message.updates)
-        if tokens or any(update.pooled for update in message.updates):
-            self._failures_in_a_row = 0
-        self._admission.learn_step(message.decodes, message.prefill_tokens, message.seconds)
-        self._dispatcher.deliver(message.at)
-        self._events.emit(StepEvent.of(message, now, lag, tokens))
-
-    def _heartbeat(self, message: wire.Heartbeat) -> None:
-        self._counters.engine = message.stats
-        if message.view is not None:
-            views, self._views = self._views, []
-            for view in views:
-                if not view.done():
-                    view.set_result(message.view)
-        self._dispatcher.end_hopeless(self._admission.prefill_seconds)
-        self._events.emit(StatsEvent(self._remote.clock(), message.stats))
 
     @property
     def _front(self) -> Front:
         return self._dispatcher.front
-
-    def _note_idle(self) -> None:
-        """Something ended. An engine with nothing to do may be silent."""
-        self._changed.set()
-        if not self._remote.sequences:
-            self._supervisor.expect_work(False)
 
     def _ended(self, state: StreamState) -> None:
         """A request has ended: count it, and learn from it."""
@@ -363,7 +324,9 @@ class Service:
             self._breaker.probe_ended()
         restarts = self._supervisor.generation - state.generation
         self._events.emit(RequestEvent.finished(follow.id, leader, now, reason, output, restarts))
-        self._note_idle()
+        self._changed.set()
+        if not self._remote.sequences:  # an engine with nothing to do may be silent
+            self._supervisor.expect_work(False)
 
     def _check_open(self) -> None:
         if self._state in ("draining", "stopped"):

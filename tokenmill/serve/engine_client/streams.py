@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tokenmill.engine.request import Finish
+from tokenmill.engine.request import Finish, State
 from tokenmill.follow import Follow
 from tokenmill.front import Front
 from tokenmill.outputs import RequestOutput
@@ -19,6 +19,7 @@ from tokenmill.serve.engine_client.remote_engine import RemoteEngine
 log = logging.getLogger("tokenmill.serve")
 
 EXPIRY_GRACE = 0.25  # seconds after a deadline before the front ends what the engine should have ended
+DEADLINE_TICK = 0.25  # seconds between two looks at deadlines, while there are any
 
 
 class Dispatcher:
@@ -26,18 +27,24 @@ class Dispatcher:
 
     front: Front  # there once an engine has told its facts
 
-    def __init__(self, remote: RemoteEngine, on_end: Callable[[StreamState], None]) -> None:
+    def __init__(
+        self,
+        remote: RemoteEngine,
+        on_end: Callable[[StreamState], None],
+        prefill_seconds: Callable[[int], float | None],  # the least time for a prompt of so many tokens, if known
+    ) -> None:
         self.active: dict[str, StreamState] = {}
         self._remote = remote
         self._on_end = on_end
+        self._prefill_seconds = prefill_seconds
+        self._looking = False  # at deadlines
 
     def open(self, follow: Follow, generation: int) -> Stream:
         """Hand a prepared request to the engine. Raises what `Front.submit` raises."""
         self.front.submit(follow)
         state = self.active[follow.id] = StreamState(follow, generation)
-        if follow.timeout is not None:
-            loop = asyncio.get_running_loop()
-            state.timer = loop.call_later(follow.timeout + EXPIRY_GRACE, self._expire, state)
+        if follow.timeout is not None and not self._looking:
+            self._end_late()
         return Stream(state, self.drop)
 
     def deliver(self, made: float | None = None) -> None:
@@ -73,37 +80,35 @@ class Dispatcher:
         self._close(state)
 
     def _close(self, state: StreamState) -> None:
-        if self.active.pop(state.follow.id, None) is None:
-            return
-        if state.timer is not None:
-            state.timer.cancel()
-        self._on_end(state)
+        if self.active.pop(state.follow.id, None) is not None:
+            self._on_end(state)
 
-    # Deadlines are the engine's scheduler's to keep. Here is what it cannot do: end requests while it is away or hangs,
-    # and those whose deadline is not over but whose prompt alone would take longer.
-
-    def _expire(self, state: StreamState) -> None:
-        """Its deadline has passed and no engine was there to say so."""
-        leader = state.follow.leader
-        late = self._remote.clock() - leader.arrival
-        leader.error = leader.error or f"its deadline passed {late:.3f} s after it arrived"
-        self.drop(state, Finish.DEADLINE)
-
-    def end_hopeless(self, prefill_seconds: Callable[[int], float | None]) -> None:
-        """End those who wait and could not have a first token in time even of an engine that did nothing else."""
+    def _end_late(self) -> None:
+        """Deadlines are the engine's scheduler's to keep. Here is what it cannot do: end requests while it is away or
+        hangs, and those who wait and could not have a first token in time even of an engine that did nothing else."""
         now = self._remote.clock()
-        for sequence in [one for one in self._remote.waiting() if one.request.deadline is not None]:
-            least = prefill_seconds(sequence.request.prompt_len)
-            if least is not None and sequence.request.deadline is not None and now + least > sequence.request.deadline:
+        timed = [state for state in self.active.values() if state.follow.timeout is not None]
+        for state in timed:
+            leader = state.follow.leader
+            assert leader.deadline is not None
+            least = self._prefill_seconds(leader.prompt_len) if leader.state is State.WAITING else None
+            if least is not None and now + least > leader.deadline:
                 why = f"its first token would take {least:.3g} s or more, past its deadline"
-                self._remote.end(sequence, Finish.DEADLINE, why)
-        self.deliver()
+            elif now > leader.deadline + EXPIRY_GRACE:
+                why = f"its deadline passed {now - leader.arrival:.3f} s after it arrived"
+            else:
+                continue
+            leader.error = leader.error or why
+            self.drop(state, Finish.DEADLINE)
+        self._looking = bool(timed)
+        if timed:
+            asyncio.get_running_loop().call_later(DEADLINE_TICK, self._end_late)
 
 
 class Stream:
     """The answer to one request, for one reader, in one of three ways: as an async iterator of outputs, each the whole
     answer so far (a slow reader sees fewer of them); `last`, the complete answer; or `set_listener` and a look at
-    `follow`, which builds nothing and wakes nobody. Leaving it (`aclose`, `async with`, or dropping it) cancels the
+    `follow`, which builds nothing and wakes nobody. Leaving it (`aclose`, or dropping it) cancels the
     request; a wait for what comes next that is itself cancelled (a timeout, say) does not: it can be read on."""
 
     def __init__(self, state: StreamState, drop: Callable[[StreamState], None]) -> None:
@@ -166,12 +171,6 @@ class Stream:
         self._over = True
         self._drop(self._state)
 
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
-
     def __del__(self) -> None:
         if not self._over and not self._loop.is_closed():  # any thread may collect garbage
             self._loop.call_soon_threadsafe(self._drop, self._state)
@@ -180,7 +179,7 @@ class Stream:
 class StreamState:
     """A request on its way, as its stream and the service share it."""
 
-    __slots__ = ("at_fault", "final_only", "follow", "generation", "listener", "made", "moved", "timer", "waiter")
+    __slots__ = ("at_fault", "final_only", "follow", "generation", "listener", "made", "moved", "waiter")
 
     def __init__(self, follow: Follow, generation: int) -> None:
         self.follow = follow
@@ -191,7 +190,6 @@ class StreamState:
         self.final_only = False  # its reader wants nothing but the end
         self.waiter: asyncio.Future[None] | None = None
         self.listener: Callable[[], None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
 
     def notify(self, made: float | None = None) -> None:
         """It has moved; `made` is when the engine made what is new."""
@@ -202,7 +200,5 @@ class StreamState:
             self.made = made
         if self.listener is not None:
             self.listener()
-            return
-        waiter = self.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        elif self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)

@@ -41,7 +41,9 @@ class Owner(Protocol):
 
     def engine_ready(self, facts: wire.EngineReady, send: Callable[[wire.ToEngine], None]) -> None: ...
 
-    def engine_message(self, message: wire.StepDone | wire.Heartbeat) -> None: ...
+    def engine_stepped(self, message: wire.StepDone) -> None: ...
+
+    def engine_heartbeat(self, message: wire.Heartbeat) -> None: ...
 
     def engine_lost(self, loss: EngineLoss) -> float:
         """The engine is gone. Returns the seconds to wait before the next one is started."""
@@ -165,7 +167,7 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._stopping and engine.running:
                 _send_nowait(socket, wire.Stop())
-                await engine.stop(GRACE)
+                await engine.end_within(GRACE)
             else:
                 await engine.kill()
             socket.close(linger=0)
@@ -179,8 +181,10 @@ class Supervisor:
             message = wire.decode_from_engine(await socket.recv())
             self._progress += 1
             match message:
-                case wire.StepDone() | wire.Heartbeat():
-                    self._owner.engine_message(message)
+                case wire.StepDone():
+                    self._owner.engine_stepped(message)
+                case wire.Heartbeat():
+                    self._owner.engine_heartbeat(message)
                 case wire.Loading():
                     self._owner.engine_loading(message)
                 case wire.EngineReady():
@@ -258,17 +262,14 @@ class _Process:
             await asyncio.wait([self._errors], timeout=LATE_MESSAGE_SECONDS)
         return None
 
-    async def stop(self, seconds: float) -> None:
-        """It was asked to leave; see that it does."""
-        await self._end_within(seconds)
-
     async def kill(self) -> None:
         """End it, with a traceback of where it was if it is able to write one."""
         if self.running:
             self._signal(signal.SIGABRT)
-        await self._end_within(0.5)
+        await self.end_within(0.5)
 
-    async def _end_within(self, seconds: float) -> None:
+    async def end_within(self, seconds: float) -> None:
+        """It was told to leave; see that it does."""
         process = self._process
         if process is None:
             return
@@ -313,18 +314,18 @@ def _ignore_failure(sent: asyncio.Future[Any]) -> None:
 
 
 def _loss_of(engine: _Process, reason: str | None, fatal: list[wire.Fatal], in_flight: tuple[int, ...]) -> EngineLoss:
+    said, weight = f" ({engine.last_line})" if engine.last_line else "", CRASH_WEIGHT
     if reason is not None:
-        return EngineLoss(reason, CRASH_WEIGHT, in_flight)
-    if fatal:
-        return EngineLoss(f"{fatal[0].kind}: {fatal[0].text}", CRASH_WEIGHT, in_flight)
-    if engine.code == -signal.SIGKILL:
-        return EngineLoss(
-            "the engine process was killed from outside, or by the kernel for memory", KILL_WEIGHT, in_flight
-        )
-    said = f" ({engine.last_line})" if engine.last_line else ""
-    if engine.code is not None and engine.code < 0:
-        return EngineLoss(f"the engine process died of {_signal_name(-engine.code)}{said}", CRASH_WEIGHT, in_flight)
-    return EngineLoss(f"the engine process ended with status {engine.code}{said}", CRASH_WEIGHT, in_flight)
+        cause = reason
+    elif fatal:
+        cause = f"{fatal[0].kind}: {fatal[0].text}"
+    elif engine.code == -signal.SIGKILL:
+        cause, weight = "the engine process was killed from outside, or by the kernel for memory", KILL_WEIGHT
+    elif engine.code is not None and engine.code < 0:
+        cause = f"the engine process died of {_signal_name(-engine.code)}{said}"
+    else:
+        cause = f"the engine process ended with status {engine.code}{said}"
+    return EngineLoss(cause, weight, in_flight)
 
 
 def _to_raise(fatal: list[wire.Fatal]) -> Exception | None:
