@@ -39,6 +39,11 @@ class HttpError(Exception):
         return headers
 
 
+def unsupported(message: str) -> HttpError:
+    """For what is not done here; the message begins with the parameter's name."""
+    return HttpError(400, message, "unsupported", message.partition(" ")[0])
+
+
 Shape = Callable[[HttpError], dict[str, Any]]
 
 

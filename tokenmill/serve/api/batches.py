@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.serve.api.schemas import BatchRequest
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.batch_runner import SendRequest, about
@@ -72,9 +73,7 @@ async def upload(server: ServerState, request: Request, tenant: Tenant) -> Respo
     content, name = fields.get("file", (None, None))
     purpose = (fields.get("purpose", (b"", None))[0] or b"").decode("utf-8", "replace")
     if content is None or purpose != "batch":
-        raise HttpError(
-            400, "send multipart/form-data with a file and purpose=batch; no other purpose is known", "invalid_value"
-        )
+        raise InvalidRequest("send multipart/form-data with a file and purpose=batch; no other purpose is known")
     noted = msgspec.json.encode({"kind": "file", "filename": name or "batch.jsonl", "purpose": purpose})
     store = server.batches.store
     _check_room(server, tenant, len(content))
@@ -132,7 +131,7 @@ async def list_files(server: ServerState, request: Request, tenant: Tenant) -> R
     """Your files."""
     found = ordered(request, jobs_of(server, tenant, "file"), "desc")
     if (purpose := request.query_params.get("purpose")) not in (None, "batch"):
-        raise HttpError(400, f"purpose is {str(purpose)[:60]!r}; files are for batches", "invalid_value", "purpose")
+        raise InvalidRequest(f"purpose is {str(purpose)[:60]!r}; files are for batches")
     jobs, more = page(request, found, lambda job: job.id, 10_000, 10_000)
     return json_response({"object": "list", **listing([_file(job.id, len(job.items[0]), job) for job in jobs], more)})
 
@@ -156,7 +155,7 @@ async def delete_file(server: ServerState, request: Request, tenant: Tenant) -> 
     id = request.path_params["name"]
     job, _ = _content(server, tenant, id)
     if job.how is None:
-        raise HttpError(400, f"{id!r} belongs to a batch that still runs; cancel it first", "invalid_value")
+        raise InvalidRequest(f"{id!r} belongs to a batch that still runs; cancel it first")
     server.batches.store.remove(job.id)
     return json_response({"id": id, "object": "file", "deleted": True})
 
@@ -191,9 +190,7 @@ def _file(id: str, size: int, job: Job) -> dict[str, Any]:
 async def create_batch(context: RequestContext, body: BatchRequest) -> Response:
     server = context.server
     if body.endpoint not in ENDPOINTS:
-        raise HttpError(
-            400, f"endpoint is {body.endpoint[:60]!r}; it may be {', '.join(ENDPOINTS)}", "invalid_value", "endpoint"
-        )
+        raise InvalidRequest(f"endpoint is {body.endpoint[:60]!r}; it may be {', '.join(ENDPOINTS)}")
     source = job_of(server, context.tenant, body.input_file_id, "file")
     items = await asyncio.to_thread(_items, source.items[0], body.endpoint)
     noted = {"kind": "batch", **msgspec.to_builtins(body)}
@@ -217,21 +214,21 @@ def _items(content: bytes, endpoint: str) -> list[bytes]:
     """The lines of an input file, checked. Raises HttpError that names the first wrong one."""
     lines = [line for line in content.splitlines() if line.strip()]
     if not 1 <= len(lines) <= MOST_LINES:
-        raise HttpError(400, f"the file has {len(lines)} lines; there may be 1 to {MOST_LINES}", "invalid_value")
+        raise InvalidRequest(f"the file has {len(lines)} lines; there may be 1 to {MOST_LINES}")
     seen: set[str] = set()
     for number, line in enumerate(lines, 1):
         try:
             asked = msgspec.json.decode(line)
         except (ValueError, RecursionError):
-            raise HttpError(400, f"line {number} of the file is no JSON", "invalid_value") from None
+            raise InvalidRequest(f"line {number} of the file is no JSON") from None
         if not isinstance(asked, dict) or not isinstance(asked.get("body"), dict):
-            raise HttpError(400, f"line {number} of the file needs custom_id, method, url and body", "invalid_value")
+            raise InvalidRequest(f"line {number} of the file needs custom_id, method, url and body")
         id = asked.get("custom_id")
         if not isinstance(id, str) or id in seen:
-            raise HttpError(400, f"line {number} of the file needs a custom_id of its own", "invalid_value")
+            raise InvalidRequest(f"line {number} of the file needs a custom_id of its own")
         seen.add(id)
         if asked.get("url", endpoint) != endpoint or asked["body"].get("stream"):
-            raise HttpError(400, f"line {number} of the file must ask {endpoint}, without stream", "invalid_value")
+            raise InvalidRequest(f"line {number} of the file must ask {endpoint}, without stream")
     return lines
 
 

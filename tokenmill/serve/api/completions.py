@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
@@ -16,7 +17,7 @@ from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, best_of
 from tokenmill.serve.api.sampling_params import check_logprobs, sampling_params
 from tokenmill.serve.api.schemas import CompletionRequest
 from tokenmill.serve.engine_client.streams import Stream
-from tokenmill.serve.errors import HttpError
+from tokenmill.serve.errors import HttpError, unsupported
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
 
@@ -27,13 +28,10 @@ async def complete(context: RequestContext, body: CompletionRequest) -> Response
     prompts = prompts_of(body.prompt, "prompt")
     nothing = body.max_tokens == 0  # only the prompt's own log-probabilities are wanted
     if nothing and not body.echo:
-        raise HttpError(400, "max_tokens is 0; without echo there would be no answer", "invalid_value", "max_tokens")
+        raise InvalidRequest("max_tokens is 0; without echo there would be no answer")
     check_logprobs("logprobs", body.logprobs)
     if body.suffix and body.echo:
-        raise HttpError(
-            400, "echo would repeat the prompt as it is around a suffix, marks and all; leave one of them out",
-            "unsupported", "echo",
-        )  # fmt: skip
+        raise unsupported("echo would repeat the prompt as it is around a suffix, marks and all; leave one of them out")
     if body.stream and (body.echo or body.best_of not in (None, body.n or 1)):
         raise HttpError(400, "echo and best_of cannot be streamed; leave stream out", "invalid_value", "stream")
     params = sampling_params(
@@ -71,15 +69,13 @@ def prompts_of(prompt: Any, name: str) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise HttpError(400, f"{name} must be text, token ids, or a list of these", "invalid_value", name)
+        raise InvalidRequest(f"{name} must be text, token ids, or a list of these")
     if isinstance(prompt[0], int):
         return [prompt]
     if len(prompt) > MOST_PROMPTS:
-        raise HttpError(
-            400, f"{name} has {len(prompt)} entries; at most {MOST_PROMPTS} are allowed", "invalid_value", name
-        )
+        raise InvalidRequest(f"{name} has {len(prompt)} entries; at most {MOST_PROMPTS} are allowed")
     if not all(isinstance(one, str | list) for one in prompt):
-        raise HttpError(400, f"{name} must be text, token ids, or a list of these", "invalid_value", name)
+        raise InvalidRequest(f"{name} must be text, token ids, or a list of these")
     return prompt
 
 

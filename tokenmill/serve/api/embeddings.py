@@ -8,18 +8,16 @@ from typing import Any
 
 from starlette.responses import Response
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.serve.api.completions import prompts_of
 from tokenmill.serve.api.schemas import EmbeddingRequest
-from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
 
 
 async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
     format = body.encoding_format or "float"
     if format not in ("float", "base64"):
-        raise HttpError(
-            400, f"encoding_format is {format[:60]!r}; it may be float or base64", "invalid_value", "encoding_format"
-        )
+        raise InvalidRequest(f"encoding_format is {format[:60]!r}; it may be float or base64")
     streams = await context.embed(prompts_of(body.input, "input"), body.pooling or "mean", body)
     await context.all_outputs(streams)
     vectors = [stream.follow.leader.pooled for stream in streams]
@@ -35,9 +33,7 @@ async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
 def _shortened(vector: list[float], dimensions: int) -> list[float]:
     """The first numbers, again of unit length."""
     if not 1 <= dimensions <= len(vector):
-        raise HttpError(
-            400, f"dimensions is {dimensions}; it must be from 1 to {len(vector)}", "invalid_value", "dimensions"
-        )
+        raise InvalidRequest(f"dimensions is {dimensions}; it must be from 1 to {len(vector)}")
     kept = vector[:dimensions]
     length = sum(value * value for value in kept) ** 0.5 or 1.0
     return [value / length for value in kept]

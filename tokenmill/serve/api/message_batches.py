@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.serve.api.batches import MOST_LINES, begin_batch, job_of, jobs_of
 from tokenmill.serve.api.schemas import MessageBatchRequest
 from tokenmill.serve.errors import HttpError, anthropic_shape
@@ -33,9 +34,7 @@ _KINDS = ("processing", "succeeded", "errored", "canceled", "expired")
 async def create_batch(context: RequestContext, body: MessageBatchRequest) -> Response:
     if not 1 <= len(body.requests) <= MOST_LINES:
         number = len(body.requests)
-        raise HttpError(
-            400, f"requests has {number} entries; there may be 1 to {MOST_LINES}", "invalid_value", "requests"
-        )
+        raise InvalidRequest(f"requests has {number} entries; there may be 1 to {MOST_LINES}")
     seen: set[str] = set()
     for number, one in enumerate(body.requests):
         if not _CUSTOM_ID.fullmatch(one.custom_id) or one.custom_id in seen:
@@ -77,7 +76,7 @@ async def delete_batch(server: ServerState, request: Request, tenant: Tenant) ->
     """Delete a message batch that has ended."""
     job = job_of(server, tenant, request.path_params["name"], KIND)
     if job.how is None:
-        raise HttpError(400, f"{job.id!r} still runs; cancel it first", "invalid_value")
+        raise InvalidRequest(f"{job.id!r} still runs; cancel it first")
     server.batches.store.remove(job.id)
     return json_response({"id": job.id, "type": "message_batch_deleted"})
 
@@ -86,7 +85,7 @@ async def results(server: ServerState, request: Request, tenant: Tenant) -> Resp
     """The answers of a message batch that has ended, one JSON object per line."""
     job = job_of(server, tenant, request.path_params["name"], KIND)
     if job.how is None:
-        raise HttpError(400, f"{job.id!r} still runs; its results are there when it has ended", "invalid_value")
+        raise InvalidRequest(f"{job.id!r} still runs; its results are there when it has ended")
     lines = await asyncio.to_thread(lambda: [msgspec.json.encode(line) + b"\n" for line in _results(job)])
     return Response(b"".join(lines), media_type="application/x-jsonl", headers={"content-disposition": "attachment"})
 

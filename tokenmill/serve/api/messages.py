@@ -17,7 +17,7 @@ from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.sampling_params import make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import HOTTEST_ANTHROPIC, CountRequest, MessagesRequest
 from tokenmill.serve.engine_client.streams import Stream
-from tokenmill.serve.errors import HttpError
+from tokenmill.serve.errors import unsupported
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.http.sse import SSEResponse, event
 
@@ -27,7 +27,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 async def message(context: RequestContext, body: MessagesRequest) -> Response:
     if body.thinking is not None and body.thinking.get("type") != "disabled":
-        raise HttpError(400, "thinking is set, but this model does not think aloud; leave it out", "unsupported")
+        raise unsupported("thinking is set, but this model does not think aloud; leave it out")
     if body.output_config is not None and body.output_config.effort is not None:
         context.ignored.append("output_config.effort")
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")

@@ -19,7 +19,7 @@ from tokenmill.serve.api.response_items import checked_items, history, messages_
 from tokenmill.serve.api.sampling_params import check_logprobs, make_params, single_structured, structured_from_format
 from tokenmill.serve.api.schemas import ResponsesRequest
 from tokenmill.serve.engine_client.streams import Stream
-from tokenmill.serve.errors import GONE, HttpError
+from tokenmill.serve.errors import GONE, HttpError, unsupported
 from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
 from tokenmill.serve.http.sse import SSEResponse, event
 from tokenmill.serve.storage.stored_responses import StoredResponse
@@ -54,34 +54,23 @@ async def respond(context: RequestContext, body: ResponsesRequest) -> Response:
 def _refuse_unsupported(context: RequestContext, body: ResponsesRequest) -> None:
     kept = context.server.responses
     if body.conversation is not None:
-        raise HttpError(
-            400, "conversation is set, but there are none here; use previous_response_id", "unsupported", "conversation"
-        )
+        raise unsupported("conversation is set, but there are none here; use previous_response_id")
     if body.previous_response_id is not None and not kept.on:
-        raise HttpError(
-            400, "previous_response_id is set, but this server stores no responses; send the whole input",
-            "unsupported", "previous_response_id",
-        )  # fmt: skip
+        raise unsupported("previous_response_id is set, but this server stores no responses; send the whole input")
     if body.background:
         if body.store is False or not kept.on:
-            raise HttpError(
-                400, "background is true, but the response is not stored; let it be", "unsupported", "background"
-            )
+            raise unsupported("background is true, but the response is not stored; let it be")
         if body.stream or context.request.scope.get("tokenmill.batch"):
-            raise HttpError(
-                400, "background is true, which neither goes with stream nor in a batch; ask for the response later",
-                "unsupported", "background",
-            )  # fmt: skip
+            raise unsupported(
+                "background is true, which neither goes with stream nor in a batch; ask for the response later"
+            )
     if body.truncation not in (None, "disabled"):
-        raise HttpError(
-            400, f"truncation is {body.truncation[:60]!r}; inputs are never cut here, so it may be 'disabled' only",
-            "unsupported", "truncation",
-        )  # fmt: skip
+        raise unsupported(
+            f"truncation is {body.truncation[:60]!r}; inputs are never cut here, so it may be 'disabled' only"
+        )
     for wanted in body.include or []:
         if wanted != _WITH_LOGPROBS:
-            raise HttpError(
-                400, f"include has {wanted[:60]!r}; it may have {_WITH_LOGPROBS!r} only", "unsupported", "include"
-            )
+            raise unsupported(f"include has {wanted[:60]!r}; it may have {_WITH_LOGPROBS!r} only")
     if body.text is not None and body.text.verbosity is not None:
         context.ignored.append("text.verbosity")
 
@@ -105,15 +94,19 @@ class _ResponseBuilder:
         for stored in chain:
             if stored.status not in ("completed", "incomplete"):
                 raise HttpError(
-                    400, f"previous_response_id leads to {stored.id!r}, which is {stored.status}; choose another",
-                    "invalid_value", "previous_response_id",
-                )  # fmt: skip
+                    400,
+                    f"previous_response_id leads to {stored.id!r}, which is {stored.status}; choose another",
+                    "invalid_value",
+                    "previous_response_id",
+                )
         most = self._context.server.settings.max_body_bytes
         if (size := sum(len(one.given) + len(one.made) for one in chain)) > most:
             raise HttpError(
-                400, f"previous_response_id leads to {size} bytes of conversation; at most {most} are read",
-                "invalid_value", "previous_response_id",
-            )  # fmt: skip
+                400,
+                f"previous_response_id leads to {size} bytes of conversation; at most {most} are read",
+                "invalid_value",
+                "previous_response_id",
+            )
         found = referenced(body.input, self._kept, tenant)
 
         def read() -> tuple[Messages, bytes]:
@@ -174,9 +167,14 @@ class _ResponseBuilder:
         except Exception as problem:
             error = context.problem = logged_http_error(problem, context.id)
             status = error.status
-            ended = {"status": "cancelled"} if error.code == "cancelled" else {
-                "status": "failed", "error": {"code": "server_error", "message": error.message},
-            }  # fmt: skip
+            ended = (
+                {"status": "cancelled"}
+                if error.code == "cancelled"
+                else {
+                    "status": "failed",
+                    "error": {"code": "server_error", "message": error.message},
+                }
+            )
             self.keep([], self.told([], None) | ended)
         finally:
             stored.cancel = stored.task = None  # what is kept for hours must not hold the call with all that it asked

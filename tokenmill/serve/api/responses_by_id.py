@@ -7,8 +7,9 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.serve.api.response_items import history, items_of
-from tokenmill.serve.errors import HttpError
+from tokenmill.serve.errors import unsupported
 from tokenmill.serve.http.paging import listing, ordered, page
 from tokenmill.serve.http.request_context import json_response
 from tokenmill.serve.http.server_state import ServerState
@@ -22,9 +23,7 @@ async def one_response(server: ServerState, request: Request, tenant: Tenant) ->
     """A stored response."""
     stored = server.responses.found(tenant.name, request.path_params["name"])
     if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise HttpError(
-            400, "stream is set, but a stored response is told as a whole; leave it out", "unsupported", "stream"
-        )
+        raise unsupported("stream is set, but a stored response is told as a whole; leave it out")
     return _response(stored)
 
 
@@ -42,10 +41,9 @@ async def cancel_response(server: ServerState, request: Request, tenant: Tenant)
     """End a response that is made in the background."""
     stored = server.responses.found(tenant.name, request.path_params["name"])
     if not stored.in_background:
-        raise HttpError(
-            400, f"{stored.id!r} was not asked for with background, and only such a response can be cancelled",
-            "invalid_value",
-        )  # fmt: skip
+        raise InvalidRequest(
+            f"{stored.id!r} was not asked for with background, and only such a response can be cancelled"
+        )
     if stored.cancel is not None and stored.task is not None:
         stored.cancel()
         await asyncio.wait([stored.task], timeout=_PATIENCE)

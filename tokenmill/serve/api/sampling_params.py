@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.params import MAX_LENGTH, SamplingParams
 from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.api.schemas import HOTTEST, JsonSchema, ResponseFormat, Sampling, TextFormat
@@ -68,9 +69,7 @@ def make_params(max_tokens: int | None, top_k: int | None, *, hottest: float = H
     of the engine, and so everybody, pays for them."""
     temperature = given.get("temperature")
     if temperature is not None and not 0 <= temperature <= hottest:
-        raise HttpError(
-            400, f"temperature is {temperature:g}; it must be from 0 to {hottest}", "invalid_value", "temperature"
-        )
+        raise InvalidRequest(f"temperature is {temperature:g}; it must be from 0 to {hottest}")
     if given.get("top_p") == 0:  # the likeliest token and none beside it
         given["top_p"] = LEAST_SHARE
     for name in _LISTS:
@@ -86,19 +85,16 @@ def _check_list(name: str, value: str | list[Any] | dict[str, Any] | None) -> No
     several = [value] if isinstance(value, str) else value or []
     size = sum(len(one) for one in several if isinstance(one, str))
     if len(several) > MOST_ENTRIES or size > MOST_CHARACTERS:
-        raise HttpError(
-            400,
+        raise InvalidRequest(
             f"{name} has {len(several)} entries of {size} characters; at most {MOST_ENTRIES} and {MOST_CHARACTERS} are "
-            "allowed",
-            "invalid_value",
-            name,
+            "allowed"
         )
 
 
 def check_logprobs(name: str, top: int | None) -> None:
     """Raises HttpError for more log-probabilities per token than may be asked for."""
     if top is not None and not 0 <= top <= MOST_LOGPROBS:
-        raise HttpError(400, f"{name} is {top}; it must be from 0 to {MOST_LOGPROBS}", "invalid_value", name)
+        raise InvalidRequest(f"{name} is {top}; it must be from 0 to {MOST_LOGPROBS}")
 
 
 def structured_from_format(wanted: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
@@ -124,10 +120,8 @@ def single_structured(*forms: StructuredOutput | None) -> StructuredOutput | Non
     given = [structured for structured in forms if structured]
     if len(given) > 1:
         names = ", ".join(sorted(name for structured in given for name in structured))
-        raise HttpError(
-            400,
+        raise InvalidRequest(
             f"the form of the answer is asked for in {len(given)} ways ({names}); use one of response_format, regex, "
-            "grammar, choice, structured_outputs and a required tool",
-            "invalid_value",
+            "grammar, choice, structured_outputs and a required tool"
         )
     return given[0] if given else None

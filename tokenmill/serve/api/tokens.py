@@ -83,12 +83,8 @@ async def detokenize(context: RequestContext, body: DetokenizeRequest) -> Respon
 def _text_of(tokenizer: Tokenizer, body: DetokenizeRequest) -> str:
     size = tokenizer.vocab_size
     if len(body.tokens) > MOST_TOKENS:
-        raise HttpError(
-            400, f"tokens has {len(body.tokens)} entries; at most {MOST_TOKENS} are allowed", "invalid_value", "tokens"
-        )
+        raise InvalidRequest(f"tokens has {len(body.tokens)} entries; at most {MOST_TOKENS} are allowed")
     for id in body.tokens:
         if type(id) is not int or not 0 <= id < size:
-            raise HttpError(
-                400, f"tokens has {id!r:.60}; each must be a token id from 0 to {size - 1}", "invalid_value", "tokens"
-            )
+            raise InvalidRequest(f"tokens has {id!r:.60}; each must be a token id from 0 to {size - 1}")
     return tokenizer.decode(body.tokens, body.skip_special_tokens)

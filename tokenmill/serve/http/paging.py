@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tokenmill.serve.errors import HttpError
+from tokenmill.errors import InvalidRequest
 
 T = TypeVar("T")
 
@@ -27,9 +27,7 @@ def page(
     given = query.get("limit", "")
     limit = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else default if given == "" else 0
     if not 1 <= limit <= most:
-        raise HttpError(
-            400, f"limit is {given[:60]!r}; it must be a whole number from 1 to {most}", "invalid_value", "limit"
-        )
+        raise InvalidRequest(f"limit is {given[:60]!r}; it must be a whole number from 1 to {most}")
     ids = [id_of(one) for one in found]
     first, last = 0, len(found)
     if (mark := query.get(after)) is not None:
@@ -45,7 +43,7 @@ def ordered(request: Request, found: Sequence[T], default: str) -> list[T]:
     """`found` is in ascending order; `order` of the query, or `default`, says how it is told."""
     order = request.query_params.get("order", default)
     if order not in ("asc", "desc"):
-        raise HttpError(400, f"order is {order[:60]!r}; it must be asc or desc", "invalid_value", "order")
+        raise InvalidRequest(f"order is {order[:60]!r}; it must be asc or desc")
     return list(found) if order == "asc" else list(found)[::-1]
 
 
@@ -57,5 +55,5 @@ def listing(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
 
 def _place(ids: list[str], name: str, mark: str) -> int:
     if mark not in ids:
-        raise HttpError(400, f"{name} is {mark[:100]!r}, which is not in this list", "invalid_value", name)
+        raise InvalidRequest(f"{name} is {mark[:100]!r}, which is not in this list")
     return ids.index(mark)

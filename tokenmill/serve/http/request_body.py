@@ -11,7 +11,8 @@ import msgspec
 from starlette.requests import Request
 
 from tokenmill.compat import did_you_mean
-from tokenmill.serve.errors import GONE, HttpError
+from tokenmill.errors import InvalidRequest
+from tokenmill.serve.errors import GONE, HttpError, unsupported
 from tokenmill.serve.http import large_json
 from tokenmill.serve.http_settings import HttpSettings
 
@@ -84,9 +85,7 @@ def _check_parts(body: bytes) -> None:
     strings = (quotes - escaped) // 2
     inner, members = min(opening + braces, commas), min(colons, strings)
     if max(inner, members, min(strings, commas)) > MOST_PARTS:
-        raise HttpError(
-            400, f"the body has more than {MOST_PARTS} arrays, objects, members or strings; send fewer", "invalid_value"
-        )
+        raise InvalidRequest(f"the body has more than {MOST_PARTS} arrays, objects, members or strings; send fewer")
 
 
 def parse(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
@@ -109,7 +108,7 @@ def of_kind(content: Any, kind: type[T]) -> tuple[T, list[str]]:
     refused: dict[str, str] = getattr(kind, "REFUSED", {})
     for name in sorted(content.keys() & refused.keys()):
         if content[name] is not None:
-            raise HttpError(400, f"{name} is set, but {refused[name]}", "unsupported", name)
+            raise unsupported(f"{name} is set, but {refused[name]}")
     for name in content.keys() - known - kind.IGNORED - refused.keys():  # type: ignore[attr-defined]
         short = name[:60]
         message = f"there is no parameter {short!r} here; {did_you_mean(short, known)}"

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from tokenmill.engine.request import Metrics
+from tokenmill.errors import InvalidRequest
 from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
@@ -296,10 +297,5 @@ def _deadline_seconds(deadline_ms: float | None) -> float | None:
     if deadline_ms is None:
         return None
     if not 0 < deadline_ms <= 86_400_000:
-        raise HttpError(
-            400,
-            f"deadline_ms is {deadline_ms}; it must be above 0 and at most a day (86400000)",
-            "invalid_value",
-            "deadline_ms",
-        )
+        raise InvalidRequest(f"deadline_ms is {deadline_ms}; it must be above 0 and at most a day (86400000)")
     return deadline_ms / 1000

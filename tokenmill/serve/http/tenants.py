@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.front import PRIORITIES
 from tokenmill.serve.errors import HttpError
 
@@ -102,9 +103,7 @@ class Tenant:
     def salt(self, asked: str | None) -> str:
         """The prefix-cache salt: another tenant's requests can never have the same, whatever they ask for."""
         if asked is not None and len(asked) > LONGEST_SALT:
-            raise HttpError(
-                400, f"cache_salt has {len(asked)} characters; at most {LONGEST_SALT}", "invalid_value", "cache_salt"
-            )
+            raise InvalidRequest(f"cache_salt has {len(asked)} characters; at most {LONGEST_SALT}")
         if not self._salted:
             return asked or ""
         parts = [self.name.encode(), (asked or "").encode()]
