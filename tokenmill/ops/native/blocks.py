@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import Any
 
@@ -14,37 +13,13 @@ from tokenmill.errors import ModelError
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.formats import GGUFFormat
 from tokenmill.ops.native.library import Library
+from tokenmill.ops.native.structs import RoundArgs, UnpackArgs, check_structs
 
-UNPACK, ROUND, MOST_GROUP = 6, 7, 128  # src/matrix.h
+MOST_GROUP = 128  # src/matrix.h
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 Bytes = npt.NDArray[np.uint8]
 Order = npt.NDArray[np.int32]  # row r is row order[r] of the source
-
-
-class UnpackArgs(ctypes.Structure):
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("book", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("format", ctypes.c_int64),
-        ("storage", ctypes.c_int64),
-    ]
-
-
-class RoundArgs(ctypes.Structure):
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("format", ctypes.c_int64),
-        ("storage", ctypes.c_int64),
-    ]
 
 
 def unpack(
@@ -56,28 +31,19 @@ def unpack(
     order: Order | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # [rows, columns]
-    native.check(UNPACK, UnpackArgs)
+    check_structs(native)
     check_blocks(raw, format, rows, columns, order)
     # In large pages: of small ones, taking them from the system would cost more than filling them.
     out = Arena(native, chunk=0).take(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
-    book = book_of(format)
-    args = UnpackArgs(
-        source=raw.ctypes.data,
-        order=None if order is None else order.ctypes.data,
-        book=None if book is None else book.ctypes.data,
-        out=out.data_ptr(),
-        rows=rows,
-        columns=columns,
-        format=format.number,
-        storage=STORAGE[dtype],
-    )
-    native.run(UNPACK, args)
+    place = {"source": raw, "order": order, "book": book_of(format), "out": out}
+    args = UnpackArgs(**place, rows=rows, columns=columns, format=format.number, storage=STORAGE[dtype])
+    native.run(args.KIND, args)
     return out
 
 
 def rounded(native: Library, weight: torch.Tensor, format: GGUFFormat, group: int) -> Bytes:  # [rows, columns]
     """The nearest numbers in blocks of Q4_0, Q4_1 or Q8_0; `group` columns share a scale."""
-    native.check(ROUND, RoundArgs)
+    check_structs(native)
     if weight.dtype not in STORAGE:
         weight = weight.float()
     weight = weight.contiguous()
@@ -86,16 +52,9 @@ def rounded(native: Library, weight: torch.Tensor, format: GGUFFormat, group: in
         raise ValueError(f"{columns} columns cannot be rounded to {format.name} in groups of {group}")
     size = rows * columns // format.values * format.size
     blocks = Arena(native, chunk=0).take(size)
-    args = RoundArgs(
-        source=weight.data_ptr(),
-        blocks=blocks.data_ptr(),
-        rows=rows,
-        columns=columns,
-        group=group,
-        format=format.number,
-        storage=STORAGE[weight.dtype],
-    )
-    native.run(ROUND, args)
+    kinds = {"format": format.number, "storage": STORAGE[weight.dtype]}
+    args = RoundArgs(source=weight, blocks=blocks, rows=rows, columns=columns, group=group, **kinds)
+    native.run(args.KIND, args)
     return blocks.numpy()
 
 

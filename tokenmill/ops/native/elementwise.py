@@ -20,17 +20,10 @@ def act_mul(
     rows = as_rows(x)
     inner = x.shape[-1] // 2
     out = new((*x.shape[:-1], inner))
-    run(
-        ActArgs(
-            x=rows.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(rows.shape[0]),
-            inner=inner,
-            x_stride=rows.stride(0),
-            out_stride=inner,
-            kind=_ACTIVATIONS[kind],
-        )
-    )
+    run(ActArgs(
+        x=rows, out=out, rows=row_count(rows.shape[0]), inner=inner, x_stride=rows.stride(0), out_stride=inner,
+        kind=_ACTIVATIONS[kind],
+    ))  # fmt: skip
     return out
 
 
@@ -40,18 +33,10 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [..., dim] each, o
         raise ValueError(f"a native op got shapes {tuple(x.shape)} and {tuple(y.shape)} to add")
     left, right = as_rows(x), as_rows(y)
     out = new(tuple(x.shape))
-    run(
-        AddArgs(
-            x=left.data_ptr(),
-            y=right.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(left.shape[0]),
-            dim=left.shape[1],
-            x_stride=left.stride(0),
-            y_stride=right.stride(0),
-            out_stride=left.shape[1],
-        )
-    )
+    run(AddArgs(
+        x=left, y=right, out=out, rows=row_count(left.shape[0]), dim=left.shape[1],
+        x_stride=left.stride(0), y_stride=right.stride(0), out_stride=left.shape[1],
+    ))  # fmt: skip
     return out
 
 
@@ -72,15 +57,7 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:  # [..., vocab], over
 
 def _map(x: torch.Tensor, out: torch.Tensor, kind: int, value: float) -> None:  # [rows, dim], rows dense
     check_float32(x)
-    run(
-        MapArgs(
-            x=x.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(x.shape[0]),
-            dim=x.shape[1],
-            x_stride=x.stride(0),
-            out_stride=out.stride(0),
-            kind=kind,
-            value=value,
-        )
-    )
+    run(MapArgs(
+        x=x, out=out, rows=row_count(x.shape[0]), dim=x.shape[1], x_stride=x.stride(0), out_stride=out.stride(0),
+        kind=kind, value=value,
+    ))  # fmt: skip

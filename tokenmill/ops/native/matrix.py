@@ -2,61 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from tokenmill.ops.native import recording
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.blocks import Bytes, Order, book_of, check_blocks
 from tokenmill.ops.native.formats import OF_GGUF, GGUFFormat, PanelForm
-from tokenmill.ops.native.library import Library, library
+from tokenmill.ops.native.library import library
+from tokenmill.ops.native.structs import MAX_SEGMENTS, MatmulArgs, RepackArgs, Segment, TakeRowsArgs, check_structs
 
-MATMUL, REPACK, TAKE_ROWS = 1, 2, 3  # src/matrix.h
-MAX_SEGMENTS = 4  # src/formats.h
 OF_DTYPE = {torch.float32: OF_GGUF[0], torch.float16: OF_GGUF[1], torch.bfloat16: OF_GGUF[30]}
-
-
-class Segment(ctypes.Structure):
-    _fields_ = [("panels", ctypes.c_void_p), ("rows", ctypes.c_int64), ("form", ctypes.c_int64)]
-
-
-class MatmulArgs(ctypes.Structure):
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("num_segments", ctypes.c_int64),
-        ("segments", Segment * MAX_SEGMENTS),
-    ]
-
-
-class RepackArgs(ctypes.Structure):
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("book", ctypes.c_void_p),
-        ("panels", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("format", ctypes.c_int64),
-    ]
-
-
-class TakeRowsArgs(ctypes.Structure):
-    _fields_ = [
-        ("ids", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("num_segments", ctypes.c_int64),
-        ("segments", Segment * MAX_SEGMENTS),
-    ]
 
 
 class PackedMatrix:
@@ -69,7 +24,7 @@ class PackedMatrix:
         self._arena = arena or Arena(self._native)
         self._matmul = MatmulArgs(k=columns)
         self._take = TakeRowsArgs(k=columns)
-        _check(self._native)
+        check_structs(self._native)
 
     @property
     def filled(self) -> int:
@@ -84,18 +39,11 @@ class PackedMatrix:
         check_blocks(raw, format, rows, self.columns, order)
         if self.filled + rows > self.rows or len(self.segments) == MAX_SEGMENTS:
             raise ValueError(f"{rows} rows more do not fit in a matrix of {self.rows}")
-        form, book = format.form, book_of(format)
+        form = format.form
         panels = self._arena.take(form.nbytes(rows, self.columns))
-        args = RepackArgs(
-            source=raw.ctypes.data,
-            order=None if order is None else order.ctypes.data,
-            book=None if book is None else book.ctypes.data,
-            panels=panels.data_ptr(),
-            rows=rows,
-            columns=self.columns,
-            format=format.number,
-        )
-        self._native.run(REPACK, args)
+        place = {"source": raw, "order": order, "book": book_of(format), "panels": panels}
+        args = RepackArgs(**place, rows=rows, columns=self.columns, format=format.number)
+        self._native.run(args.KIND, args)
         number = len(self.segments)
         self.segments.append((form, rows, panels))
         for known in (self._matmul, self._take):
@@ -121,7 +69,7 @@ class PackedMatrix:
         args.x, args.x_stride, args.out, args.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), self.rows
         args.bias = None if bias is None else bias.data_ptr()
         args.m = recording.row_count(m)
-        self._native.run(MATMUL, args)
+        self._native.run(args.KIND, args)
         return out
 
     def take_rows(self, ids: torch.Tensor) -> torch.Tensor:  # [n] int64 -> [n, columns]
@@ -133,10 +81,5 @@ class PackedMatrix:
         args = self._take
         args.ids, args.out, args.out_stride = ids.data_ptr(), out.data_ptr(), self.columns
         args.m = recording.row_count(n)
-        self._native.run(TAKE_ROWS, args)
+        self._native.run(args.KIND, args)
         return out
-
-
-def _check(native: Library) -> None:
-    for kind, struct in ((MATMUL, MatmulArgs), (REPACK, RepackArgs), (TAKE_ROWS, TakeRowsArgs)):
-        native.check(kind, struct)

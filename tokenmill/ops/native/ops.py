@@ -34,19 +34,10 @@ def rms_norm(
     rows = as_rows(x)
     out = new(tuple(x.shape))
     dim = x.shape[-1]
-    run(
-        NormArgs(
-            x=rows.data_ptr(),
-            weight=weight.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(rows.shape[0]),
-            dim=dim,
-            x_stride=rows.stride(0),
-            out_stride=dim,
-            weight_storage=storage_of(weight),
-            eps=eps,
-        )
-    )
+    run(NormArgs(
+        x=rows, weight=weight, out=out, rows=row_count(rows.shape[0]), dim=dim, x_stride=rows.stride(0),
+        out_stride=dim, weight_storage=storage_of(weight), eps=eps,
+    ))  # fmt: skip
     return out
 
 
@@ -57,23 +48,11 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_float32(x, residual)
-    run(
-        NormArgs(
-            x=x.data_ptr(),
-            residual=residual.data_ptr(),
-            weight=weight.data_ptr(),
-            total=residual.data_ptr(),
-            out=x.data_ptr(),
-            rows=row_count(x.shape[0]),
-            dim=x.shape[1],
-            x_stride=x.stride(0),
-            residual_stride=residual.stride(0),
-            total_stride=residual.stride(0),
-            out_stride=x.stride(0),
-            weight_storage=storage_of(weight),
-            eps=eps,
-        )
-    )
+    run(NormArgs(
+        x=x, residual=residual, weight=weight, total=residual, out=x, rows=row_count(x.shape[0]), dim=x.shape[1],
+        x_stride=x.stride(0), residual_stride=residual.stride(0), total_stride=residual.stride(0),
+        out_stride=x.stride(0), weight_storage=storage_of(weight), eps=eps,
+    ))  # fmt: skip
     return x, residual
 
 
@@ -94,28 +73,13 @@ def rope_kv_write(
     check_float32(q, k, *([] if v is None else [v]))
     positions, slots = positions.long(), slots.long()
     args = RopeArgs(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        table=cos_sin.data_ptr(),
-        positions=positions.data_ptr(),
-        slots=slots.data_ptr(),
-        k_cache=k_cache.data_ptr(),
-        tokens=row_count(q.shape[0]),
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        dim=q.shape[2],
-        rotated=cos_sin.shape[1],
-        block_size=k_cache.shape[1],
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        k_token=k.stride(0),
-        k_head=k.stride(1),
-        k_block=k_cache.stride(0),
-        k_slot=k_cache.stride(1),
-        k_cache_head=k_cache.stride(2),
-        cache_storage=storage_of(k_cache),
-        eps=eps,
-    )
+        q=q, k=k, table=cos_sin, positions=positions, slots=slots, k_cache=k_cache,
+        tokens=row_count(q.shape[0]), heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2],
+        rotated=cos_sin.shape[1], block_size=k_cache.shape[1],
+        q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1),
+        k_block=k_cache.stride(0), k_slot=k_cache.stride(1), k_cache_head=k_cache.stride(2),
+        cache_storage=storage_of(k_cache), eps=eps,
+    )  # fmt: skip
     if v is not None and v_cache is not None:
         args.v, args.v_cache, args.v_dim = v.data_ptr(), v_cache.data_ptr(), v.shape[2]
         args.v_token, args.v_head = v.stride(0), v.stride(1)
@@ -141,35 +105,15 @@ def attention(
     out = new((tokens, heads, v_dim))
     rows = batch.rows.shape[0]
     args = AttentionArgs(
-        q=q.data_ptr(),
-        k=k_cache.data_ptr(),
-        v=v_cache.data_ptr(),
-        out=out.data_ptr(),
-        rows=batch.rows.data_ptr(),
-        q_start=batch.q_start.data_ptr(),
-        context=batch.context.data_ptr(),
-        tables=batch.block_tables.data_ptr(),
-        heads=heads,
-        kv_heads=k_cache.shape[2],
-        k_dim=k_dim,
-        v_dim=v_dim,
-        block_size=k_cache.shape[1],
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        out_token=heads * v_dim,
-        out_head=v_dim,
-        k_block=k_cache.stride(0),
-        k_slot=k_cache.stride(1),
-        k_head=k_cache.stride(2),
-        v_block=v_cache.stride(0),
-        v_slot=v_cache.stride(1),
-        v_head=v_cache.stride(2),
-        table_row=batch.block_tables.stride(0),
-        window=mask.window or 0,
-        cache_storage=storage_of(k_cache),
-        softcap=mask.softcap or 0.0,
-        scale=scale,
-    )
+        q=q, k=k_cache, v=v_cache, out=out,
+        rows=batch.rows, q_start=batch.q_start, context=batch.context, tables=batch.block_tables,
+        heads=heads, kv_heads=k_cache.shape[2], k_dim=k_dim, v_dim=v_dim, block_size=k_cache.shape[1],
+        q_token=q.stride(0), q_head=q.stride(1), out_token=heads * v_dim, out_head=v_dim,
+        k_block=k_cache.stride(0), k_slot=k_cache.stride(1), k_head=k_cache.stride(2),
+        v_block=v_cache.stride(0), v_slot=v_cache.stride(1), v_head=v_cache.stride(2),
+        table_row=batch.block_tables.stride(0), window=mask.window or 0, cache_storage=storage_of(k_cache),
+        softcap=mask.softcap or 0.0, scale=scale,
+    )  # fmt: skip
     if batch.counts is not None:
         args.counts, args.n, args.singles = batch.counts.data_ptr(), rows, batch.num_singles
     else:
@@ -197,15 +141,8 @@ def sample(
     if not batch.all_greedy or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return cpu.sample(logits, batch)
     out = new((logits.shape[0],), torch.int64)
-    run(
-        ChooseArgs(
-            logits=logits.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(logits.shape[0]),
-            vocab=logits.shape[1],
-            stride=logits.stride(0),
-        )
-    )
+    rows, vocab = logits.shape
+    run(ChooseArgs(logits=logits, out=out, rows=row_count(rows), vocab=vocab, stride=logits.stride(0)))
     return out
 
 
@@ -215,20 +152,12 @@ def embed(
     scale: float = 1.0,
 ) -> torch.Tensor:  # [tokens, dim] float32
     ids = ids.long()
-    out = new((ids.shape[0], table.shape[1]))
-    run(
-        EmbedArgs(
-            ids=ids.data_ptr(),
-            table=table.data_ptr(),
-            out=out.data_ptr(),
-            rows=row_count(ids.shape[0]),
-            vocab=table.shape[0],
-            dim=table.shape[1],
-            out_stride=table.shape[1],
-            table_storage=storage_of(table),
-            scale=scale,
-        )
-    )
+    vocab, dim = table.shape
+    out = new((ids.shape[0], dim))
+    run(EmbedArgs(
+        ids=ids, table=table, out=out, rows=row_count(ids.shape[0]), vocab=vocab, dim=dim, out_stride=dim,
+        table_storage=storage_of(table), scale=scale,
+    ))  # fmt: skip
     return out
 
 
@@ -244,22 +173,11 @@ def decode_inputs(
     context: torch.Tensor,  # [n] int32, written
 ) -> None:
     """What a decode step reads, gathered from the tables."""
-    run(
-        DecodeInputArgs(
-            rows=rows.data_ptr(),
-            starts=starts.data_ptr(),
-            tokens=tokens.data_ptr(),
-            blocks=block_tables.data_ptr(),
-            ids=ids.data_ptr(),
-            slots=slots.data_ptr(),
-            table_rows=table_rows.data_ptr(),
-            context=context.data_ptr(),
-            n=row_count(rows.shape[0]),
-            token_stride=tokens.stride(0),
-            block_stride=block_tables.stride(0),
-            block_size=block_size,
-        )
-    )
+    run(DecodeInputArgs(
+        rows=rows, starts=starts, tokens=tokens, blocks=block_tables, ids=ids, slots=slots, table_rows=table_rows,
+        context=context, n=row_count(rows.shape[0]), token_stride=tokens.stride(0),
+        block_stride=block_tables.stride(0), block_size=block_size,
+    ))  # fmt: skip
 
 
 def choose_into(
@@ -273,20 +191,10 @@ def choose_into(
     """The likeliest tokens, also written to where the next step finds them."""
     if logits.dtype != torch.float32:
         raise NotRecordableError(f"logits are {logits.dtype}")
-    run(
-        ChooseArgs(
-            logits=logits.data_ptr(),
-            out=out.data_ptr(),
-            on=on.data_ptr(),
-            table_row=rows.data_ptr(),
-            starts=starts.data_ptr(),
-            tokens=tokens.data_ptr(),
-            rows=row_count(logits.shape[0]),
-            vocab=logits.shape[1],
-            stride=logits.stride(0),
-            token_stride=tokens.stride(0),
-        )
-    )
+    run(ChooseArgs(
+        logits=logits, out=out, on=on, table_row=rows, starts=starts, tokens=tokens, rows=row_count(logits.shape[0]),
+        vocab=logits.shape[1], stride=logits.stride(0), token_stride=tokens.stride(0),
+    ))  # fmt: skip
 
 
 def _implementations() -> tuple[Implementation, ...]:

@@ -1,14 +1,17 @@
-"""The argument structs of attention and elementwise ops: src/attention.h and src/elementwise.h, field by field."""
+"""The argument structs of the native ops: src/matrix.h, src/attention.h and src/elementwise.h, field by field."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from tokenmill.ops.native.library import Library
 
+MAX_SEGMENTS = 4  # src/formats.h
 _STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
@@ -21,10 +24,51 @@ def _fields(pointers: str, numbers: str, reals: str = "") -> list[tuple[str, typ
     return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
+_NUMBERS = (int, float)
+
+
 class Args(ctypes.Structure):
-    """Plain data; a pointer that is not given is null, a number 0."""
+    """Plain data: a tensor or an array is given as its address. A pointer that is not given is null, a number 0."""
 
     KIND: ClassVar[int]
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if type(value) not in _NUMBERS and value is not None:
+                values[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
+        super().__init__(**values)
+
+
+class Segment(ctypes.Structure):
+    _fields_ = _fields("panels", "rows form")
+
+
+class MatmulArgs(Args):
+    KIND = 1
+    _fields_ = [
+        *_fields("x", "x_stride"), *_fields("out", "out_stride"), *_fields("bias", "m k num_segments"),
+        ("segments", Segment * MAX_SEGMENTS),
+    ]  # fmt: skip
+
+
+class RepackArgs(Args):
+    KIND = 2
+    _fields_ = _fields("source order book panels", "rows columns format")
+
+
+class TakeRowsArgs(Args):
+    KIND = 3
+    _fields_ = [*_fields("ids out", "out_stride m k num_segments"), ("segments", Segment * MAX_SEGMENTS)]
+
+
+class UnpackArgs(Args):
+    KIND = 6
+    _fields_ = _fields("source order book out", "rows columns format storage")
+
+
+class RoundArgs(Args):
+    KIND = 7
+    _fields_ = _fields("source blocks", "rows columns group format storage")
 
 
 class NormArgs(Args):
@@ -93,6 +137,7 @@ class AttentionArgs(Args):
     )
 
 
+@lru_cache
 def check_structs(native: Library) -> None:
     """That both sides mean the same."""
     for struct in Args.__subclasses__():
