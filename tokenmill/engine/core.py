@@ -78,11 +78,16 @@ class Engine:
             self._take_in_grammars(GRAMMAR_PATIENCE)
         deltas: list[Delta] = []
         if step is not None:
-            deltas += self._launch(step)
+            self._stuck = 0
+            try:
+                self._in_flight.append((step, self.runner.launch(step)))
+            except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
+                deltas += self._launch_failed(step, _cause(error))
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             deltas += self._commit_oldest()
         deltas += self.scheduler.drain_events()
-        self._watch(progressed=step is not None or bool(deltas) or constrained)
+        if step is None or not self.scheduler.requests:
+            self._watch(progressed=bool(deltas) or constrained)
         return deltas
 
     def reset_prefix_cache(self) -> None:
@@ -112,16 +117,12 @@ class Engine:
         for constraint in moved:
             self.scheduler.grammar_moved(constraint, self.clock())
 
-    def _launch(self, step: Step) -> list[Delta]:
-        try:
-            self._in_flight.append((step, self.runner.launch(step)))
-            return []
-        except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
-            deltas: list[Delta] = []
-            while self._in_flight:
-                deltas += self._commit_oldest()
-            self.runner.reset()
-            return deltas + self.scheduler.fail([step], _cause(error), self.clock())
+    def _launch_failed(self, step: Step, cause: str) -> list[Delta]:
+        deltas: list[Delta] = []
+        while self._in_flight:
+            deltas += self._commit_oldest()
+        self.runner.reset()
+        return deltas + self.scheduler.fail([step], cause, self.clock())
 
     def _commit_oldest(self) -> list[Delta]:
         step, pending = self._in_flight.popleft()

@@ -83,6 +83,23 @@ class Step:
         return bool(self.prompt_logprobs or self.pooling)
 
 
+def num_decodes(step: Step) -> int:
+    """Rows that decode, with drafts or without: they come first."""
+    return step.num_singles + sum(1 for samples in step.samples if samples > 1)
+
+
+def only_decodes(step: Step) -> bool:
+    """Whether every row of the step decodes, with drafts or without, and nothing else happens."""
+    return num_decodes(step) == len(step.rows) and not (
+        step.admissions or step.moves or step.chosen or step.wants_hidden or 0 in step.samples
+    )
+
+
+def is_speculative(step: Step) -> bool:
+    """Whether a row verifies drafts, or is as long as only the device knows."""
+    return bool(step.drafts or step.slack)
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step produced, in the step's row order."""

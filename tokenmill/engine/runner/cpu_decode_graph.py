@@ -7,11 +7,10 @@ import warnings
 import numpy as np
 import torch
 
-from tokenmill.engine.runner.cuda_graphs import PLAIN, only_decodes
+from tokenmill.engine.runner.cuda_graphs import PLAIN
 from tokenmill.engine.runner.inputs import block_writes
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import is_speculative
-from tokenmill.engine.step import Step
+from tokenmill.engine.step import Step, is_speculative, only_decodes
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.native.ops import choose_into, decode_inputs
 from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph

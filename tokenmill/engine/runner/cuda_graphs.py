@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.inputs import Ints, block_writes, draft_columns, num_decodes, shared_lengths
+from tokenmill.engine.runner.inputs import Ints, block_writes, draft_columns, shared_lengths
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import COLUMNS, Entries, is_speculative
-from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.engine.runner.verify import COLUMNS, Entries
+from tokenmill.engine.step import SharedPrefix, Step, is_speculative, only_decodes
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -36,13 +36,6 @@ class Kind(enum.Enum):
     PLAIN = "plain"
     SHARED = "shared"  # rows share a beginning, which is read once
     DRAFTS = "drafts"  # rows start where the device says and verify drafts: a size counts tokens, not rows
-
-
-def only_decodes(step: Step) -> bool:
-    """Whether every row of the step decodes, with drafts or without, and nothing else happens."""
-    return num_decodes(step) == len(step.rows) and not (
-        step.admissions or step.moves or step.chosen or step.wants_hidden or 0 in step.samples
-    )
 
 
 def bucket_sizes(max_rows: int) -> list[int]:

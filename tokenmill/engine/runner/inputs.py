@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.engine.step import SharedPrefix, Step, is_speculative, num_decodes
 from tokenmill.kv.moves import Move, Place
 
 Ints = npt.NDArray[np.int64]
@@ -36,25 +36,18 @@ class AttentionRows:
 
     @classmethod
     def of(cls, step: Step, split_drafts: bool) -> AttentionRows:
-        def context(row: int, start: int, count: int) -> int:
-            return start + count + step.slack.get(row, 0)
-
-        decodes = num_decodes(step) if split_drafts else 0
-        if decodes <= step.num_singles:
-            shares = zip(step.rows, step.starts, step.counts, strict=True)
-            bounds = [context(*share) for share in shares]
-            return cls(step.rows, step.starts, step.counts, bounds, step.num_singles)
-        shares = zip(step.rows[:decodes], step.starts[:decodes], step.counts[:decodes], strict=True)
-        singles = [(row, start + n) for row, start, count in shares for n in range(count)]
-        chunks = range(decodes, len(step.rows))
-        return cls(
-            rows=[row for row, _ in singles] + step.rows[decodes:],
-            starts=[start for _, start in singles] + step.starts[decodes:],
-            counts=[1] * len(singles) + step.counts[decodes:],
-            context=[context(row, start, 1) for row, start in singles]
-            + [context(step.rows[i], step.starts[i], step.counts[i]) for i in chunks],
-            num_singles=len(singles),
-        )
+        rows, starts, counts, num_singles = step.rows, step.starts, step.counts, step.num_singles
+        if split_drafts and (decodes := num_decodes(step)) > num_singles:
+            shares = zip(rows[:decodes], starts[:decodes], counts[:decodes], strict=True)
+            singles = [(row, start + n) for row, start, count in shares for n in range(count)]
+            num_singles = len(singles)
+            rows = [row for row, _ in singles] + rows[decodes:]
+            starts = [start for _, start in singles] + starts[decodes:]
+            counts = [1] * num_singles + counts[decodes:]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        if step.slack:
+            ends = [end + step.slack.get(row, 0) for row, end in zip(rows, ends, strict=True)]
+        return cls(rows, starts, counts, ends, num_singles)
 
 
 def pack(
@@ -109,10 +102,12 @@ def pack(
         "block_value": block_value,
         "move_from": np.array([_on_device(move).source for move in step.moves], dtype=np.int64),
         "move_to": np.array([move.target for move in step.moves], dtype=np.int64),
-        **_speculation(step),
         "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
         "shared_tokens": shared_lengths(step.shared, len(rows)) if step.shared else np.zeros(0, dtype=np.int64),
     }
+    if is_speculative(step):
+        told, named["proposed"] = draft_columns(step)
+        named["told"] = told.reshape(-1)
     sections, at = {}, 0
     for name, part in named.items():
         sections[name] = slice(at, at + len(part))
@@ -124,13 +119,6 @@ def _on_device(move: Move) -> Move:
     if move.source_place is not Place.DEVICE or move.target_place is not Place.DEVICE:
         raise NotImplementedError(f"{move} leaves the device, and this runner moves blocks only within it")
     return move
-
-
-def _speculation(step: Step) -> dict[str, Ints]:
-    if not (step.drafts or step.slack):
-        return {}
-    told, proposed = draft_columns(step)
-    return {"told": told.reshape(-1), "proposed": proposed}
 
 
 def draft_columns(step: Step) -> tuple[Ints, Ints]:  # [6, tokens], [proposed tokens, at least one]
@@ -148,11 +136,6 @@ def draft_columns(step: Step) -> tuple[Ints, Ints]:  # [6, tokens], [proposed to
     row, start, first, end, slack = np.repeat(np.array(parts, dtype=np.int64).reshape(-1, 5), counts, axis=0).T
     number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.stack([row, start, number, first, end, slack]), np.array(proposed or [0], dtype=np.int64)
-
-
-def num_decodes(step: Step) -> int:
-    """Rows that decode, with drafts or without: they come first."""
-    return step.num_singles + sum(1 for samples in step.samples if samples > 1)
 
 
 def _padded(column: Ints, size: int, value: int) -> Ints:  # [size], or as long as it is

@@ -12,8 +12,7 @@ import torch
 from tokenmill.engine.runner.cuda_graphs import Recording, Recordings
 from tokenmill.engine.runner.paths import PlainForward, PreparedStep
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import is_speculative
-from tokenmill.engine.step import Step
+from tokenmill.engine.step import Step, is_speculative
 from tokenmill.model.decoder import Attend, Attended, Decoder, TokenBatch
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.types import AttentionBatch

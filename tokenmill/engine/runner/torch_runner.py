@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +12,14 @@ import torch
 from tokenmill.engine.runner.capture import Capture
 from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Kind
 from tokenmill.engine.runner.guard import PrecisionGuard
-from tokenmill.engine.runner.inputs import AttentionRows, PackedStep, pack
+from tokenmill.engine.runner.inputs import AttentionRows, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.pooling import Pooled, Pooler
 from tokenmill.engine.runner.reserve import reserve, staged_bytes
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, is_speculative, settled
-from tokenmill.engine.step import Pending, Step, StepResult
+from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, settled
+from tokenmill.engine.step import Pending, Step, StepResult, is_speculative
 from tokenmill.model.decoder import Decoder
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.logprobs import Widths, unpack
@@ -87,32 +86,19 @@ class TorchRunner:
     def launch(self, step: Step) -> Pending:
         # The current device belongs to the thread, and streams, events and kernels follow it.
         with self.on_device():
-            return self._launch(step)
+            if step.slack and self.device.type not in ASYNC_DEVICES:
+                step = settled(step, self.state.lengths.tolist())
+            self._sampler.take_masks(step.masks)
+            for path in self.decode_paths:
+                if path.takes(step) and (sampled := path.run(step)) is not None:
+                    rows = step.rows
+                    if step.drafts:
+                        rows = [row for row, count in zip(rows, step.counts, strict=True) for _ in range(count)]
+                    return _TorchPending(step, self.device, self._sampler, sampled, rows)
+            return self._launch_prepared(step)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-    def _launch(self, step: Step) -> Pending:
-        if self.device.type not in ASYNC_DEVICES:
-            step = settled(step, self.state.lengths.tolist() if step.slack else [])
-        self._sampler.take_masks(step.masks)
-        for path in self.decode_paths:
-            if path.takes(step) and (sampled := path.run(step)) is not None:
-                rows = step.rows if len(step.rows) == step.num_tokens else _repeated(step.rows, step.counts)
-                return self._pending(step, sampled, rows)
-        return self._launch_prepared(step)
-
-    def _pending(
-        self,
-        step: Step,
-        sampled: Sampled | None,
-        rows: list[int],  # one per sampled position
-        prompts: dict[int, list[_Slice]] | None = None,
-        pooled: Pooled | None = None,
-    ) -> Pending:
-        asked = sampled is not None and sampled.logprobs is not None
-        widths = self._sampler.widths(rows) if asked else None
-        return _TorchPending(step, sampled, widths, prompts or {}, pooled, self.device)
 
     def _launch_prepared(self, step: Step) -> Pending:
         """A step that is not only decodes, or that no decode path takes."""
@@ -134,7 +120,16 @@ class TorchRunner:
         if step.moves:
             self.state.copy_blocks(part["move_from"], part["move_to"])
         drafts = self._place_drafts(part) if speculative else None
-        prepared = self._prepared(step, packed, part)
+        prepared = PreparedStep(
+            step,
+            self.state,
+            part["token_rows"],
+            part["positions"],
+            self._attention_batch(step, packed.attention, part),
+            part["entries"],
+            all_wanted=len(packed.sample_rows) == step.num_tokens,
+            sample_rows=packed.sample_rows,
+        )
         prompts: dict[int, list[_Slice]] = {}
         pooled: Pooled | None = None
         logits: torch.Tensor | None = None
@@ -147,22 +142,15 @@ class TorchRunner:
             logits = path.logits(prepared)
             if logits is None:
                 path = next(paths)
-        sampled = self._sample(packed, part, logits[: len(packed.sample_rows)]) if packed.sample_rows else None
-        if drafts is not None and sampled is not None:
-            sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)]))
-        return self._pending(step, sampled, packed.sample_rows, prompts, pooled)
-
-    def _prepared(self, step: Step, packed: PackedStep, part: dict[str, torch.Tensor]) -> PreparedStep:
-        return PreparedStep(
-            step,
-            self.state,
-            part["token_rows"],
-            part["positions"],
-            self._attention_batch(step, packed.attention, part),
-            part["entries"],
-            all_wanted=len(packed.sample_rows) == step.num_tokens,
-            sample_rows=packed.sample_rows,
-        )
+        sampled: Sampled | None = None
+        if packed.sample_rows:
+            wanted, traits = logits[: len(packed.sample_rows)], self._sampler.traits(packed.sample_rows)
+            at = part["entry_rows"], part["entry_positions"]
+            sampled = self._sampler.sample(wanted, *at, traits)
+            self.state.tokens[at] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
+            if drafts is not None:
+                sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)]))
+        return _TorchPending(step, self.device, self._sampler, sampled, packed.sample_rows, prompts, pooled)
 
     def _place_drafts(self, part: dict[str, torch.Tensor]) -> Entries:
         """Correct where rows stand that decode: only the device may know."""
@@ -273,17 +261,6 @@ class TorchRunner:
             shared_tokens=part["shared_tokens"].int() if step.shared else None,
         )
 
-    def _sample(
-        self,
-        packed: PackedStep,
-        part: dict[str, torch.Tensor],
-        logits: torch.Tensor,  # [entries, vocab]
-    ) -> Sampled:
-        rows, positions = part["entry_rows"], part["entry_positions"]
-        sampled = self._sampler.sample(logits, rows, positions, self._sampler.traits(packed.sample_rows))
-        self.state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
-        return sampled
-
     def _prompt_logprobs(
         self, path: ForwardPath, prepared: PreparedStep, hidden: torch.Tensor
     ) -> dict[int, list[_Slice]]:
@@ -308,25 +285,29 @@ class TorchRunner:
 _Slice = tuple[torch.Tensor, Widths]  # log-probabilities of a part of a prompt, on their way to the host; best tokens
 
 
-@dataclass
 class _TorchPending:
     """A launched step: the copies of its results are under way."""
 
-    step: Step
-    sampled: Sampled | None
-    widths: Widths | None  # [samples]: best tokens that each asked for, where any asked for log-probabilities
-    prompts: dict[int, list[_Slice]]
-    pooled: Pooled | None
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        step: Step,
+        device: torch.device,
+        sampler: Sampler,
+        sampled: Sampled | None,
+        rows: list[int],  # one per sampled position
+        prompts: dict[int, list[_Slice]] | None = None,
+        pooled: Pooled | None = None,
+    ) -> None:
+        self._step, self._prompts, self._pooled = step, prompts or {}, pooled
         self._tokens: torch.Tensor | None = None  # [samples], or with log-probabilities [samples, words]
-        if self.sampled is not None:
-            words = self.sampled.logprobs
-            self._tokens = _to_host(self.sampled.tokens if words is None else words)
-        self._vectors = _to_host(self.pooled.vectors) if self.pooled is not None else None
+        self._widths: Widths | None = None  # [samples]: best tokens that each asked for, where any asked for them
+        if sampled is not None:
+            words = sampled.logprobs
+            self._widths = None if words is None else sampler.widths(rows)
+            self._tokens = _to_host(sampled.tokens if words is None else words)
+        self._vectors = _to_host(pooled.vectors) if pooled is not None else None
         self._done: torch.cuda.Event | None = None
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
@@ -335,22 +316,22 @@ class _TorchPending:
             self._done.synchronize()
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        if self._tokens is not None and self.widths is not None:
+        if self._tokens is not None and self._widths is not None:
             words = self._tokens.numpy()
-            tokens, logprobs = words[:, 0].tolist(), unpack(words, self.widths)
+            tokens, logprobs = words[:, 0].tolist(), unpack(words, self._widths)
         elif self._tokens is not None:
             tokens = self._tokens.tolist()
         result = StepResult(
             tokens=[],
             prompt_logprobs={
                 index: [one for words, widths in parts for one in unpack(words.numpy(), widths) if one is not None]
-                for index, parts in self.prompts.items()
+                for index, parts in self._prompts.items()
             },
         )
-        if self.pooled is not None and self._vectors is not None:
-            result.pooled = dict(zip(self.pooled.indices, self._vectors.tolist(), strict=True))
+        if self._pooled is not None and self._vectors is not None:
+            result.pooled = dict(zip(self._pooled.indices, self._vectors.tolist(), strict=True))
         at = 0
-        for index, samples in enumerate(self.step.samples):
+        for index, samples in enumerate(self._step.samples):
             held = tokens[at : at + samples]
             if REJECTED in held:
                 held = held[: held.index(REJECTED)]
@@ -360,10 +341,6 @@ class _TorchPending:
                 result.logprobs[index] = mine
             at += samples
         return result
-
-
-def _repeated(rows: list[int], counts: list[int]) -> list[int]:
-    return [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -18,11 +18,6 @@ REJECTED = -2  # stands for a sampled token behind a draft that did not hold
 COLUMNS = 6  # of `draft_columns`
 
 
-def is_speculative(step: Step) -> bool:
-    """Whether a row verifies drafts, or is as long as only the device knows."""
-    return bool(step.drafts or step.slack)
-
-
 @dataclass
 class Entries:
     """Tokens of rows that decode: of each the last known one and as many drafts as it verifies. All are [n] int64."""
@@ -68,8 +63,6 @@ class Entries:
 
 def settled(step: Step, lengths: list[int]) -> Step:
     """The step with its starts as they are, for a device that computes a step while it is launched."""
-    if not step.slack:
-        return step
     made = Step(**{name: getattr(step, name) for name in Step.__slots__})
     made.starts, made.drafts, made.slack = list(step.starts), dict(step.drafts), {}
     for index, row in enumerate(step.rows):
