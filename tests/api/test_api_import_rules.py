@@ -65,7 +65,7 @@ def test_a_package_imports_only_what_is_below_it(package: str) -> None:
 
 # Sub-packages of serve -> those below them. All of them may use the modules of SERVE_LOW; app.py and server.py, beside
 # them, are built of everything.
-SERVE_LOW = ("tokenmill.serve.errors", "tokenmill.serve.settings", "tokenmill.serve.http_settings")
+SERVE_LOW = ("tokenmill.serve.errors", "tokenmill.serve.settings")
 SERVE = {
     "engine": (),
     "storage": (),

@@ -16,8 +16,8 @@ from typing import Any
 import sim_service
 
 from tokenmill.serve.engine_client.service import Service
-from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.server import _Server, listen
+from tokenmill.serve.settings import HttpSettings
 
 OPTIONS = ["--load-format", "dummy", "--dtype", "float64", "--device", "cpu", "--max-num-seqs", "16"]
 

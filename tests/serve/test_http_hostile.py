@@ -13,7 +13,7 @@ from http_server import Server, simulated
 from sim_service import assert_nothing_left, eventually, run
 
 from tokenmill.serve.http.origin_guard import OriginGuard
-from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.settings import HttpSettings
 
 PATH = "/v1/completions"
 

@@ -16,8 +16,8 @@ from sim_service import assert_nothing_left, embed, eventually, greedy, make, op
 from tokenmill.follow import Follow
 from tokenmill.outputs import RequestOutput
 from tokenmill.serve.engine_client.service import Service
-from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.server import _drain, _Server, listen
+from tokenmill.serve.settings import HttpSettings
 
 PATH = "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]

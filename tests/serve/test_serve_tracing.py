@@ -29,8 +29,8 @@ from tokenmill.errors import ConfigError
 from tokenmill.serve.app import create_app
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.http.api_keys import add_key
-from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.observe.tracing import Tracing
+from tokenmill.serve.settings import HttpSettings
 
 PATH = "/v1/completions"
 CALLER = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -292,7 +292,7 @@ def test_a_collector_that_is_gone_costs_no_request(chat_model: str) -> None:
 
 def test_nothing_is_imported_when_off() -> None:
     code = (
-        "import sys; from tokenmill.serve import app, server; from tokenmill.serve.http_settings import HttpSettings\n"
+        "import sys; from tokenmill.serve import app, server; from tokenmill.serve.settings import HttpSettings\n"
         "from tokenmill.serve.engine_client.service import Service; from tokenmill.config import EngineConfig\n"
         "made = app.create_app(Service(EngineConfig()), HttpSettings())\n"
         "assert made.state.server.tracing is None\n"

@@ -14,8 +14,7 @@ from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.terminal import note, progress
 from tokenmill.config import LOAD, OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError, pip_install
-from tokenmill.serve.http_settings import MB, HttpSettings
-from tokenmill.serve.settings import ServeSettings
+from tokenmill.serve.settings import MB, HttpSettings, ServeSettings
 
 _NET = "Who may ask"
 _WATCH = "What it tells"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
 # FastAPI only routes here and writes /openapi.json: bodies are read and checked by http/request_body.py with msgspec.
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -31,10 +29,11 @@ from tokenmill.serve.http.access_log import RequestRecord
 from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.http.origin_guard import OriginGuard
+from tokenmill.serve.http.request_body import RequestBody
 from tokenmill.serve.http.request_context import Handler, Reader, endpoint, error_response, reader
 from tokenmill.serve.http.server_state import ServerState, server_of
-from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.observe.metrics import ServerMetrics
+from tokenmill.serve.settings import HttpSettings
 from tokenmill.serve.storage.jobs import JobStore
 from tokenmill.serve.storage.journal import Journal
 from tokenmill.serve.storage.stored_responses import StoredResponses
@@ -42,7 +41,7 @@ from tokenmill.serve.storage.stored_responses import StoredResponses
 if TYPE_CHECKING:
     from tokenmill.serve.observe.tracing import Tracing
 
-_POSTS: tuple[tuple[str, type[msgspec.Struct], Handler, Shape], ...] = (
+_POSTS: tuple[tuple[str, type[RequestBody], Handler, Shape], ...] = (
     ("/v1/chat/completions", schemas.ChatRequest, chat, openai_shape),
     ("/v1/completions", schemas.CompletionRequest, complete, openai_shape),
     ("/v1/responses", schemas.ResponsesRequest, respond, openai_shape),
@@ -86,9 +85,8 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     runner = BatchRunner(store, batches.local_sender(app, posts), most_bytes=settings.max_stored_bytes)
     responses = StoredResponses(settings.max_responses_bytes, settings.response_seconds)
     tracing = tracing or _tracing(service, settings)
-    app.state.server = ServerState(
-        service, settings, ApiKeys(settings.keys), ServerMetrics(service), runner, responses, tracing
-    )
+    metrics = ServerMetrics(service, [one[0] for one in _POSTS] + [one[0] for one in _READS])
+    app.state.server = ServerState(service, settings, ApiKeys(settings.keys), metrics, runner, responses, tracing)
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:
@@ -129,7 +127,7 @@ def _add(
     path: str,
     method: str,
     handler: Callable[[Request], Awaitable[Response]],
-    kind: type[msgspec.Struct] | None = None,
+    kind: type[RequestBody] | None = None,
 ) -> None:
     parameters = [*([_NAME] if "{name" in path else []), *_QUERIES.get((path, method), ())]
     extra: dict[str, Any] = {"parameters": parameters} if parameters else {}
@@ -193,7 +191,9 @@ _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "str
 def _description(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        made.setdefault("components", {}).setdefault("schemas", {}).update(schemas.components())
+        made.setdefault("components", {}).setdefault("schemas", {}).update(
+            schemas.components([kind for _, kind, *_ in _POSTS])
+        )
         app.openapi_schema = made
     return app.openapi_schema
 

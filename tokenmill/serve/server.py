@@ -21,7 +21,7 @@ from tokenmill.serve.engine_client.remote_model import Progress
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.http.protocol import protocol_for
 from tokenmill.serve.http.server_state import ServerState
-from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.settings import HttpSettings
 
 log = logging.getLogger("tokenmill.serve")
 

@@ -17,7 +17,7 @@ from tokenmill.serve.api.schemas import ChatRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
-from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
+from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEEncoder, SSEResponse, event
 from tokenmill.serve.tool_calls.parsers import CallDelta, ToolCallParser, ToolDelta, parse
 
 
@@ -96,7 +96,7 @@ def _logprobs_json(context: RequestContext, body: ChatRequest, tokens: list[int]
     }
 
 
-class _ChatEncoder:
+class _ChatEncoder(SSEEncoder):
     """The events of a chat."""
 
     def __init__(self, context: RequestContext, body: ChatRequest, stream: Stream, tools: RequestTools, n: int) -> None:
@@ -110,9 +110,6 @@ class _ChatEncoder:
         self._tracker = DeltaTracker(n, with_ids)
         self._choices = [_ChoiceEncoder(tools.parser(), with_ids) for _ in range(n)]
         self._last: list[RequestOutput] = []
-
-    def start(self) -> bytes:
-        return b""
 
     def update(self, number: int) -> bytes:
         follow = self.streams[number].follow

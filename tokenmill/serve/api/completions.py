@@ -19,7 +19,7 @@ from tokenmill.serve.api.schemas import CompletionRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError, unsupported
 from tokenmill.serve.http.request_context import RequestContext
-from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEResponse, event
+from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEEncoder, SSEResponse, event
 
 MOST_PROMPTS = 256
 
@@ -143,7 +143,7 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
     return {table[token].decoded_token or str(token): finite(table[token].logprob) for token in best_of(table, top)}
 
 
-class _CompletionEncoder:
+class _CompletionEncoder(SSEEncoder):
     """The events of a completion."""
 
     def __init__(self, context: RequestContext, body: CompletionRequest, streams: list[Stream], n: int) -> None:
@@ -157,9 +157,6 @@ class _CompletionEncoder:
         self._trackers = [DeltaTracker(n, self._with_ids) for _ in streams]
         self._offsets = [_Offsets(context.service.tokenizer) for _ in range(n * len(streams))]
         self._last: dict[int, RequestOutput] = {}
-
-    def start(self) -> bytes:
-        return b""
 
     def update(self, number: int) -> bytes:
         follow = self.streams[number].follow

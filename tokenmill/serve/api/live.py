@@ -7,13 +7,12 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
 
 from tokenmill.engine.request import Request as EngineRequest
 from tokenmill.serve.engine import wire
@@ -136,8 +135,6 @@ class Live:
                 self._stop_asking()
             case StatsEvent():
                 return
-            case _:
-                pass
         self._moved = True
 
     def _count_running(self, running: list[EngineRequest]) -> None:
@@ -191,11 +188,11 @@ class Live:
     ) -> dict[str, dict[str, Any]]:
         """Every sequence that is not finished, by id: as the engine saw it last, or as the front knows it."""
         if view is None:
-            return {one.id: _row_of_request(one, "waiting", now) for one in leaders}
+            return {one.id: _row(one.id, _snapshot_of(one, False, now)) for one in leaders}
         seen = {self._service.request_of(row.key): row for row in view.rows}
         rows = {id: _row(id, row) for id, row in seen.items() if id is not None}
         others = [one for one in leaders if one.id not in seen]
-        return rows | {one.id: _row_of_request(one, "decode" if one.num_output else "waiting", now) for one in others}
+        return rows | {one.id: _row(one.id, _snapshot_of(one, bool(one.num_output), now)) for one in others}
 
     def _per_second(self, now: int) -> list[list[int]]:
         """Output and prefilled tokens of each of the last seconds that are over, oldest first."""
@@ -209,50 +206,23 @@ async def watch(server: ServerState, request: Request, tenant: Tenant) -> Respon
     if live.watchers >= MOST_WATCHERS:
         message = f"{MOST_WATCHERS} others watch already; close one of those pages"
         raise HttpError(503, message, "too_many_watchers", retry_after=10.0)
-    return _Watching(live, tenant)
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(_frames(live, tenant), headers=headers, media_type="text/event-stream")
 
 
-class _Watching(Response):
-    def __init__(self, live: Live, tenant: Tenant) -> None:
-        super().__init__(
-            headers={"cache-control": "no-store", "x-accel-buffering": "no"}, media_type="text/event-stream"
-        )
-        del self.headers["content-length"]
-        self._live = live
-        self._tenant = tenant
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.create_task(self._send(send)), asyncio.create_task(_gone(receive))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with self._live.watched():
-            seen = -1
-            while not self._live.over or seen < 0:
-                seen = await self._live.after(seen)
-                frame = event(self._live.told(self._tenant))
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _frames(live: Live, tenant: Tenant) -> AsyncIterator[bytes]:
+    with live.watched():
+        seen = -1
+        while not live.over or seen < 0:
+            seen = await live.after(seen)
+            yield event(live.told(tenant))
 
 
 def _row(id: str, row: wire.SequenceSnapshot) -> dict[str, Any]:
-    if row.running:
-        state = "decode" if row.computed >= row.prompt else "prefill"
-    else:
-        state = "waiting"
+    state = "waiting" if not row.running else "decode" if row.computed >= row.prompt else "prefill"
+    head, slash, number = id.partition("/")  # what follows a slash numbers the sequences of one request
     return {
-        "id": _short(id),
+        "id": head[:8] + slash + number,  # enough to find it in a log
         "state": state,
         "prompt": row.prompt,
         "output": row.output,
@@ -262,22 +232,11 @@ def _row(id: str, row: wire.SequenceSnapshot) -> dict[str, Any]:
     }
 
 
-def _row_of_request(request: EngineRequest, state: str, now: float) -> dict[str, Any]:
-    return {
-        "id": _short(request.id),
-        "state": state,
-        "prompt": request.prompt_len,
-        "output": request.num_output,
-        "cached": request.metrics.cached_tokens,
-        "blocks": 0,
-        "age": round(now - request.arrival, 2),
-    }
-
-
-def _short(id: str) -> str:
-    """Enough of an id to find it in a log; what follows a slash numbers the sequences of one request."""
-    head, slash, number = id.partition("/")
-    return head[:8] + slash + number
+def _snapshot_of(request: EngineRequest, running: bool, now: float) -> wire.SequenceSnapshot:
+    """A sequence as the front knows it."""
+    cached, age = request.metrics.cached_tokens, now - request.arrival
+    computed = request.prompt_len if running else 0
+    return wire.SequenceSnapshot(0, running, request.prompt_len, request.num_output, computed, 0, cached, age)
 
 
 def _pool(blocks: bytes, block_size: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tokenmill.serve.api.schemas import HOTTEST_ANTHROPIC, CountRequest, Message
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import unsupported
 from tokenmill.serve.http.request_context import RequestContext
-from tokenmill.serve.http.sse import SSEResponse, event
+from tokenmill.serve.http.sse import SSEEncoder, SSEResponse, event
 
 _PING = event({"type": "ping"}, "ping")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -180,7 +180,7 @@ def _block(block: ContentBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": given if isinstance(given, dict) else {}}
 
 
-class _MessageEncoder:
+class _MessageEncoder(SSEEncoder):
     """The events of a message."""
 
     def __init__(self, context: RequestContext, stream: Stream, tools: RequestTools) -> None:
@@ -188,9 +188,6 @@ class _MessageEncoder:
         self._context = context
         self._blocks, self._tracker = ContentBlocks(tools.parser()), DeltaTracker(1)
         self._begun = False
-
-    def start(self) -> bytes:
-        return b""
 
     def update(self, number: int) -> bytes:
         follow = self.streams[number].follow

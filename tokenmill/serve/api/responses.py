@@ -21,7 +21,7 @@ from tokenmill.serve.api.schemas import ResponsesRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import GONE, HttpError, unsupported
 from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
-from tokenmill.serve.http.sse import SSEResponse, event
+from tokenmill.serve.http.sse import SSEEncoder, SSEResponse, event
 from tokenmill.serve.storage.stored_responses import StoredResponse
 
 _WITH_LOGPROBS = "message.output_text.logprobs"
@@ -266,7 +266,7 @@ def _part(block: ContentBlock) -> dict[str, Any]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
-class _ResponseEncoder:
+class _ResponseEncoder(SSEEncoder):
     """The events of a response, numbered."""
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, cast
 
 from tokenmill.errors import InvalidRequest
@@ -10,24 +11,7 @@ from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.api.schemas import HOTTEST, JsonSchema, ResponseFormat, Sampling, TextFormat
 from tokenmill.serve.errors import HttpError
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "n",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "bad_words",
-)
+_SAME_NAME = {field.name for field in fields(SamplingParams)} & set(Sampling.__struct_fields__) - {"top_k"}
 _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 MOST_ENTRIES = 1024
 MOST_LOGPROBS = 20
@@ -55,13 +39,7 @@ def sampling_params(
         None if body.choice is None else {"choice": body.choice},
         structured,
     )
-    return make_params(
-        max_tokens,
-        top_k=body.top_k,
-        structured=wanted or restriction,
-        **given,
-        **more,
-    )
+    return make_params(max_tokens, body.top_k, structured=wanted or restriction, **given, **more)
 
 
 def make_params(max_tokens: int | None, top_k: int | None, *, hottest: float = HOTTEST, **given: Any) -> SamplingParams:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from tokenmill.serve.http.request_body import RequestBody
 
 # Ranges and inner forms are checked where they are used, where a message can say what to do; to clients they are
 # described here.
@@ -101,14 +104,12 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
-class SchedulingOptions(Struct, kw_only=True):
+class SchedulingOptions(RequestBody, kw_only=True):
     """What a client may say about how it is served, in every endpoint that needs the engine."""
 
     model: str | None = None
     priority: _Priority | None = None
-    deadline_ms: Annotated[float, _within(1, 86_400_000)] | None = (
-        None  # from arrival; the answer is worth nothing after it
-    )
+    deadline_ms: Annotated[float, _within(1, 86_400_000)] | None = None  # from arrival: what it is worth nothing after
     cache_salt: str | None = None  # requests share a cached prefix only with those of the same salt
 
 
@@ -116,9 +117,6 @@ class CommonOptions(SchedulingOptions, kw_only=True):
     """The same, in every endpoint that generates."""
 
     stream: bool | None = None
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
-    REFUSED: ClassVar[dict[str, str]] = {}  # what clients may send that cannot be done here, and why
 
 
 class Sampling(CommonOptions, kw_only=True):
@@ -165,7 +163,7 @@ class ChatRequest(Sampling, kw_only=True):
     modalities: list[str] | None = None
 
     IGNORED = _COMMON | {"user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity", "prediction"}
-    REFUSED = {
+    REFUSED: ClassVar[dict[str, str]] = {
         "functions": "it was replaced by tools; send them",
         "function_call": "it was replaced by tool_choice; send that",
         "audio": "this model writes text only; leave it out",
@@ -227,7 +225,7 @@ class ResponsesRequest(CommonOptions, kw_only=True):
     truncation: str | None = None
 
     IGNORED = _COMMON | {"user", "service_tier", "reasoning", "stream_options", "max_tool_calls"}
-    REFUSED = {
+    REFUSED: ClassVar[dict[str, str]] = {
         "prompt": "no templates of prompts are kept here; send input and instructions",
         "context_management": _NO_TOOLS_HERE["context_management"],
         "image": "this model writes text only; leave it out",
@@ -261,7 +259,7 @@ class MessagesRequest(CommonOptions, kw_only=True):
     REFUSED = _NO_TOOLS_HERE
 
 
-class CountRequest(Struct, kw_only=True):
+class CountRequest(RequestBody, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
     messages: _Messages
@@ -269,10 +267,8 @@ class CountRequest(Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: _Tools | None = None
 
-    IGNORED: ClassVar[frozenset[str]] = _ANTHROPIC | {
-        "tool_choice", "thinking", "output_config", "output_format",
-    }  # fmt: skip
-    REFUSED: ClassVar[dict[str, str]] = _NO_TOOLS_HERE
+    IGNORED = _ANTHROPIC | {"tool_choice", "thinking", "output_config", "output_format"}
+    REFUSED = _NO_TOOLS_HERE
 
 
 class MessageBatchEntry(Struct, forbid_unknown_fields=True):
@@ -280,12 +276,10 @@ class MessageBatchEntry(Struct, forbid_unknown_fields=True):
     params: dict[str, Any]  # a MessagesRequest, judged when its turn comes
 
 
-class MessageBatchRequest(Struct, kw_only=True):
+class MessageBatchRequest(RequestBody, kw_only=True):
     """POST /v1/messages/batches"""
 
     requests: Annotated[list[MessageBatchEntry], _described(minItems=1)]
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
 
 
 class EmbeddingRequest(SchedulingOptions, kw_only=True):
@@ -296,10 +290,10 @@ class EmbeddingRequest(SchedulingOptions, kw_only=True):
     dimensions: _Count | None = None
     pooling: Annotated[str, _described(enum=["mean", "last"])] | None = None
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(["user"])
+    IGNORED = frozenset(["user"])
 
 
-class TokenizeRequest(Struct, kw_only=True):
+class TokenizeRequest(RequestBody, kw_only=True):
     """POST /tokenize"""
 
     prompt: str | None = None
@@ -309,20 +303,16 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
 
-
-class DetokenizeRequest(Struct, kw_only=True):
+class DetokenizeRequest(RequestBody, kw_only=True):
     """POST /detokenize"""
 
     tokens: _TokenIds
     model: str | None = None
     skip_special_tokens: bool = False
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
 
-
-class BatchRequest(Struct, kw_only=True):
+class BatchRequest(RequestBody, kw_only=True):
     """POST /v1/batches"""
 
     input_file_id: str
@@ -330,33 +320,17 @@ class BatchRequest(Struct, kw_only=True):
     completion_window: str | None = None
     metadata: dict[str, str] | None = None
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(["output_expires_after"])
+    IGNORED = frozenset(["output_expires_after"])
 
 
-REQUESTS: tuple[type[Struct], ...] = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountRequest,
-    MessageBatchRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    BatchRequest,
-)
-
-
-def components() -> dict[str, Any]:
-    """The JSON schemas of all requests, by name."""
-    _, found = msgspec.json.schema_components(REQUESTS, ref_template="#/components/schemas/{name}")
-    for kind in REQUESTS:
+def components(kinds: Sequence[type[RequestBody]]) -> dict[str, Any]:
+    """The JSON schemas of these requests, by name."""
+    _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    without_effect = {"description": "without effect here; listed in the header x-tokenmill-ignored"}
+    for kind in kinds:
         schema = found[kind.__name__]
-        for name in sorted(kind.IGNORED):  # type: ignore[attr-defined]
-            schema["properties"][name] = {
-                "description": "without effect here; listed in the header x-tokenmill-ignored"
-            }
-        for name, why in getattr(kind, "REFUSED", {}).items():
+        schema["properties"] |= dict.fromkeys(sorted(kind.IGNORED), without_effect)
+        for name, why in kind.REFUSED.items():
             schema["properties"][name] = {"type": "null", "description": f"refused: {why}"}
         schema["additionalProperties"] = False
     return dict(found)

@@ -8,8 +8,8 @@ to have the page and the server count as one site), and where the browser says t
 from __future__ import annotations
 
 import ipaddress
-from typing import NamedTuple
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,7 +17,7 @@ from tokenmill.serve.errors import HttpError, shape_at
 from tokenmill.serve.http.access_log import RequestRecord
 from tokenmill.serve.http.request_context import error_response
 from tokenmill.serve.http.server_state import server_of
-from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.settings import HttpSettings
 
 _SAFE = ("GET", "HEAD", "OPTIONS")  # change nothing, and their answers are not for other sites' pages to read
 
@@ -45,8 +45,9 @@ class OriginGuard:
         await self._app(scope, receive, send)
 
     def _problem(self, scope: Scope) -> HttpError | None:
-        origin_headers = _RequestOrigin.of(scope)
-        if not self._any_host and not all(self._is_ours(_bare(host)) for host in origin_headers.hosts):
+        headers = Headers(scope=scope)
+        hosts = [host.lower() for host in headers.getlist("host")]
+        if not self._any_host and not all(self._is_ours(_bare(host)) for host in hosts):
             return HttpError(
                 403,
                 "the Host of this request is not a name of this server; if it should be one, start the server with "
@@ -54,7 +55,9 @@ class OriginGuard:
                 "host_not_allowed",
                 close=True,
             )
-        if scope["method"] not in _SAFE and self._is_foreign(origin_headers):
+        if scope["method"] not in _SAFE and self._is_foreign(
+            hosts, headers.get("origin"), headers.get("sec-fetch-site")
+        ):
             return HttpError(
                 403,
                 "a web page of another origin may not ask here; if it should, start the server with --origin ORIGIN",
@@ -67,34 +70,12 @@ class OriginGuard:
         """A number cannot be pointed elsewhere, and localhost is always this machine."""
         return host in self._hosts or host == "localhost" or host.endswith(".localhost") or _is_number(host)
 
-    def _is_foreign(self, origin_headers: _RequestOrigin) -> bool:
-        if "*" in self._origins or (origin_headers.origin is not None and origin_headers.origin in self._origins):
+    def _is_foreign(self, hosts: list[str], origin: str | None, site: str | None) -> bool:
+        if "*" in self._origins or (origin is not None and origin.lower() in self._origins):
             return False
-        if origin_headers.site is not None:  # browsers say it where nobody can listen; pages cannot set it
-            return origin_headers.site not in ("same-origin", "none")
-        return (
-            origin_headers.origin is not None and origin_headers.origin.partition("://")[2] not in origin_headers.hosts
-        )
-
-
-class _RequestOrigin(NamedTuple):
-    """What a request's head says of where it is from and for."""
-
-    hosts: list[str]
-    origin: str | None
-    site: str | None
-
-    @classmethod
-    def of(cls, scope: Scope) -> _RequestOrigin:
-        hosts, origin, site = [], None, None
-        for name, value in scope["headers"]:
-            if name == b"host":
-                hosts.append(value.decode("latin-1").lower())
-            elif name == b"origin":
-                origin = value.decode("latin-1").lower()
-            elif name == b"sec-fetch-site":
-                site = value.decode("latin-1").lower()
-        return cls(hosts, origin, site)
+        if site is not None:  # browsers say it where nobody can listen; pages cannot set it
+            return site.lower() not in ("same-origin", "none")
+        return origin is not None and origin.lower().partition("://")[2] not in hosts
 
 
 def _bare(host: str) -> str:

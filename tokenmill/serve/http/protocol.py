@@ -8,7 +8,7 @@ import time
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.serve.http_settings import HttpSettings
+from tokenmill.serve.settings import HttpSettings
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as Base

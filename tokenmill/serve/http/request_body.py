@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,13 +14,21 @@ from tokenmill.compat import did_you_mean
 from tokenmill.errors import InvalidRequest
 from tokenmill.serve.errors import GONE, HttpError, unsupported
 from tokenmill.serve.http import large_json
-from tokenmill.serve.http_settings import HttpSettings
-
-T = TypeVar("T", bound=msgspec.Struct)
+from tokenmill.serve.settings import HttpSettings
 
 _LINGER = 2.0  # seconds
 _LARGE = 256 << 10  # bytes: decoded in a thread, so that the event loop goes on
 MOST_PARTS = 200_000  # arrays and objects, members of objects, or strings
+
+
+class RequestBody(msgspec.Struct, kw_only=True):
+    """What a client may send to an endpoint."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()  # what may be sent, and has no effect here
+    REFUSED: ClassVar[dict[str, str]] = {}  # what clients may send that cannot be done here, and why
+
+
+T = TypeVar("T", bound=RequestBody)
 
 
 async def read_body(request: Request, settings: HttpSettings) -> bytes:
@@ -65,12 +73,8 @@ async def read_request(request: Request, kind: type[T], settings: HttpSettings) 
     body = await read_body(request, settings)
     request.scope["tokenmill.size"] = len(body)  # for Call.aside
     if len(body) > _LARGE:
-        return await asyncio.to_thread(_parse_large, body, kind)
-    return parse(body, kind)
-
-
-def _parse_large(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
-    _check_parts(body)
+        await asyncio.to_thread(_check_parts, body)
+        return await asyncio.to_thread(parse, body, kind)
     return parse(body, kind)
 
 
@@ -104,12 +108,11 @@ def of_kind(content: Any, kind: type[T]) -> tuple[T, list[str]]:
     if not isinstance(content, dict):
         raise HttpError(400, f"the body is a JSON {_json_name(content)}; send an object", "invalid_json")
     known = kind.__struct_fields__
-    ignored = sorted(name for name in content.keys() & kind.IGNORED if content[name] is not None)  # type: ignore[attr-defined]
-    refused: dict[str, str] = getattr(kind, "REFUSED", {})
-    for name in sorted(content.keys() & refused.keys()):
+    ignored = sorted(name for name in content.keys() & kind.IGNORED if content[name] is not None)
+    for name in sorted(content.keys() & kind.REFUSED.keys()):
         if content[name] is not None:
-            raise unsupported(f"{name} is set, but {refused[name]}")
-    for name in content.keys() - known - kind.IGNORED - refused.keys():  # type: ignore[attr-defined]
+            raise unsupported(f"{name} is set, but {kind.REFUSED[name]}")
+    for name in content.keys() - known - kind.IGNORED - kind.REFUSED.keys():
         short = name[:60]
         message = f"there is no parameter {short!r} here; {did_you_mean(short, known)}"
         raise HttpError(400, message, "unknown_parameter", short)

@@ -25,11 +25,10 @@ from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
 from tokenmill.serve.http.access_log import RequestRecord
 from tokenmill.serve.http.error_mapping import http_error_of
-from tokenmill.serve.http.request_body import read_request
+from tokenmill.serve.http.request_body import RequestBody, read_request
 from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http.tenants import Tenant
 
-T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
 P = ParamSpec("P")
 Handler = Callable[["RequestContext", Any], Awaitable[Response]]
@@ -39,14 +38,9 @@ Reader = Callable[[ServerState, Request, Tenant], Awaitable[Response]]
 class RequestOptions(Protocol):
     """What a client may say, in every endpoint that generates, about how its request is scheduled."""
 
-    @property
-    def priority(self) -> str | int | None: ...
-
-    @property
-    def deadline_ms(self) -> float | None: ...
-
-    @property
-    def cache_salt(self) -> str | None: ...
+    priority: str | int | None
+    deadline_ms: float | None
+    cache_salt: str | None
 
 
 class RequestContext:
@@ -208,7 +202,9 @@ class RequestContext:
         return HttpError(500, said or f"the answer ended with {self.finish}", "engine_error")
 
 
-def endpoint(kind: type[T], handler: Handler, shape: Shape = openai_shape) -> Callable[[Request], Awaitable[Response]]:
+def endpoint(
+    kind: type[RequestBody], handler: Handler, shape: Shape = openai_shape
+) -> Callable[[Request], Awaitable[Response]]:
     """An HTTP handler: lets the client in, reads its request, and turns what goes wrong into a sentence."""
 
     async def handle(request: Request) -> Response:

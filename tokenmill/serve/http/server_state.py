@@ -13,8 +13,8 @@ from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.http.tenants import Tenant
-from tokenmill.serve.http_settings import HttpSettings
 from tokenmill.serve.observe.metrics import ServerMetrics
+from tokenmill.serve.settings import HttpSettings
 from tokenmill.serve.storage.stored_responses import StoredResponses
 
 if TYPE_CHECKING:  # an extra

@@ -36,12 +36,11 @@ class ChunkEncoder:
 class SSEEncoder(Protocol):
     """Encodes what streams bring as events, in the format of one API. It never waits."""
 
-    @property
-    def streams(self) -> list[Stream]: ...
+    streams: list[Stream]
 
     def start(self) -> bytes:
-        """Before anything has come; may be nothing."""
-        ...
+        """Before anything has come."""
+        return b""
 
     def update(self, number: int) -> bytes:
         """What is new in a stream; may be nothing. Raises HttpError where it has failed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,31 +20,6 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _LAG = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-_ROUTES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/responses/{name}",
-    "/v1/responses/{name}/cancel",
-    "/v1/responses/{name}/input_items",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/messages/batches",
-    "/v1/messages/batches/{name}",
-    "/v1/messages/batches/{name}/cancel",
-    "/v1/messages/batches/{name}/results",
-    "/v1/embeddings",
-    "/v1/models",
-    "/v1/models/{name:path}",
-    "/v1/batches",
-    "/v1/batches/{name}",
-    "/v1/batches/{name}/cancel",
-    "/v1/files",
-    "/v1/files/{name}",
-    "/v1/files/{name}/content",
-    "/tokenize",
-    "/detokenize",
-)
 # Series that are there before anything happens: what appears with its first event looks to rate() as if it had not.
 _REFUSALS = (
     ("429", "overloaded"),
@@ -63,7 +38,9 @@ _ENGINE_EVENTS = ("ready", "died", "breaker_open", "breaker_closed")
 class ServerMetrics:
     """Histograms are filled as things happen; counters and gauges are read from the service when somebody asks."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, routes: Collection[str]) -> None:
+        """`routes` are counted by their names, and all others as one."""
+        self._routes = frozenset(routes)
         self.registry = CollectorRegistry()
         self._by_tenant = CollectorRegistry()  # who the tenants are is not for everybody
         self.registry.register(_StatsCollector(service))
@@ -71,6 +48,11 @@ class ServerMetrics:
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tokenmill_{name}", what, registry=self.registry, buckets=buckets)
+
+        def counter(
+            name: str, what: str, labels: Sequence[str] = (), registry: CollectorRegistry | None = None
+        ) -> Counter:
+            return Counter(f"tokenmill_{name}", what, labels, registry=registry or self.registry)
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _LONG)
         self._gap = FastHistogram(
@@ -88,27 +70,13 @@ class ServerMetrics:
         self._batch = histogram("step_tokens", "Tokens computed in a step", _TOKENS)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._output = histogram("request_output_tokens", "Output tokens of a request", _TOKENS)
-        self._http = Counter(
-            "tokenmill_http_requests", "Requests by route and status", ["route", "status"], registry=self.registry
-        )
-        self._errors = Counter(
-            "tokenmill_http_errors", "Refused and failed requests by cause", ["status", "code"], registry=self.registry
-        )
-        self._prefilled = Counter(
-            "tokenmill_prefilled_tokens", "Prompt tokens computed, as it happens", registry=self.registry
-        )
-        self._generated = Counter(
-            "tokenmill_generated_tokens", "Output tokens computed, as it happens", registry=self.registry
-        )
-        self._tenant = Counter(
-            "tokenmill_tenant_tokens", "Tokens by tenant", ["tenant", "kind"], registry=self._by_tenant
-        )
-        self._engine = Counter(
-            "tokenmill_engine_events", "What happened to the engine process", ["kind"], registry=self.registry
-        )
-        self._degraded = Counter(
-            "tokenmill_degraded_requests", "Requests that the degrade model answered", registry=self.registry
-        )
+        self._http = counter("http_requests", "Requests by route and status", ["route", "status"])
+        self._errors = counter("http_errors", "Refused and failed requests by cause", ["status", "code"])
+        self._prefilled = counter("prefilled_tokens", "Prompt tokens computed, as it happens")
+        self._generated = counter("generated_tokens", "Output tokens computed, as it happens")
+        self._tenant = counter("tenant_tokens", "Tokens by tenant", ["tenant", "kind"], self._by_tenant)
+        self._engine = counter("engine_events", "What happened to the engine process", ["kind"])
+        self._degraded = counter("degraded_requests", "Requests that the degrade model answered")
         for status, code in _REFUSALS:
             self._errors.labels(status, code)
         for kind in _ENGINE_EVENTS:
@@ -117,7 +85,7 @@ class ServerMetrics:
 
     def http_ended(self, route: str, status: int, code: str | None = None) -> None:
         """`code` is the error's, one of those that our own code names: labels must not be a client's to make."""
-        self._http.labels(route if route in _ROUTES else "other", str(status)).inc()
+        self._http.labels(route if route in self._routes else "other", str(status)).inc()
         if status >= 400 and status != GONE:
             self._errors.labels(str(status), code or "none").inc()
 
