@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from tokenmill.params import SamplingParams
@@ -68,6 +68,7 @@ class Metrics:
         return (self.token_times[-1] - self.token_times[0]) / gaps if gaps > 0 else None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence. `num_computed` chases `num_tokens`; there are no phases.
 
@@ -77,119 +78,67 @@ class Request:
     may be.
     """
 
-    __slots__ = (
-        "arrival",
-        "avoids_cache",
-        "beams",
-        "blocks",
-        "cumulative_logprob",
-        "deadline",
-        "drafts",
-        "error",
-        "fence",
-        "finish",
-        "followers",
-        "fork_from",
-        "fork_tokens",
-        "grammar",
-        "id",
-        "identities",
-        "in_flight",
-        "in_float32",
-        "lane",
-        "last_start",
-        "last_step",
-        "logprobs",
-        "max_tokens",
-        "metrics",
-        "num_computed",
-        "num_published",
-        "params",
-        "pending",
-        "pooled",
-        "pooling",
-        "priority",
-        "promoted",
-        "prompt_len",
-        "prompt_logprobs",
-        "row",
-        "salt",
-        "seed",
-        "started_on_others",
-        "state",
-        "stop_ids",
-        "tokens",
-        "unsure",
-        "void_until",
-        "waits_for",
-    )
+    id: str
+    prompt: InitVar[list[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int
+    seed: int
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the request when sampled
+    priority: int = API
+    arrival: float = 0.0
+    deadline: float | None = None
+    salt: str = ""
+    pooling: str | None = None  # one of POOLINGS: it says nothing, and ends with a vector of its prompt's hidden states
 
-    def __init__(
-        self,
-        id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int,
-        stop_ids: frozenset[int] = frozenset(),
-        priority: int = API,
-        arrival: float = 0.0,
-        deadline: float | None = None,
-        salt: str = "",
-        pooling: str | None = None,
-    ) -> None:
-        self.id = id
-        self.params = params
-        self.seed = seed
-        self.priority = priority
-        self.arrival = arrival
-        self.deadline = deadline
-        self.salt = salt
-        self.max_tokens = max_tokens
-        self.stop_ids = stop_ids  # tokens that end the request when sampled
-        self.tokens = list(prompt)  # known tokens: prompt, then output
-        self.prompt_len = len(prompt)
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.cumulative_logprob = 0.0
-        # One of POOLINGS: it says nothing, and ends with a vector of its prompt's hidden states
-        self.pooling = pooling
-        self.pooled: list[float] = []
-        self.state = State.WAITING
-        self.finish: Finish | None = None
-        self.error: str | None = None
-        self.metrics = Metrics(arrival=arrival)
-        # Where it stands on the device
-        self.row = -1
-        self.blocks: list[int] = []
-        self.num_computed = 0
-        self.pending = 0  # tokens that launched steps will sample, at least: one for each that samples
-        self.unsure = 0  # tokens that they may sample beyond that: drafts whose fate only the device knows yet
-        self.in_flight = 0  # launched steps that hold this request
-        self.last_step = 0  # number of the newest step that held it
-        self.last_start = 0  # first position it computed there
-        self.fence = 0  # number of the newest step that reads its blocks, as its own or as the source of a fork
-        self.waits_for: Wait | None = None  # parked, or running and not in steps for now
-        # Proposed tokens from position `num_tokens` on. The device verifies as many as there are beyond `unsure`: where
-        # it is further than the host knows, it takes those that stand at its own positions.
-        self.drafts: list[int] = []
-        # The prefix cache's view
-        self.identities: list[bytes] = []
-        self.num_published = 0  # leading blocks of this request that are in the prefix index
-        # Scheduling
-        self.lane = priority  # effective class, fixed when it is admitted
-        self.promoted = False  # admitted above its class because it had waited long
-        self.started_on_others = False  # holds blocks that another request filled
-        self.avoids_cache = False  # had logits that were NaN: uses nobody's blocks any more
-        self.in_float32 = False  # had them on its own, too: is computed in float32 (retry)
-        self.void_until = 0  # results of launched steps up to this one are dropped
-        # Siblings that start from this request's prompt (n > 1), and where a fork starts
-        self.followers: list[Request] = []
-        self.fork_from: Request | None = None
-        self.fork_tokens = 0  # leading tokens whose keys and values are shared with fork_from
-        self.beams: Beams | None = None
-        self.grammar: Constraint | None = None  # the state of its structured output, made by the engine
+    # What it has come to (from here on nobody but the engine sets anything)
+    tokens: list[int] = field(init=False)  # known tokens: prompt, then output
+    prompt_len: int = field(init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    pooled: list[float] = field(default_factory=list)
+    state: State = State.WAITING
+    finish: Finish | None = None
+    error: str | None = None
+    metrics: Metrics = field(init=False)
+
+    # Where it stands on the device
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    pending: int = 0  # tokens that launched steps will sample, at least: one for each
+    unsure: int = 0  # and beyond that: drafts whose fate only the device knows yet
+    in_flight: int = 0  # launched steps that hold this request
+    last_step: int = 0  # number of the newest step that held it
+    last_start: int = 0  # first position it computed there
+    fence: int = 0  # newest step that reads its blocks, as its own or as a fork's source
+    waits_for: Wait | None = None  # parked, or running and not in steps for now
+    # Proposed tokens from position `num_tokens` on. The device verifies as many as there are beyond `unsure`: where
+    # it is further than the host knows, it takes those that stand at its own positions.
+    drafts: list[int] = field(default_factory=list)
+
+    # The prefix cache's view
+    identities: list[bytes] = field(default_factory=list)
+    num_published: int = 0  # leading blocks of this request that are in the prefix index
+
+    # Scheduling
+    lane: int = field(init=False)  # effective class, fixed when it is admitted
+    promoted: bool = False  # admitted above its class because it had waited long
+    started_on_others: bool = False  # holds blocks that another request filled
+    avoids_cache: bool = False  # had logits that were NaN: uses nobody's blocks any more
+    in_float32: bool = False  # had them on its own, too: is computed in float32 (retry)
+    void_until: int = 0  # results of launched steps up to this one are dropped
+    followers: list[Request] = field(default_factory=list)  # siblings that fork its prompt (n > 1)
+    fork_from: Request | None = None
+    fork_tokens: int = 0  # leading tokens whose keys and values are shared with fork_from
+    beams: Beams | None = None
+    grammar: Constraint | None = None  # of its structured output, made by the engine
+
+    def __post_init__(self, prompt: list[int]) -> None:
+        self.tokens, self.prompt_len = list(prompt), len(prompt)
+        self.metrics = Metrics(arrival=self.arrival)
+        self.lane = self.priority
 
     @property
     def num_tokens(self) -> int:

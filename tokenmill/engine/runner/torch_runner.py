@@ -16,7 +16,6 @@ from tokenmill.engine.runner.inputs import AttentionRows, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.pooling import Pooled, Pooler
-from tokenmill.engine.runner.reserve import reserve, staged_bytes
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, settled
 from tokenmill.engine.step import Pending, Step, StepResult, is_speculative
@@ -34,6 +33,11 @@ if TYPE_CHECKING:
 # Devices that run behind the host: rows stand where they say, and attention sees drafts as rows of one query each that
 # stand there. Elsewhere a step is computed while it is launched, and the host knows.
 ASYNC_DEVICES = {"cuda"}
+
+# Memory that is reserved
+SMALL, SMALL_COUNT = 1 << 20, 32  # torch keeps tensors of up to so many bytes apart; how many there may be
+LEAST_STAGED = 9  # the smallest pinned piece has two to the power of so many bytes
+STAGED_AT_ONCE = 12  # copies of one size that are on their way
 
 
 class TorchRunner:
@@ -236,10 +240,20 @@ class TorchRunner:
             self.reserve(self._activations)
 
     def reserve(self, activations: int) -> None:
-        """Take the memory of the largest step (bytes), so that no step has to ask a GPU's driver for it."""
+        """Take the memory of the largest step (bytes of activations, and pinned pieces for what the host sends): asking
+        a GPU's driver waits for all running work, and torch cuts every later tensor out of what it was given. A server
+        that met its largest steps one by one stood still for 50 to 300 ms at each of them.
+        """
         self._activations = activations
-        if activations and self.device.type == "cuda":
-            reserve(self.device, activations, staged_bytes(self._max_rows, self._max_tokens))
+        if not activations or self.device.type != "cuda":
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # then it is asked for as steps need it
+            torch.empty(activations, dtype=torch.uint8, device=self.device)
+            _ = [torch.empty(SMALL, dtype=torch.uint8, device=self.device) for _ in range(SMALL_COUNT)]
+        staged = 8 * (6 * self._max_tokens + 16 * self._max_rows)  # see `inputs.pack`; cached prefixes need more
+        powers = range(LEAST_STAGED, max(LEAST_STAGED, (staged - 1).bit_length()) + 1)
+        sizes = [1 << power for power in powers for _ in range(STAGED_AT_ONCE)]
+        _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
 
     def close(self) -> None:
         if self.device.type == "cuda":
