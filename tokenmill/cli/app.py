@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from tokenmill import __version__
 from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate, warm
 from tokenmill.cli.engine_options import ALL_OPTIONS
+from tokenmill.cli.options import option
 from tokenmill.cli.settings_file import CommandWithFile
 from tokenmill.cli.terminal import note
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
@@ -66,11 +67,9 @@ app = typer.Typer(
 @app.callback()
 def tokenmill(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool, option("Print the version and exit.", "--version", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback behind an error; may stand anywhere.")
-    ] = False,
+    debug: Annotated[bool, option("Show the traceback behind an error; may stand anywhere.", "--debug")] = False,
 ) -> None:
     """Run language models on this machine.
 

@@ -11,7 +11,7 @@ from tokenmill.cli.bench_cpu import cpu
 from tokenmill.cli.bench_offline import latency, offline
 from tokenmill.cli.bench_serve import serve
 from tokenmill.cli.engine_options import ALL_OPTIONS, EngineSettings, with_engine_options
-from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, Model
+from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Device, Dtype, Model, option
 from tokenmill.cli.settings_file import CommandWithFile
 from tokenmill.cli.terminal import check_writable, progress
 from tokenmill.config import EngineConfig, command_defaults
@@ -41,10 +41,10 @@ def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None
 @with_engine_options("bench trace")
 def trace(
     model: Model = DEFAULT_MODEL,
-    out: Annotated[Path, typer.Option(help="Folder for decode.json, mixed.json and their pictures.")] = Path("traces"),
-    rows: Annotated[int, typer.Option(min=1, help="Requests that decode.")] = 8,
-    context: Annotated[int, typer.Option(min=1, help="Tokens each of them has.")] = 128,
-    dummy: Annotated[bool, typer.Option("--dummy", help="Random weights: only the model's config is read.")] = False,
+    out: Annotated[Path, option("Folder for decode.json, mixed.json and their pictures.")] = Path("traces"),
+    rows: Annotated[int, option("Requests that decode.", min=1)] = 8,
+    context: Annotated[int, option("Tokens each of them has.", min=1)] = 128,
+    dummy: Annotated[bool, option("Random weights: only the model's config is read.", "--dummy")] = False,
     *,
     engine: EngineSettings,
 ) -> None:

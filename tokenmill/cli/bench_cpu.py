@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Model
+from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Model, option
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
 
@@ -21,23 +21,21 @@ BUSY = 0.5  # processes: above this load the machine has other things to do
 def cpu(
     model: Model = DEFAULT_MODEL,
     against: Annotated[
-        str, typer.Option(help="Peers: llama.cpp, openvino, vllm, transformers, or one form as in llama.cpp:q4_0.")
+        str, option("Peers: llama.cpp, openvino, vllm, transformers, or one form as in llama.cpp:q4_0.")
     ] = "",
-    peer: Annotated[
-        list[str] | None, typer.Option(help="NAME=PYTHON: the Python of the environment that has this peer.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of every engine; unset: one per core.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often every engine has its turn.")] = 3,
-    prompt: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
-    new: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 128,
-    requests: Annotated[str, typer.Option(help="How many at once, separated by commas.")] = "16,64",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one question to an engine may take.")] = 900,
-    scaling: Annotated[bool, typer.Option("--scaling", help="Instead: against threads and context length.")] = False,
+    peer: Annotated[list[str] | None, option("NAME=PYTHON: the Python of the environment that has this peer.")] = None,
+    threads: Annotated[int | None, option("Threads of every engine; unset: one per core.", min=1)] = None,
+    rounds: Annotated[int, option("How often every engine has its turn.", min=1)] = 3,
+    prompt: Annotated[int, option("Tokens per prompt.", min=2)] = 128,
+    new: Annotated[int, option("Tokens per answer.", min=2)] = 128,
+    requests: Annotated[str, option("How many at once, separated by commas.")] = "16,64",
+    timeout: Annotated[float, option("Seconds that one question to an engine may take.", min=1)] = 900,
+    scaling: Annotated[bool, option("Instead: against threads and context length.", "--scaling")] = False,
     contexts: Annotated[
-        str | None, typer.Option(help="With --scaling: context lengths, separated by commas.", show_default=CONTEXTS)
+        str | None, option("With --scaling: context lengths, separated by commas.", show_default=CONTEXTS)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --scaling: folder for the charts (SVG).")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
+    plot: Annotated[Path | None, option("With --scaling: folder for the charts (SVG).")] = None,
+    out: Annotated[Path | None, option("Write every figure to this file (JSON).", "--out", "-o")] = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Compare with other engines on this CPU: one interleaved run, medians and spread.
@@ -52,9 +50,9 @@ def cpu(
     from tokenmill.bench.cpu_table import as_json, legend, machine, notes, table
     from tokenmill.bench.peers import OURS, check_pythons, contenders
 
-    for option, value in (("--plot", plot), ("--contexts", contexts)):
+    for name, value in (("--plot", plot), ("--contexts", contexts)):
         if value is not None and not scaling:
-            raise ConfigError(f"{option} is only of use with --scaling; add that, or leave {option} out")
+            raise ConfigError(f"{name} is only of use with --scaling; add that, or leave {name} out")
     who = contenders(against)
     pythons = {OURS: sys.executable, **dict(map(_peer, peer or []))}
     check_pythons(who, pythons)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import check_writable, note
 from tokenmill.errors import ConfigError
 
@@ -18,39 +19,18 @@ _WHAT = "What is asked"
 _HOW = "How it is measured"
 _OUT = "What comes out"
 
-Input = Annotated[
-    int,
-    typer.Option(
-        "--input", "--prompt-tokens", min=1, help="Tokens per prompt, without --trace.", rich_help_panel=_WHAT
-    ),
-]
-Output = Annotated[
-    int,
-    typer.Option("--output", "--max-tokens", min=1, help="Tokens per answer, without --trace.", rich_help_panel=_WHAT),
-]
-Trace = Annotated[
-    Path | None, typer.Option(help="Azure CSV, Mooncake JSONL or ShareGPT JSON: lengths.", rich_help_panel=_WHAT)
-]
-LongestInput = Annotated[
-    int | None, typer.Option(min=1, help="With --trace: cut longer prompts to this.", rich_help_panel=_WHAT)
-]
-LongestOutput = Annotated[
-    int | None, typer.Option(min=1, help="With --trace: cut longer answers to this.", rich_help_panel=_WHAT)
-]
-Seed = Annotated[int, typer.Option(min=0, help="Other prompts, other random times.", rich_help_panel=_WHAT)]
-Repeats = Annotated[
-    int, typer.Option(min=1, help="How often, each time with new prompts; for intervals.", rich_help_panel=_HOW)
-]
-WarmUp = Annotated[
-    int | None, typer.Option(min=0, help="Requests before, which do not count; unset: a few.", rich_help_panel=_HOW)
-]
-Ceilings = Annotated[
-    bool,
-    typer.Option(help="Measure first what this machine can at best, and say how near it was.", rich_help_panel=_HOW),
-]
-Price = Annotated[str | None, typer.Option(help="Of the machine: 2.5/h. For cost per token.", rich_help_panel=_OUT)]
-Json = Annotated[Path | None, typer.Option("--json", help="Every figure; - is stdout.", rich_help_panel=_OUT)]
-Plot = Annotated[Path | None, typer.Option(help="Folder for pictures (SVG).", rich_help_panel=_OUT)]
+Input = Annotated[int, option("Tokens per prompt, without --trace.", "--input", "--prompt-tokens", panel=_WHAT, min=1)]
+Output = Annotated[int, option("Tokens per answer, without --trace.", "--output", "--max-tokens", panel=_WHAT, min=1)]
+Trace = Annotated[Path | None, option("Azure CSV, Mooncake JSONL or ShareGPT JSON: lengths.", panel=_WHAT)]
+LongestInput = Annotated[int | None, option("With --trace: cut longer prompts to this.", panel=_WHAT, min=1)]
+LongestOutput = Annotated[int | None, option("With --trace: cut longer answers to this.", panel=_WHAT, min=1)]
+Seed = Annotated[int, option("Other prompts, other random times.", panel=_WHAT, min=0)]
+Repeats = Annotated[int, option("How often, each time with new prompts; for intervals.", panel=_HOW, min=1)]
+WarmUp = Annotated[int | None, option("Requests before, which do not count; unset: a few.", panel=_HOW, min=0)]
+Ceilings = Annotated[bool, option("Measure first what this machine can at best, and say how near it was.", panel=_HOW)]
+Price = Annotated[str | None, option("Of the machine: 2.5/h. For cost per token.", panel=_OUT)]
+Json = Annotated[Path | None, option("Every figure; - is stdout.", "--json", panel=_OUT)]
+Plot = Annotated[Path | None, option("Folder for pictures (SVG).", panel=_OUT)]
 
 STDOUT = Path("-")
 

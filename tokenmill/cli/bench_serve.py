@@ -13,7 +13,7 @@ import typer
 from tokenmill.cli import bench_options as given
 from tokenmill.cli.bench_live import live
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
-from tokenmill.cli.options import DEFAULT_MODEL, Model
+from tokenmill.cli.options import DEFAULT_MODEL, Model, option
 from tokenmill.cli.terminal import note, progress
 from tokenmill.config import LOAD, WHERE, EngineConfig
 from tokenmill.errors import ConfigError
@@ -31,56 +31,44 @@ _STREAMS = 64
 @with_engine_options("serve", show=(WHERE, LOAD))
 def serve(
     model: Model = DEFAULT_MODEL,
-    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server; unset: MODEL is served here.")] = None,
-    name: Annotated[str | None, typer.Option(help="With --url: what that server calls the model.")] = None,
-    key: Annotated[str | None, typer.Option(help="With --url: an API key.")] = None,
+    url: Annotated[str | None, option("An OpenAI-compatible server; unset: MODEL is served here.")] = None,
+    name: Annotated[str | None, option("With --url: what that server calls the model.")] = None,
+    key: Annotated[str | None, option("With --url: an API key.")] = None,
     streams: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"A new one when one ends: so many at once; unset: {_STREAMS}.", rich_help_panel=_WHEN
-        ),
+        int | None, option(f"A new one when one ends: so many at once; unset: {_STREAMS}.", panel=_WHEN, min=1)
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(
-            help="Requests per second at random times, whether others end or not; several: 1,2,4.",
-            rich_help_panel=_WHEN,
-        ),
+        option("Requests per second at random times, whether others end or not; several: 1,2,4.", panel=_WHEN),
     ] = None,
     burstiness: Annotated[
-        float,
-        typer.Option(help="With --rate: 1 is Poisson, more comes in bursts, 0 is a clock.", rich_help_panel=_WHEN),
+        float, option("With --rate: 1 is Poisson, more comes in bursts, 0 is a clock.", panel=_WHEN)
     ] = 1.0,
     speed: Annotated[
-        float | None,
-        typer.Option(help="With --trace: at the trace's times, so many times as fast.", rich_help_panel=_WHEN),
+        float | None, option("With --trace: at the trace's times, so many times as fast.", panel=_WHEN)
     ] = None,
     requests: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"In all; unset: one per stream, or the whole trace, or {_STREAMS} at a --rate."),
+        int | None, option(f"In all; unset: one per stream, or the whole trace, or {_STREAMS} at a --rate.", min=1)
     ] = None,
     input: given.Input = 128,
     output: given.Output = 128,
     trace: given.Trace = None,
     longest_input: given.LongestInput = None,
     longest_output: given.LongestOutput = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
+    ignore_eos: Annotated[bool, option("Ask for answers of full length.")] = True,
     seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="For the same prompts and times again; unset: new ones, no cache has them."),
+        int | None, option("For the same prompts and times again; unset: new ones, no cache has them.", min=0)
     ] = None,
     repeats: given.Repeats = 1,
     warmup: given.WarmUp = None,
     ceilings: given.Ceilings = True,
-    check: Annotated[
-        bool, typer.Option("--check", help="Ask for every answer alone first, and compare word for word.")
-    ] = False,
+    check: Annotated[bool, option("Ask for every answer alone first, and compare word for word.", "--check")] = False,
     against_offline: Annotated[
-        bool, typer.Option("--against-offline", help="What HTTP costs against the offline API, in turns.")
+        bool, option("What HTTP costs against the offline API, in turns.", "--against-offline")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="With --against-offline: how often both have their turn.")] = 5,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request; who takes longer is counted.")] = 600.0,
-    slo: Annotated[str | None, typer.Option(help="Promises, for goodput: ttft=500ms,itl=50ms,p=90.")] = None,
+    rounds: Annotated[int, option("With --against-offline: how often both have their turn.", min=1)] = 5,
+    timeout: Annotated[float, option("Seconds per request; who takes longer is counted.", min=0.1)] = 600.0,
+    slo: Annotated[str | None, option("Promises, for goodput: ttft=500ms,itl=50ms,p=90.")] = None,
     price: given.Price = None,
     json: given.Json = None,
     plot: given.Plot = None,

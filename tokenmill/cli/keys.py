@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import note
 
 keys = typer.Typer(no_args_is_help=True, help="Make API keys for `tokenmill serve --keys FILE`.")
@@ -18,12 +19,12 @@ File = Annotated[Path, typer.Argument(help="The file of keys; it holds hashes on
 def add(
     file: File,
     tenant: Annotated[str, typer.Argument(help="Whom the key belongs to.")],
-    requests_per_minute: Annotated[float | None, typer.Option(help="For all keys of the tenant together.")] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
-    priority: Annotated[str | None, typer.Option(help="The most urgent class: realtime, api or batch.")] = None,
+    requests_per_minute: Annotated[float | None, option("For all keys of the tenant together.")] = None,
+    tokens_per_minute: Annotated[float | None, option("Prompt and output.")] = None,
+    concurrency: Annotated[int | None, option("Requests at once.")] = None,
+    priority: Annotated[str | None, option("The most urgent class: realtime, api or batch.")] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="May see in /metrics what each tenant uses; for Prometheus.")
+        bool, option("May see in /metrics what each tenant uses; for Prometheus.", "--operator")
     ] = False,
 ) -> None:
     """Make a key and print it. It is shown this once; a running server knows it within a second."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, CacheDir, Device, Dtype, LoadFormat
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, CacheDir, Device, Dtype, LoadFormat, option
 from tokenmill.cli.terminal import note, progress
 
 if TYPE_CHECKING:
@@ -24,23 +24,20 @@ USUAL = {"cpu": (32, 96, 32), "cuda": (64, 512, 128)}  # requests, tokens of pro
 
 def ladder(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
-    rungs: Annotated[str | None, typer.Option(help="Only these: kv-cache,paging. `--rungs list` names them.")] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="How many; unset: 32, GPU 64.", rich_help_panel=_WHAT)
-    ] = None,
+    rungs: Annotated[str | None, option("Only these: kv-cache,paging. `--rungs list` names them.")] = None,
+    requests: Annotated[int | None, option("How many; unset: 32, GPU 64.", panel=_WHAT, min=1)] = None,
     input: Annotated[
-        int | None, typer.Option(min=4, help="Tokens per prompt on average; unset: 96, GPU 512.", rich_help_panel=_WHAT)
+        int | None, option("Tokens per prompt on average; unset: 96, GPU 512.", panel=_WHAT, min=4)
     ] = None,
     output: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per answer on average; unset: 32, GPU 128.", rich_help_panel=_WHAT)
+        int | None, option("Tokens per answer on average; unset: 32, GPU 128.", panel=_WHAT, min=1)
     ] = None,
     seed: given.Seed = 0,
     seconds: Annotated[
-        float,
-        typer.Option(min=0.1, help="After so long a rung begins no further request; the table says how many ran."),
+        float, option("After so long a rung begins no further request; the table says how many ran.", min=0.1)
     ] = 45.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each batched rung, of which the median counts.")] = 1,
-    html: Annotated[Path | None, typer.Option(help="One page with everything.")] = None,
+    repeats: Annotated[int, option("Runs of each batched rung, of which the median counts.", min=1)] = 1,
+    html: Annotated[Path | None, option("One page with everything.")] = None,
     json: given.Json = None,
     plot: given.Plot = None,
     device: Device = None,

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli import options
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import note, size
 
 
 def models(
-    remove: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this model's files.")] = None,
+    remove: Annotated[str | None, option("Delete this model's files.", metavar="NAME")] = None,
     cache_dir: options.CacheDir = None,
 ) -> None:
     """List the models in the cache with their sizes, or remove one."""

@@ -14,11 +14,17 @@ from tokenmill.errors import InvalidRequest
 if TYPE_CHECKING:
     from tokenmill import LLM
 
+
+def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """An option of a command, under the heading `panel` of its --help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 MODEL_HELP = f"{OPTIONS['model'].help}."
 
-Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-System = Annotated[str | None, typer.Option(help="A system message that precedes the conversation.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell what was planned and why, and how fast it ran.")]
+Model = Annotated[str, option(MODEL_HELP, "--model", "-m")]
+System = Annotated[str | None, option("A system message that precedes the conversation.")]
+Verbose = Annotated[bool, option("Tell what was planned and why, and how fast it ran.", "--verbose", "-v")]
 
 
 def _at_least_one(value: int) -> int:
@@ -28,15 +34,11 @@ def _at_least_one(value: int) -> int:
 
 
 _HOW = "How tokens are chosen"
-MaxTokens = Annotated[
-    int, typer.Option(help="Stop after this many tokens.", callback=_at_least_one, rich_help_panel=_HOW)
-]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.", rich_help_panel=_HOW)]
-TopP = Annotated[
-    float, typer.Option(help="Choose among the likeliest tokens of this total probability.", rich_help_panel=_HOW)
-]
-TopK = Annotated[int, typer.Option(help="Choose among this many likeliest tokens; 0: all.", rich_help_panel=_HOW)]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", rich_help_panel=_HOW)]
+MaxTokens = Annotated[int, option("Stop after this many tokens.", panel=_HOW, callback=_at_least_one)]
+Temperature = Annotated[float, option("0 always takes the likeliest token.", panel=_HOW)]
+TopP = Annotated[float, option("Choose among the likeliest tokens of this total probability.", panel=_HOW)]
+TopK = Annotated[int, option("Choose among this many likeliest tokens; 0: all.", panel=_HOW)]
+Seed = Annotated[int | None, option("The same seed gives the same answer.", panel=_HOW)]
 
 # Settings of an engine, for commands that take a few of them.
 Device = Annotated[str | None, typed_option(OPTIONS["device"])]

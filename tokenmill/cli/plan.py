@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.cli import options
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import EVERY, check_writable, note, progress
 from tokenmill.errors import ConfigError
 
@@ -27,35 +28,22 @@ _OUT = "What comes out"
 
 def plan(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
-    gpu: Annotated[str | None, typer.Option(help="h200x8, l4, ... unset: this machine, measured for a minute.")] = None,
-    workload: Annotated[
-        Path | None,
-        typer.Option(help="Azure CSV, Mooncake JSONL or ShareGPT JSON.", rich_help_panel=_WORK),
-    ] = None,
-    requests: Annotated[
-        str, typer.Option(help="Without a trace: prompt x answer tokens.", rich_help_panel=_WORK)
-    ] = "1024x256",
+    gpu: Annotated[str | None, option("h200x8, l4, ... unset: this machine, measured for a minute.")] = None,
+    workload: Annotated[Path | None, option("Azure CSV, Mooncake JSONL or ShareGPT JSON.", panel=_WORK)] = None,
+    requests: Annotated[str, option("Without a trace: prompt x answer tokens.", panel=_WORK)] = "1024x256",
     rate: Annotated[
-        float | None,
-        typer.Option(help="Requests per second; unset: as in the trace, else all at once.", rich_help_panel=_WORK),
+        float | None, option("Requests per second; unset: as in the trace, else all at once.", panel=_WORK)
     ] = None,
-    slo: Annotated[str | None, typer.Option(help="Promises: ttft=500ms,itl=50ms,p=90.", rich_help_panel=_WORK)] = None,
+    slo: Annotated[str | None, option("Promises: ttft=500ms,itl=50ms,p=90.", panel=_WORK)] = None,
     quality: Annotated[
-        str,
-        typer.Option(help="exact: as saved; near: fp8 and int8, too; any: int4 and w8a8, too.", rich_help_panel=_WORK),
+        str, option("exact: as saved; near: fp8 and int8, too; any: int4 and w8a8, too.", panel=_WORK)
     ] = "near",
     max_model_len: options.MaxModelLen = None,
-    price: Annotated[str | None, typer.Option(help="Of one GPU: 3.5/h.", rich_help_panel=_WORK)] = None,
-    available: Annotated[
-        bool, typer.Option("--available", help="Only what this version can run: one GPU per copy.")
-    ] = False,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine again, though it was before.")
-    ] = False,
-    apply: Annotated[
-        Path | None, typer.Option(help="Write the settings for `serve --config` (.toml, .json).", rich_help_panel=_OUT)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.", rich_help_panel=_OUT)] = False,
+    price: Annotated[str | None, option("Of one GPU: 3.5/h.", panel=_WORK)] = None,
+    available: Annotated[bool, option("Only what this version can run: one GPU per copy.", "--available")] = False,
+    calibrate: Annotated[bool, option("Measure this machine again, though it was before.", "--calibrate")] = False,
+    apply: Annotated[Path | None, option("Write the settings for `serve --config` (.toml, .json).", panel=_OUT)] = None,
+    as_json: Annotated[bool, option("For programs.", "--json", panel=_OUT)] = False,
     cache_dir: options.CacheDir = None,
 ) -> None:
     """Choose precision, division over GPUs, batch and step sizes for a workload, with reasons and runners-up.

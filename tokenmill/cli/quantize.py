@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill.cli import options
+from tokenmill.cli.options import option
 from tokenmill.cli.quantize_inputs import Opened, open_model, spread_pieces, token_ids
 from tokenmill.cli.quantize_report import Wanted, print_report
 from tokenmill.cli.terminal import EVERY, note, progress, size
@@ -33,44 +34,39 @@ def quantize(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
     scheme: Annotated[
         str | None,
-        typer.Option(
-            help="int4 (-g32, -g64, -g128, -zeros), int8, w8a8, fp8; per layer: int4,layers.0-3=int8. "
+        option(
+            "int4 (-g32, -g64, -g128, -zeros), int8, w8a8, fp8; per layer: int4,layers.0-3=int8. "
             "Unset: int4 (report: all of them)."
         ),
     ] = None,
     method: Annotated[
-        str | None,
-        typer.Option(help="rtn, gptq, awq or smoothquant; unset: what suits scheme and text (report: all that do)."),
+        str | None, option("rtn, gptq, awq or smoothquant; unset: what suits scheme and text (report: all that do).")
     ] = None,
-    calibrate: Annotated[Path | None, typer.Option(help="A text like those the model will read.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new or empty folder to write.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Pieces of the text; unset: 128 (report: 32).")] = None,
-    length: Annotated[int, typer.Option(min=8, help="Tokens of each piece.")] = 512,
-    lm_head: Annotated[str | None, typer.Option(help="The head's form; unset: it stays as it is.")] = None,
+    calibrate: Annotated[Path | None, option("A text like those the model will read.")] = None,
+    out: Annotated[Path | None, option("A new or empty folder to write.", "--out", "-o")] = None,
+    samples: Annotated[int | None, option("Pieces of the text; unset: 128 (report: 32).", min=1)] = None,
+    length: Annotated[int, option("Tokens of each piece.", min=8)] = 512,
+    lm_head: Annotated[str | None, option("The head's form; unset: it stays as it is.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of what stays floats, and of scales; unset: as in the checkpoint, or bfloat16.")
+        str | None, option("Of what stays floats, and of scales; unset: as in the checkpoint, or bfloat16.")
     ] = None,
     device: options.Device = None,
-    clip: Annotated[bool, typer.Option(help="Search for scales with the least error.", rich_help_panel=_HOW)] = True,
-    act_order: Annotated[
-        bool, typer.Option(help="gptq: columns with the largest inputs first.", rich_help_panel=_HOW)
-    ] = True,
-    alpha: Annotated[
-        float, typer.Option(min=0, max=1, help="smoothquant: what the weights take over.", rich_help_panel=_HOW)
-    ] = 0.5,
+    clip: Annotated[bool, option("Search for scales with the least error.", panel=_HOW)] = True,
+    act_order: Annotated[bool, option("gptq: columns with the largest inputs first.", panel=_HOW)] = True,
+    alpha: Annotated[float, option("smoothquant: what the weights take over.", panel=_HOW, min=0, max=1)] = 0.5,
     static_inputs: Annotated[
-        bool, typer.Option("--static-inputs", help="w8a8, fp8: one input scale, from the text.", rich_help_panel=_HOW)
+        bool, option("w8a8, fp8: one input scale, from the text.", "--static-inputs", panel=_HOW)
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write no model: measure all forms, or --scheme.", rich_help_panel=_REPORT)
+        bool, option("Write no model: measure all forms, or --scheme.", "--report", panel=_REPORT)
     ] = False,
-    text: Annotated[Path | None, typer.Option(help="The text that is predicted.", rich_help_panel=_REPORT)] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="How much of it.", rich_help_panel=_REPORT)] = 4096,
-    only: Annotated[str, typer.Option(help="Forms with one of these words in them.", rich_help_panel=_REPORT)] = "",
-    speed: Annotated[bool, typer.Option(help="Measure tokens/s, too.", rich_help_panel=_REPORT)] = True,
-    gsm8k: Annotated[Path | None, typer.Option(help="GSM8K questions (JSONL).", rich_help_panel=_REPORT)] = None,
-    questions: Annotated[int, typer.Option(min=1, help="How many of them.", rich_help_panel=_REPORT)] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_REPORT)] = False,
+    text: Annotated[Path | None, option("The text that is predicted.", panel=_REPORT)] = None,
+    tokens: Annotated[int, option("How much of it.", panel=_REPORT, min=64)] = 4096,
+    only: Annotated[str, option("Forms with one of these words in them.", panel=_REPORT)] = "",
+    speed: Annotated[bool, option("Measure tokens/s, too.", panel=_REPORT)] = True,
+    gsm8k: Annotated[Path | None, option("GSM8K questions (JSONL).", panel=_REPORT)] = None,
+    questions: Annotated[int, option("How many of them.", panel=_REPORT, min=1)] = 16,
+    as_json: Annotated[bool, option("Print JSON.", "--json", panel=_REPORT)] = False,
     cache_dir: options.CacheDir = None,
 ) -> None:
     """Quantize a MODEL and write it as compressed-tensors, or --report what that would cost.
@@ -152,11 +148,11 @@ def _write(
 
 
 def _refuse_what_reports_use(context: typer.Context) -> None:
-    for option in context.command.params:
-        own = getattr(option, "rich_help_panel", None) == _REPORT and option.name is not None
-        if own and context.params[option.name] != option.default:
-            hint = "name a text to calibrate with as --calibrate" if option.name == "text" else "leave it out"
-            raise ConfigError(f"{option.opts[0]} is for --report, which writes no model; {hint}")
+    for one in context.command.params:
+        own = getattr(one, "rich_help_panel", None) == _REPORT and one.name is not None
+        if own and context.params[one.name] != one.default:
+            hint = "name a text to calibrate with as --calibrate" if one.name == "text" else "leave it out"
+            raise ConfigError(f"{one.opts[0]} is for --report, which writes no model; {hint}")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import typer
 from tokenmill.cli import options
 from tokenmill.cli.answer import Prompt, stream_answer
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import note
 from tokenmill.errors import InvalidRequest
 
@@ -23,7 +24,7 @@ def run(
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, option("Continue the text as it is, without the chat template.", "--raw")] = False,
     verbose: options.Verbose = False,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     temperature: options.Temperature = options.DEFAULT_TEMPERATURE,

@@ -11,6 +11,7 @@ import typer
 
 from tokenmill.cli import options
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import note, progress
 from tokenmill.config import LOAD, OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError, pip_install
@@ -25,61 +26,44 @@ EVERY = 5.0  # seconds between two lines of a log that say how far a start is
 @with_engine_options("serve", show=None)
 def serve(
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: all.", rich_help_panel=_NET)
-    ] = HttpSettings.host,
-    port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_NET)] = HttpSettings.port,
-    keys: Annotated[
-        Path | None, typer.Option(help="File of API keys (see `tokenmill keys`).", rich_help_panel=_NET)
-    ] = None,
-    origin: Annotated[
-        list[str] | None, typer.Option(help="Web pages of this origin may ask; * for all.", rich_help_panel=_NET)
-    ] = None,
+    host: Annotated[str, option("Address to listen at; 0.0.0.0: all.", panel=_NET)] = HttpSettings.host,
+    port: Annotated[int, option("0: any free one.", panel=_NET)] = HttpSettings.port,
+    keys: Annotated[Path | None, option("File of API keys (see `tokenmill keys`).", panel=_NET)] = None,
+    origin: Annotated[list[str] | None, option("Web pages of this origin may ask; * for all.", panel=_NET)] = None,
     allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="A name that browsers may know this server by; * for any.", rich_help_panel=_NET),
+        list[str] | None, option("A name that browsers may know this server by; * for any.", panel=_NET)
     ] = None,
-    journal: Annotated[
-        Path | None, typer.Option(help="File that remembers batches over a restart.", rich_help_panel=LOAD)
-    ] = None,
-    name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model; may be given several times.")
-    ] = None,
-    degrade: Annotated[
-        str | None, typer.Option(help="A smaller MODEL that answers while the first one cannot.")
-    ] = None,
+    journal: Annotated[Path | None, option("File that remembers batches over a restart.", panel=LOAD)] = None,
+    name: Annotated[list[str] | None, option("What clients call the model; may be given several times.")] = None,
+    degrade: Annotated[str | None, option("A smaller MODEL that answers while the first one cannot.")] = None,
     drain_seconds: Annotated[
-        float, typer.Option(help="How long SIGTERM waits for what runs.", rich_help_panel=LOAD)
+        float, option("How long SIGTERM waits for what runs.", panel=LOAD)
     ] = HttpSettings.drain_seconds,
     hang_seconds: Annotated[
-        float, typer.Option(help="An engine without progress for this long is restarted.", rich_help_panel=LOAD)
+        float, option("An engine without progress for this long is restarted.", panel=LOAD)
     ] = ServeSettings.hang_seconds,
-    max_body_mb: Annotated[
-        float, typer.Option(help="Largest request.", rich_help_panel=LOAD)
-    ] = HttpSettings.max_body_bytes / MB,
+    max_body_mb: Annotated[float, option("Largest request.", panel=LOAD)] = HttpSettings.max_body_bytes / MB,
     max_stored_mb: Annotated[
-        float, typer.Option(help="Files and batches that one tenant may keep.", rich_help_panel=LOAD)
+        float, option("Files and batches that one tenant may keep.", panel=LOAD)
     ] = HttpSettings.max_stored_bytes / MB,
     max_responses_mb: Annotated[
-        float, typer.Option(help="Stored responses of everybody, in memory; 0: none.", rich_help_panel=LOAD)
+        float, option("Stored responses of everybody, in memory; 0: none.", panel=LOAD)
     ] = HttpSettings.max_responses_bytes / MB,
     response_hours: Annotated[
-        float, typer.Option(help="A stored response is forgotten when unused for this long.", rich_help_panel=LOAD)
+        float, option("A stored response is forgotten when unused for this long.", panel=LOAD)
     ] = HttpSettings.response_seconds / HOUR,
     log_format: Annotated[
-        str | None,
-        typer.Option(help="json or plain; unset: plain at a terminal.", show_default=False, rich_help_panel=_WATCH),
+        str | None, option("json or plain; unset: plain at a terminal.", panel=_WATCH, show_default=False)
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_WATCH)] = "info",
+    log_level: Annotated[str, option("debug, info, warning or error.", panel=_WATCH)] = "info",
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts and answers into the log.", rich_help_panel=_WATCH)
+        bool, option("Write prompts and answers into the log.", "--log-prompts", panel=_WATCH)
     ] = False,
     otlp_endpoint: Annotated[
-        str | None,
-        typer.Option(help="OpenTelemetry collector for traces, as http://localhost:4318.", rich_help_panel=_WATCH),
+        str | None, option("OpenTelemetry collector for traces, as http://localhost:4318.", panel=_WATCH)
     ] = None,
     trace_ratio: Annotated[
-        float, typer.Option(help="Share of requests traced, where the client does not say.", rich_help_panel=_WATCH)
+        float, option("Share of requests traced, where the client does not say.", panel=_WATCH)
     ] = HttpSettings.trace_ratio,
     *,
     engine: EngineSettings,

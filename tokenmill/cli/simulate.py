@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenmill.cli.options import option
 from tokenmill.cli.terminal import EVERY, check_writable, note, progress
 from tokenmill.errors import ConfigError
 
@@ -18,42 +19,37 @@ if TYPE_CHECKING:
 
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Azure CSV, Mooncake JSON lines or ShareGPT JSON.")],
-    machine: Annotated[str, typer.Option(help="What one replica is: h200-8b, h200x4-70b, cpu-135m.")] = "h200-8b",
-    replicas: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
-    requests: Annotated[int | None, typer.Option(min=1, help="The first so many of the trace.")] = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second: gaps are stretched.")] = None,
+    machine: Annotated[str, option("What one replica is: h200-8b, h200x4-70b, cpu-135m.")] = "h200-8b",
+    replicas: Annotated[int, option("Copies of the model.", min=1)] = 1,
+    requests: Annotated[int | None, option("The first so many of the trace.", min=1)] = None,
+    rate: Annotated[float | None, option("Requests per second: gaps are stretched.", min=0.001)] = None,
     seconds: Annotated[
-        float | None,
-        typer.Option(min=1, help="With --rate: overlay copies of the trace instead, for so many seconds."),
+        float | None, option("With --rate: overlay copies of the trace instead, for so many seconds.", min=1)
     ] = None,
-    router: Annotated[str, typer.Option(help="random, round-robin, least-loaded, prefix-aware.")] = "least-loaded",
-    policy: Annotated[str, typer.Option(help="fcfs, priority, sjf.")] = "fcfs",
-    prefill: Annotated[int, typer.Option(min=0, help="Replicas that only read prompts; the others decode.")] = 0,
-    link: Annotated[float, typer.Option(min=0.1, help="GB/s out of one prefill replica.")] = 50.0,
-    fail_every: Annotated[
-        float | None, typer.Option(min=1, help="Mean seconds between failures of one replica.")
-    ] = None,
-    repair: Annotated[float, typer.Option(min=0, help="Seconds until a failed replica is back.")] = 60.0,
+    router: Annotated[str, option("random, round-robin, least-loaded, prefix-aware.")] = "least-loaded",
+    policy: Annotated[str, option("fcfs, priority, sjf.")] = "fcfs",
+    prefill: Annotated[int, option("Replicas that only read prompts; the others decode.", min=0)] = 0,
+    link: Annotated[float, option("GB/s out of one prefill replica.", min=0.1)] = 50.0,
+    fail_every: Annotated[float | None, option("Mean seconds between failures of one replica.", min=1)] = None,
+    repair: Annotated[float, option("Seconds until a failed replica is back.", min=0)] = 60.0,
     autoscale: Annotated[
-        str | None, typer.Option(help="LEAST:MOST:PER, replicas and requests per replica, such as 4:64:32.")
+        str | None, option("LEAST:MOST:PER, replicas and requests per replica, such as 4:64:32.")
     ] = None,
-    startup: Annotated[float, typer.Option(min=0, help="Seconds until a new replica takes work.")] = 60.0,
-    rows: Annotated[int | None, typer.Option(min=1, help="Requests that run at once on a replica.")] = None,
-    step_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step of a replica.")] = None,
-    controller: Annotated[bool, typer.Option("--controller", help="Lead tokens per step by --slo.")] = False,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block; larger is simulated faster.")] = 16,
-    slo: Annotated[str, typer.Option(help="What makes a request good.")] = "ttft=2s,itl=100ms",
-    compare: Annotated[
-        str | None, typer.Option(help="Vary one thing: policies, routers, splits, failures, budgets.")
-    ] = None,
+    startup: Annotated[float, option("Seconds until a new replica takes work.", min=0)] = 60.0,
+    rows: Annotated[int | None, option("Requests that run at once on a replica.", min=1)] = None,
+    step_tokens: Annotated[int | None, option("Tokens per step of a replica.", min=1)] = None,
+    controller: Annotated[bool, option("Lead tokens per step by --slo.", "--controller")] = False,
+    block_size: Annotated[int, option("Tokens per KV block; larger is simulated faster.", min=1)] = 16,
+    slo: Annotated[str, option("What makes a request good.")] = "ttft=2s,itl=100ms",
+    compare: Annotated[str | None, option("Vary one thing: policies, routers, splits, failures, budgets.")] = None,
     then: Annotated[
-        Path | None, typer.Option(help="A second trace: the load shifts to it, then to both; --rate is FIRST.")
+        Path | None, option("A second trace: the load shifts to it, then to both; --rate is FIRST.")
     ] = None,
-    then_rate: Annotated[float, typer.Option(min=0.001, help="The second trace's requests per second.")] = 1.0,
-    workers: Annotated[int, typer.Option(min=1, help="Processes for the cases of --compare.")] = 1,
-    seed: Annotated[int, typer.Option(help="Other random choices.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="A chart of the cases (SVG).")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write every figure to this file (JSON).")] = None,
+    then_rate: Annotated[float, option("The second trace's requests per second.", min=0.001)] = 1.0,
+    workers: Annotated[int, option("Processes for the cases of --compare.", min=1)] = 1,
+    seed: Annotated[int, option("Other random choices.")] = 0,
+    plot: Annotated[Path | None, option("A chart of the cases (SVG).")] = None,
+    out: Annotated[Path | None, option("Write every figure to this file (JSON).", "--out", "-o")] = None,
 ) -> None:
     """Replay a trace on replicas that are a cost model under the real scheduler, memory and prefix cache."""
     from tokenmill.engine.scheduler.policy import POLICIES

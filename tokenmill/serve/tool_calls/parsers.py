@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -116,16 +117,42 @@ class ArgumentsParser:
         return self.feed("") if self._first is not None else ToolDelta()
 
 
-class _CallParser:
+class _CallParser(ABC):
     """What the two other parsers share: calls are numbered, and white space around them is nobody's text."""
 
-    def __init__(self, ids: Callable[[], str]) -> None:
+    def __init__(self, ids: Callable[[], str], names: set[str] | None) -> None:
         self._ids = ids
+        self._names = names  # that count as calls; None: all
+        self._rest = ""  # not looked at yet, or perhaps the beginning of something
         self._count = 0
         self._scanner: CallScanner | None = None
         self._space = ""  # white space that is shown if text follows
         self._content: list[str] = []
         self._parts: list[CallDelta] = []
+
+    def feed(self, text: str) -> ToolDelta:
+        self._rest += text
+        while self._rest and (self._go_on() if self._scanner is None else self._scan(self._scanner)):
+            pass
+        return self._taken()
+
+    @abstractmethod
+    def _go_on(self) -> bool:
+        """One move where no call is being scanned; False when more text is needed."""
+
+    @abstractmethod
+    def _scanned(self, scanner: CallScanner) -> None:
+        """A call has ended, or it was none after all."""
+
+    def _scan(self, scanner: CallScanner) -> bool:
+        used = scanner.feed(self._rest)
+        self._add(scanner.take())
+        self._rest = self._rest[used:]
+        if scanner.ended:
+            self._scanner = None
+            self._count += scanner.named
+            self._scanned(scanner)
+        return scanner.ended
 
     def _show(self, text: str) -> None:
         kept = text.rstrip()
@@ -155,16 +182,8 @@ class TaggedParser(_CallParser):
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, ids: Callable[[], str] = new_id, names: set[str] | None = None) -> None:
-        super().__init__(ids)
-        self._names = names  # that count as calls; None: all
-        self._rest = ""  # not looked at yet, or perhaps the beginning of a tag
+        super().__init__(ids, names)
         self._after = False  # a call has ended and its closing tag may follow
-
-    def feed(self, text: str) -> ToolDelta:
-        self._rest += text
-        while self._rest and self._go_on():
-            pass
-        return self._taken()
 
     def finish(self) -> ToolDelta:
         rest, self._rest = self._rest, ""
@@ -178,9 +197,6 @@ class TaggedParser(_CallParser):
         return self._taken()
 
     def _go_on(self) -> bool:
-        """One move; False when more text is needed."""
-        if self._scanner is not None:
-            return self._scan(self._scanner)
         if self._after:
             stripped = self._rest.lstrip()
             if self.CLOSE.startswith(stripped) and stripped != self.CLOSE:
@@ -199,19 +215,10 @@ class TaggedParser(_CallParser):
         self._scanner = CallScanner(self._names)
         return True
 
-    def _scan(self, scanner: CallScanner) -> bool:
-        used = scanner.feed(self._rest)
-        self._add(scanner.take())
-        self._rest = self._rest[used:]
-        if not scanner.ended:
-            return False
-        self._scanner = None
-        if scanner.named:
-            self._count += 1
-            self._after = True
-        else:  # not a call after all
+    def _scanned(self, scanner: CallScanner) -> None:
+        self._after = scanner.named
+        if not scanner.named:
             self._show(self.OPEN + scanner.raw)
-        return True
 
 
 class BareParser(_CallParser):
@@ -225,16 +232,8 @@ class BareParser(_CallParser):
     _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
 
     def __init__(self, names: set[str], ids: Callable[[], str] = new_id) -> None:
-        super().__init__(ids)
-        self._names = names
-        self._rest = ""
+        super().__init__(ids, names)
         self._talks = False  # what follows is text
-
-    def feed(self, text: str) -> ToolDelta:
-        self._rest += text
-        while self._rest and self._go_on():
-            pass
-        return self._taken()
 
     def finish(self) -> ToolDelta:
         if self._scanner is not None and not self._scanner.named:
@@ -252,12 +251,11 @@ class BareParser(_CallParser):
             self._show(self._rest)
             self._rest = ""
             return False
-        if self._scanner is not None:
-            return self._scan(self._scanner)
         pattern = self._BETWEEN if self._count else self._BEFORE
         found = pattern.match(self._rest)
         assert found is not None  # both match nothing, too
-        if found.end() == len(self._rest) or (not self._count and self._may_be_mark()):
+        may_be_mark = not self._count and any(mark.startswith(self._rest.lstrip()) for mark in self._MARKS)
+        if found.end() == len(self._rest) or may_be_mark:
             return False
         if self._rest[found.end()] != "{":
             self._talks = True
@@ -268,23 +266,10 @@ class BareParser(_CallParser):
         self._scanner = CallScanner(self._names)
         return True
 
-    def _may_be_mark(self) -> bool:
-        rest = self._rest.lstrip()
-        return any(mark.startswith(rest) for mark in self._MARKS)
-
-    def _scan(self, scanner: CallScanner) -> bool:
-        used = scanner.feed(self._rest)
-        self._add(scanner.take())
-        self._rest = self._rest[used:]
-        if not scanner.ended:
-            return False
-        self._scanner = None
-        if scanner.named:
-            self._count += 1
-        else:
+    def _scanned(self, scanner: CallScanner) -> None:
+        if not scanner.named:
             self._talks = True
             self._rest = ("" if self._count else self._opening) + scanner.raw + self._rest
-        return True
 
 
 def _overlap(text: str, tag: str) -> int:
