@@ -6,7 +6,6 @@ import ctypes
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from tokenmill.ops.native.library import Library

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.numeric import tanh
+from tokenmill.ops.triton.numeric import activate
 
 _BLOCK = 1024
 
@@ -47,12 +47,8 @@ def _act_mul_kernel(
     wait_for_previous(PDL)
     gate = tl.load(x + token * stride_token + dim, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + token * stride_token + inner + dim, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        active = gate / (1.0 + tl.exp(-gate))
-    else:
-        active = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
     # Rounded before the product, as two separate ops would.
-    active = active.to(out.dtype.element_ty).to(tl.float32)
+    active = activate(gate, SILU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + token * inner + dim, (active * up).to(out.dtype.element_ty), mask=inside)
 
 

@@ -99,7 +99,13 @@ def _add_norm_kernel(
     dim = tl.arange(0, BLOCK)
     inside = dim < DIM
     x += token * stride_x
-    residual += token * stride_residual
+    normed = add_norm_row(x, residual + token * stride_residual, weight, eps, dim, inside, DIM, PDL)
+    tl.store(x + dim, normed.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_norm_row(x, residual, weight, eps, dim, inside, DIM: tl.constexpr, PDL: tl.constexpr):  # [BLOCK] float32
+    """The norm of x + residual, which takes the residual's place."""
     gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     addend = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
@@ -107,8 +113,7 @@ def _add_norm_kernel(
     tl.store(residual + dim, total, mask=inside)
     # The norm is of the sum as stored, so that a later step that reads it back sees the same number.
     wide = total.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
-    tl.store(x + dim, normed.to(x.dtype.element_ty), mask=inside)
+    return wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
 
 
 IMPLEMENTATIONS = (declare(rms_norm), declare(add_rms_norm))

@@ -14,6 +14,15 @@ def tanh(x):
 
 
 @triton.jit
+def activate(gate, SILU: tl.constexpr):
+    """SiLU, or GELU in its tanh form."""
+    if SILU:
+        return gate / (1.0 + tl.exp(-gate))
+    else:
+        return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@triton.jit
 def key_of(value):
     """An int64 that orders as the float32 does, with one key per float."""
     bits = tl.cast(value, tl.float32).to(tl.int32, bitcast=True)

@@ -18,7 +18,7 @@ from tokenmill.ops.triton.attention.kv_codes import (
     whole_values,
 )
 from tokenmill.ops.triton.attention.kv_transposed import attend_transposed
-from tokenmill.ops.triton.attention.paging import padded_block
+from tokenmill.ops.triton.attention.paging import finite_or_zero, merged, padded_block
 from tokenmill.ops.triton.attention.shared_prefix import prefix_attention
 from tokenmill.ops.triton.attention.tile import attend_tile, cached_head, paged_arguments
 from tokenmill.ops.triton.config import (
@@ -306,12 +306,7 @@ def _decode_kernel(
                 other_top = tl.load(stats + place * 2, mask=live, other=float("-inf"))
                 other_total = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
                 values = tl.load(partial + place[:, None] * VALUE_DIM + dim[None, :], mask=inside, other=0.0)
-                new_top = tl.maximum(top, other_top)
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                mine, theirs = tl.exp2(top - base), tl.exp2(other_top - base)
-                acc = acc * mine[:, None] + values * theirs[:, None]
-                total = total * mine + other_total * theirs
-                top = new_top
+                acc, top, total = merged(acc, top, total, values, other_top, other_total)
         # A padding row has no keys at all: it gets zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         place = row * stride_out_token + head * stride_out_head
@@ -408,7 +403,7 @@ def _joined(
             mask=known[:, :, None] & (dim < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        base = finite_or_zero(new_top)
         weights = tl.exp2(tops - base[None, :])
         shrink = tl.exp2(top - base)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)

@@ -75,7 +75,6 @@ def fresh_plan(
     k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]
     v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, v_dim]
     batch: AttentionBatch,
-    mask: Mask,
 ) -> FreshPlan | None:
     """The plan for the rows that gain from it; None if there are none. Made once per step."""
     kv_heads, key_dim, value_dim = k_cache.shape[2], channels(k_cache), channels(v_cache)
@@ -283,23 +282,15 @@ def _fresh_kernel(
         first_pair, count, before, first_token, kv_head, stride_q_token, stride_q_head, GROUP, BLOCK_M
     )
     queries = load_rows(q, offsets, live, DIM, DIM_BLOCK)
-    _, low, full_low, full_high, high = key_range(first_pair, count, before, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
+    _, bounds = key_range(first_pair, count, before, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
     acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite, so that a query may see no key of a tile
     total = tl.zeros([BLOCK_M], tl.float32)
-    if WINDOWED:
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
         acc, top, total = _scan(
-            acc, top, total, low, full_low, queries, gathered, k_row, v_row, position, window, cap_scale, score_scale,
-            True, WINDOWED, SOFTCAP, BLOCK_N,
+            acc, top, total, bounds[part], bounds[part + 1], queries, gathered, k_row, v_row, position, window,
+            cap_scale, score_scale, part != 1, WINDOWED, SOFTCAP, BLOCK_N,
         )  # fmt: skip
-    acc, top, total = _scan(
-        acc, top, total, full_low, full_high, queries, gathered, k_row, v_row, position, window, cap_scale,
-        score_scale, False, WINDOWED, SOFTCAP, BLOCK_N,
-    )  # fmt: skip
-    acc, top, total = _scan(
-        acc, top, total, full_high, high, queries, gathered, k_row, v_row, position, window, cap_scale, score_scale,
-        True, WINDOWED, SOFTCAP, BLOCK_N,
-    )  # fmt: skip
 
     dim = tl.arange(0, DIM_BLOCK)
     store_pairs(out, acc, total, dim, first_token, token, head, live, stride_out_token, stride_out_head, DIM)

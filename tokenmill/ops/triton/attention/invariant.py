@@ -24,7 +24,14 @@ import triton.language as tl
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.triton.attention.kv_codes import cache_arguments, load_queries
-from tokenmill.ops.triton.attention.paging import cache_offsets, load_rows, padded_block, score
+from tokenmill.ops.triton.attention.paging import (
+    cache_offsets,
+    finite_or_zero,
+    load_rows,
+    merged,
+    padded_block,
+    score,
+)
 from tokenmill.ops.triton.attention.tile import paged_arguments, query_pairs
 from tokenmill.ops.triton.config import (
     DECODE_WORKSPACE_BYTES,
@@ -281,7 +288,7 @@ def _attention_kernel(
             scores = score(q_first, q_rest, k_head, k_offsets, seen, cap_scale, KEY_DIM, SOFTCAP)
             scores = tl.where(visible, scores, float("-inf"))
             new_top = tl.maximum(span_top, tl.max(scores, 1) * score_scale)
-            base = _finite(new_top)
+            base = finite_or_zero(new_top)
             scales = tl.full([BLOCK_M, BLOCK_N], score_scale, tl.float32)
             weights = tl.exp2(tl.fma(scores, scales, tl.broadcast_to(-base[:, None], scores.shape))).to(q_first.dtype)
             shrink = tl.exp2(span_top - base)
@@ -289,7 +296,7 @@ def _attention_kernel(
             span_acc = tl.dot(weights, values, span_acc * shrink[:, None], input_precision="ieee")
             sums = tl.dot(weights, ones, sums * shrink[:, None], input_precision="ieee")
             span_top = new_top
-        acc, top, total = _merged(acc, top, total, span_acc, span_top, tl.max(sums, 1))
+        acc, top, total = merged(acc, top, total, span_acc, span_top, tl.max(sums, 1))
 
     done = True
     if SPLITS:
@@ -313,7 +320,7 @@ def _attention_kernel(
                     part = tl.load(place[:, None] + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
                     part_top = tl.load(place + VALUE_DIM, mask=live, other=float("-inf"), cache_modifier=".cg")
                     part_total = tl.load(place + VALUE_DIM + 1, mask=live, other=0.0, cache_modifier=".cg")
-                    acc, top, total = _merged(acc, top, total, part, part_top, part_total)
+                    acc, top, total = merged(acc, top, total, part, part_top, part_total)
     if done:
         # A padding row has no keys at all: it gets zeros.
         divisor = tl.broadcast_to(tl.where(total == 0.0, 1.0, total)[:, None], acc.shape)
@@ -335,23 +342,6 @@ def _nothing(BLOCK_M: tl.constexpr, VALUE_BLOCK: tl.constexpr):
     """The partial result of no keys."""
     acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
     return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-
-
-@triton.jit
-def _merged(acc, top, total, other, other_top, other_total):
-    """Two partial results as one; the first may be empty, and either may be of keys that the query does not see."""
-    new_top = tl.maximum(top, other_top)
-    base = _finite(new_top)
-    mine = tl.exp2(top - base)
-    theirs = tl.exp2(other_top - base)
-    acc = acc * mine[:, None] + other * theirs[:, None]
-    return acc, new_top, total * mine + other_total * theirs
-
-
-@triton.jit
-def _finite(top):
-    """A query may have seen no key yet; subtracting -inf from -inf would poison it."""
-    return tl.where(top == float("-inf"), 0.0, top)
 
 
 IMPLEMENTATIONS = (replace(declare(attention, head_dims=(1, MAX_HEAD_DIM)), name="invariant", rank=20),)

@@ -22,7 +22,15 @@ import triton.language as tl
 
 from tokenmill.ops.kv_forms import INT4_GROUP, KVScales, channels, form_of
 from tokenmill.ops.triton.attention.kv_expand import FP8, INT4, INT8, expand, expand_halves
-from tokenmill.ops.triton.attention.paging import first_block, fold, load_rows, padded_block, rest_block, score
+from tokenmill.ops.triton.attention.paging import (
+    finite_or_zero,
+    first_block,
+    fold,
+    load_rows,
+    padded_block,
+    rest_block,
+    score,
+)
 from tokenmill.ops.triton.numeric import tanh
 
 FLOATS = tl.constexpr(0)
@@ -114,12 +122,18 @@ def _small(queries, unit):
     top = tl.zeros_like(unit)
     for i in tl.static_range(4):
         top = tl.maximum(top, tl.max(tl.abs(queries[i].to(tl.float32)), 1))
-    bits = top.to(tl.int32, bitcast=True) & 0x7F800000
-    unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+    unit = power_of_two_in(top)
     small = ()
     for i in tl.static_range(4):
         small += ((queries[i].to(tl.float32) / unit[:, None]).to(tl.float16),)
     return small, unit
+
+
+@triton.jit
+def power_of_two_in(top):
+    """The largest power of two that is not above `top`; one where it is zero."""
+    bits = top.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -143,7 +157,7 @@ def score_keys(
         for i in tl.static_range(1, _parts(KEY_DIM, FORM)):
             scores = tl.dot(queries[i], tl.trans(keys[i]), scores, input_precision="ieee")
         if FORM != INT4:
-            scores = scores * _load_scale(k_scales, offsets, seen)[None, :] * unit[:, None]
+            scores = scores * load_scale(k_scales, offsets, seen)[None, :] * unit[:, None]
         if SOFTCAP:
             scores = tanh(scores * cap_scale)
         return scores
@@ -186,11 +200,10 @@ def fold_values(
         values = _load_codes(v_head, v_scales, offsets, seen, VALUE_DIM, kind, FORM)
         levels = scores * scale
         if FORM != INT4:
-            value_scale = tl.where(seen, _load_scale(v_scales, offsets, seen), 1.0)
+            value_scale = tl.where(seen, load_scale(v_scales, offsets, seen), 1.0)
             levels += tl.log2(value_scale)[None, :]
         new_top = tl.maximum(top, tl.max(levels, 1))
-        # A query may have seen no key yet; subtracting -inf from -inf would poison it.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        base = finite_or_zero(new_top)
         weights = tl.exp2(levels - base[:, None])
         shrink = tl.exp2(top - base)
         narrow = weights.to(kind)
@@ -230,22 +243,22 @@ def whole_values(acc, FORM: tl.constexpr):
     if FORM == FLOATS:
         return acc[0]
     elif FORM == INT4:
-        for _ in tl.static_range((len(acc) - 1).bit_length()):
-            acc = _paired(acc)
-        return acc[0]
+        return side_by_side(acc)
     else:
         return tl.interleave(tl.interleave(acc[0], acc[2]), tl.interleave(acc[1], acc[3]))
 
 
 @triton.jit
-def _paired(parts):
-    """Matrices of the same shape, two by two side by side; zeros stand in for a missing one."""
-    wider = ()
-    for i in tl.static_range(0, len(parts), 2):
-        right = parts[i + 1] if i + 1 < len(parts) else tl.zeros_like(parts[i])
-        both = tl.permute(tl.join(parts[i], right), (0, 2, 1))
-        wider += (tl.reshape(both, (right.shape[0], 2 * right.shape[1])),)
-    return wider
+def side_by_side(parts):
+    """Matrices of the same shape as one, two by two; zeros stand in for a missing one."""
+    for _ in tl.static_range((len(parts) - 1).bit_length()):
+        wider = ()
+        for i in tl.static_range(0, len(parts), 2):
+            right = parts[i + 1] if i + 1 < len(parts) else tl.zeros_like(parts[i])
+            both = tl.permute(tl.join(parts[i], right), (0, 2, 1))
+            wider += (tl.reshape(both, (right.shape[0], 2 * right.shape[1])),)
+        parts = wider
+    return parts[0]
 
 
 @triton.jit
@@ -256,16 +269,16 @@ def load_decoded(
     values = whole_values(_load_codes(codes, scales, offsets, seen, DIM, tl.float32, FORM), FORM)
     channel = value_channels(DIM, FORM)
     if FORM != INT4:
-        return values * _load_scale(scales, offsets, seen)[:, None], channel
+        return values * load_scale(scales, offsets, seen)[:, None], channel
     else:
         return tl.where((channel < DIM)[None, :], values, 0.0), channel
 
 
 @triton.jit
-def _load_scale(scales, offsets, seen):  # [n] float32; zero where not seen
+def load_scale(scales, offsets, seen):  # [n] float32; zero where not seen; None: all are
     """In whole words, because smaller ones cannot be copied ahead of time."""
-    words = scales.to(tl.pointer_type(tl.int32))
-    word = tl.load(words + (offsets >> 1), mask=seen, other=0)
+    words = scales.to(tl.pointer_type(tl.int32)) + (offsets >> 1)
+    word = tl.load(words) if seen is None else tl.load(words, mask=seen, other=0)
     return ((word >> ((offsets & 1) << 4).to(tl.int32)) << 16).to(tl.float32, bitcast=True)
 
 

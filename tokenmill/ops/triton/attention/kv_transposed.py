@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.kv_forms import INT4_GROUP
+from tokenmill.ops.triton.attention.kv_codes import load_scale, power_of_two_in, side_by_side
 from tokenmill.ops.triton.attention.kv_expand import (
     FP8,
     INT4,
@@ -31,6 +32,7 @@ from tokenmill.ops.triton.attention.kv_expand import (
     split_halves,
     split_words,
 )
+from tokenmill.ops.triton.attention.paging import finite_or_zero
 from tokenmill.ops.triton.numeric import tanh
 
 _GROUP = tl.constexpr(INT4_GROUP)
@@ -96,13 +98,12 @@ def attend_transposed(
             scores = tanh(scores * cap_scale)
         levels = scores * score_scale
         if FORM != INT4:
-            v_scale = tl.where(seen, _load_scale(v_scales, heads), 1.0)
+            v_scale = tl.where(seen, load_scale(v_scales, heads, None), 1.0)
             levels += log2(v_scale)[:, None]
         # What is not seen may be no number.
         levels = tl.where(seen[:, None], levels, float("-inf"))
         new_top = tl.maximum(top, tl.max(levels, 0))
-        # A query may have seen no key yet; subtracting -inf from -inf would poison it.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        base = finite_or_zero(new_top)
         weights = tl.exp2(levels - base[None, :])
         shrink = tl.exp2(top - base)[None, :]
         top = new_top
@@ -133,8 +134,7 @@ def _load_queries(
             most = tl.maximum(most, tl.max(tl.abs(part), 1))
             floats += (part,)
         # A power of two, so that nothing is rounded: float16 has more digits than bfloat16, but less range.
-        bits = most.to(tl.int32, bitcast=True) & 0x7F800000
-        unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+        unit = power_of_two_in(most)
         queries = ()
         for i in tl.static_range(4):
             queries += (tl.trans((floats[i] / unit[:, None]).to(tl.float16)),)
@@ -185,10 +185,10 @@ def _score(queries, sums, k_cache, k_scales, heads, DIM: tl.constexpr, FORM: tl.
         scores = tl.dot(keys[0], queries[0])
         for i in tl.static_range(1, 4):
             scores = tl.dot(keys[i], queries[i], scores)
-        return scores * _load_scale(k_scales, heads)[:, None]
+        return scores * load_scale(k_scales, heads, None)[:, None]
     elif FORM == INT8:
         keys = tl.load(_as(k_cache, tl.int8) + far * DIM + tl.arange(0, DIM)[None, :])
-        return _product(keys, queries[0]) * _load_scale(k_scales, heads)[:, None]
+        return _product(keys, queries[0]) * load_scale(k_scales, heads, None)[:, None]
     else:
         HALVES: tl.constexpr = DIM // 2 // _GROUP
         numbers = _load_group_scales(k_scales, heads, None, 2 * HALVES, tl.float32)
@@ -267,31 +267,12 @@ def _in_order(acc, FORM: tl.constexpr):  # [QUERIES, DIM]
         for i in tl.static_range(0, len(acc), 4):
             lows += (tl.interleave(tl.trans(acc[i]), tl.trans(acc[i + 2])),)
             highs += (tl.interleave(tl.trans(acc[i + 1]), tl.trans(acc[i + 3])),)
-        return _side_by_side(lows + highs)
-
-
-@triton.jit
-def _side_by_side(parts):
-    for _ in tl.static_range(3):
-        if len(parts) > 1:
-            wider = ()
-            for i in tl.static_range(0, len(parts), 2):
-                both = tl.permute(tl.join(parts[i], parts[i + 1]), (0, 2, 1))
-                wider += (tl.reshape(both, (both.shape[0], 2 * both.shape[2])),)
-            parts = wider
-    return parts[0]
+        return side_by_side(lows + highs)
 
 
 @triton.jit
 def _as(pointer, kind: tl.constexpr):
     return pointer.to(tl.pointer_type(kind))
-
-
-@triton.jit
-def _load_scale(scales, heads):  # [n] float32
-    """In whole words, because smaller ones cannot be copied ahead of time."""
-    word = tl.load(_as(scales, tl.int32) + (heads >> 1))
-    return ((word >> ((heads & 1) << 4)) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -96,9 +96,25 @@ def score(
 def fold(acc, top, total, scores, values, scale):
     """One step of the online softmax: acc and total are relative to top, the largest score so far."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    # A query may have seen no key yet; subtracting -inf from -inf would poison it.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    base = finite_or_zero(new_top)
     weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return acc, new_top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def merged(acc, top, total, other, other_top, other_total):
+    """Two partial results as one; the first may be empty, and either may be of keys that the query does not see."""
+    new_top = tl.maximum(top, other_top)
+    base = finite_or_zero(new_top)
+    mine = tl.exp2(top - base)
+    theirs = tl.exp2(other_top - base)
+    acc = acc * mine[:, None] + other * theirs[:, None]
+    return acc, new_top, total * mine + other_total * theirs
+
+
+@triton.jit
+def finite_or_zero(top):
+    """A query may have seen no key yet; subtracting -inf from -inf would poison it."""
+    return tl.where(top == float("-inf"), 0.0, top)

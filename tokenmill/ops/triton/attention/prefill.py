@@ -40,7 +40,7 @@ def prefill_attention(
     scale: float,
     scales: KVScales | None = None,
 ) -> None:
-    plan = fresh_plan(q, k_cache, v_cache, batch, mask)
+    plan = fresh_plan(q, k_cache, v_cache, batch)
     if plan is not None:
         fresh_attention(q, k_cache, v_cache, out, batch, plan, mask, scale, scales)
     if plan is None or len(plan.members) < len(batch.host_counts) - batch.num_singles:
@@ -136,26 +136,14 @@ def _prefill_kernel(
         first_pair, count, before, first_token, kv_head, stride_q_token, stride_q_head, GROUP, BLOCK_M
     )
     queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FORM)
-    earliest, low, full_low, full_high, high = key_range(
-        first_pair, count, before, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED
-    )
+    earliest, bounds = key_range(first_pair, count, before, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
     acc, top, total = nothing_seen(BLOCK_M, VALUE_DIM, FORM)
-    if WINDOWED:
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
         acc, top, total = _scan(
-            acc, top, total, low, full_low, queries, unit, cached, position,
-            earliest, high, window, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE,
+            acc, top, total, bounds[part], bounds[part + 1], queries, unit, cached, position, earliest, bounds[3],
+            window, cap_scale, score_scale, part != 1, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE,
             KEY_DIM, VALUE_DIM, FORM, BLOCK_N,
         )  # fmt: skip
-    acc, top, total = _scan(
-        acc, top, total, full_low, full_high, queries, unit, cached, position,
-        earliest, high, window, cap_scale, score_scale, False, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE,
-        KEY_DIM, VALUE_DIM, FORM, BLOCK_N,
-    )  # fmt: skip
-    acc, top, total = _scan(
-        acc, top, total, full_high, high, queries, unit, cached, position,
-        earliest, high, window, cap_scale, score_scale, True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE,
-        KEY_DIM, VALUE_DIM, FORM, BLOCK_N,
-    )  # fmt: skip
     dim = value_channels(VALUE_DIM, FORM)
     store_pairs(
         out, whole_values(acc, FORM), total, dim, first_token, token, head, live, stride_out_token, stride_out_head,

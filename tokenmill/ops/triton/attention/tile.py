@@ -111,8 +111,8 @@ def key_range(
     first_pair, count, before, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of pairs: its earliest query, the keys that some query sees [low, high), and those that all of them
-    see [full_low, full_high), as earliest, low, full_low, full_high, high.
+    """Of a tile of pairs: its earliest query, and (low, full_low, full_high, high). Some query sees the keys of
+    [low, high), and all queries see those of [full_low, full_high).
     """
     earliest = before + first_pair // GROUP
     latest = before + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, count - 1)
@@ -124,7 +124,7 @@ def key_range(
         low = tl.maximum(earliest - window + 1, 0) // BLOCK_N * BLOCK_N
         full_low = tl.minimum(tl.cdiv(tl.maximum(latest - window + 1, 0), BLOCK_N) * BLOCK_N, high)
         full_high = tl.maximum(full_high, full_low)
-    return earliest, low, full_low, full_high, high
+    return earliest, (low, full_low, full_high, high)
 
 
 @triton.jit

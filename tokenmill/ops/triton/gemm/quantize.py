@@ -14,7 +14,8 @@ import triton.language as tl
 from tokenmill.ops.device_facts import GEMM
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.numeric import tanh
+from tokenmill.ops.triton.norm import add_norm_row
+from tokenmill.ops.triton.numeric import activate
 
 FLOAT8 = torch.float8_e4m3fn
 LEAST_TOP = tl.constexpr(1e-30)  # far below any activation, and what divides by it is finite
@@ -111,9 +112,7 @@ def _quantize_kernel(
         wide = tl.load(x + row * stride_row + k).to(tl.float32)
     else:
         wide = tl.load(x + row * stride_row + k, mask=inside, other=0.0).to(tl.float32)
-    quantized, factor = encode(wide, fixed, values.dtype.element_ty)
-    tl.store(scale + row, factor)
-    tl.store(values + row * inner + k, quantized, mask=inside)
+    _store_codes(wide, fixed, values + row * inner + k, scale + row, inside)
 
 
 @quick_launch
@@ -137,17 +136,9 @@ def _add_norm_kernel(
     dim = tl.arange(0, BLOCK)
     inside = dim < DIM
     residual += row * stride_residual
-    gain = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous(PDL)
-    addend = tl.load(x + row * stride_x + dim, mask=inside, other=0.0).to(tl.float32)
-    total = (tl.load(residual + dim, mask=inside, other=0.0).to(tl.float32) + addend).to(residual.dtype.element_ty)
-    tl.store(residual + dim, total, mask=inside)
-    wide = total.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * gain
+    normed = add_norm_row(x + row * stride_x, residual, weight, eps, dim, inside, DIM, PDL)
     rounded = normed.to(x.dtype.element_ty).to(tl.float32)
-    quantized, factor = encode(rounded, fixed, values.dtype.element_ty)
-    tl.store(scale + row, factor)
-    tl.store(values + row * DIM + dim, quantized, mask=inside)
+    _store_codes(rounded, fixed, values + row * DIM + dim, scale + row, inside)
 
 
 @quick_launch
@@ -171,23 +162,18 @@ def _act_mul_kernel(
     wait_for_previous(PDL)
     gate = tl.load(x + row * stride_row + k, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_row + inner + k, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        active = gate / (1.0 + tl.exp(-gate))
-    else:
-        active = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
-    product = (active.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
-    quantized, factor = encode(product, fixed, values.dtype.element_ty)
-    tl.store(scale + row, factor)
-    tl.store(values + row * inner + k, quantized, mask=inside)
+    product = (activate(gate, SILU).to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+    _store_codes(product, fixed, values + row * inner + k, scale + row, inside)
 
 
 @triton.jit
-def encode(wide, fixed, dtype: tl.constexpr):
-    """One row in float32 as codes of the dtype, and the factor that undoes it.
+def _store_codes(wide, fixed, values, scale, inside):
+    """One row in float32 as codes, and the factor that undoes it.
 
     A row with something that is not finite gets an infinite factor: it must not vanish in the clamp. Few
     instructions for each number: a multiprocessor has several rows of thousands to go through.
     """
+    dtype: tl.constexpr = values.dtype.element_ty
     HIGHEST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     LOWEST: tl.constexpr = -128.0 if dtype == tl.int8 else -448.0
     top = tl.reduce(tl.abs(wide), 0, _larger)
@@ -199,10 +185,12 @@ def encode(wide, fixed, dtype: tl.constexpr):
     quotient = wide * (1.0 / factor)
     if fixed is not None:  # a factor of the row's own leaves nothing to clamp
         quotient = tl.clamp(quotient, LOWEST, HIGHEST)
+    tl.store(scale, factor)
     if dtype == tl.int8:
         # The last bits of the sum are the nearest integer, ties to even.
-        return (quotient + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8), factor
-    return quotient.to(dtype), factor
+        tl.store(values, (quotient + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8), mask=inside)
+    else:
+        tl.store(values, quotient.to(dtype), mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.numeric import tanh
+from tokenmill.ops.triton.numeric import activate
 
 _DOWN_DEPTH = 8192  # numbers of one row of weights, over all experts of a token, that are on their way at once
 
@@ -138,11 +138,3 @@ def _down_kernel(
         total += tile.to(tl.float32) * (rows.to(tl.float32) * share[:, None])[None, :, :]
     result = tl.sum(tl.sum(total, 2), 1)
     tl.store(out + token * HIDDEN + n, result.to(out.dtype.element_ty), mask=n < HIDDEN)
-
-
-@triton.jit
-def activate(gate, SILU: tl.constexpr):
-    if SILU:
-        return gate / (1.0 + tl.exp(-gate))
-    else:
-        return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))

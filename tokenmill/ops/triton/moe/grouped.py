@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
-from tokenmill.ops.triton.moe.few import activate
 from tokenmill.ops.triton.moe.route import ExpertGroups
+from tokenmill.ops.triton.numeric import activate
 
 EARLY_LINES = tl.constexpr(8)  # lines of the cache, of each row, that are sent for before there are tokens
 
@@ -115,58 +115,10 @@ def _gate_up_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    start_next(PDL)
-    tile, column = _place(tl.program_id(0), max_tiles, (INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
-    if BLOCK_M < 64 and not BULK:
-        gate = gate_up + column * BLOCK_N * stride_row
-        up = gate + INNER * stride_row
-        _prefetch(gate, tile, early, experts, stride_expert, stride_row, BLOCK_N, HIDDEN, PDL)
-        _prefetch(up, tile, early, experts, stride_expert, stride_row, BLOCK_N, HIDDEN, PDL)
-    wait_for_previous(PDL)
-    first = tl.load(tiles + tile * 4 + 1)
-    end = tl.load(tiles + tile * 4 + 2)
-    if first < end:
-        expert = tl.load(tiles + tile * 4)
-        at = column * BLOCK_N
-        # The last tile of an expert is often less than half full.
-        if (BLOCK_M >= 128) & (end - first <= BLOCK_M // 2):
-            _gate_up_tile(
-                x, order, gate_up, out, stride_token, stride_expert, stride_row, expert, first, end, at,
-                HIDDEN, INNER, PLACES, SILU, BULK, BLOCK_M // 2, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            _gate_up_tile(
-                x, order, gate_up, out, stride_token, stride_expert, stride_row, expert, first, end, at,
-                HIDDEN, INNER, PLACES, SILU, BULK, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-
-
-@triton.jit
-def _gate_up_tile(
-    x, order, gate_up, out, stride_token, stride_expert, stride_row, expert, first, end, at,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, PLACES: tl.constexpr, SILU: tl.constexpr, BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    row = first + tl.arange(0, BLOCK_M)
-    inside = row < end
-    token = tl.load(order + row, mask=inside, other=0) // PLACES
-    depth = tl.arange(0, BLOCK_K)
-    x_at = x + token.to(tl.int64)[:, None] * stride_token + depth[None, :]
-    gate = _nothing(BLOCK_M, BLOCK_N)
-    up = _nothing(BLOCK_M, BLOCK_N)
-    for start in range(0, HIDDEN, BLOCK_K):
-        left = _part(x_at + start, depth + start, HIDDEN, BLOCK_K)
-        right = _weights(
-            gate_up, expert, 0, at, start, stride_expert, stride_row, 2 * INNER, INNER, HIDDEN, BULK, BLOCK_N, BLOCK_K
-        )
-        gate = _add_product(gate, left, right, BLOCK_M)
-        right = _weights(
-            gate_up, expert, INNER, at, start, stride_expert, stride_row, 2 * INNER, INNER, HIDDEN, BULK, BLOCK_N,
-            BLOCK_K,
-        )  # fmt: skip
-        up = _add_product(up, left, right, BLOCK_M)
-    active = activate(gate, SILU) * up
-    _store(out, active, row.to(tl.int64), at + tl.arange(0, BLOCK_N), INNER, inside, BLOCK_M)
+    _tile(
+        x, order, tiles, gate_up, out, stride_token, stride_expert, stride_row, max_tiles, experts, early,
+        HIDDEN, INNER, PLACES, True, SILU, BULK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PDL,
+    )  # fmt: skip
 
 
 @quick_launch
@@ -191,48 +143,83 @@ def _down_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
+    _tile(
+        active, order, tiles, down, out, INNER, stride_expert, stride_row, max_tiles, experts, early,
+        INNER, HIDDEN, 1, False, False, BULK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    rows, order, tiles, weights, out, stride_row_in, stride_expert, stride_row, max_tiles, experts, early,
+    DEPTH: tl.constexpr,  # of the products
+    COLUMNS: tl.constexpr,  # of the result
+    PLACES: tl.constexpr,
+    GATED: tl.constexpr,  # the weights are gate, then up, and rows are gathered; else rows are in order already
+    SILU: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
-    tile, column = _place(tl.program_id(0), max_tiles, (HIDDEN + BLOCK_N - 1) // BLOCK_N, GROUP)
+    tile, column = _place(tl.program_id(0), max_tiles, (COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
     if BLOCK_M < 64 and not BULK:
-        rows = down + column * BLOCK_N * stride_row
-        _prefetch(rows, tile, early, experts, stride_expert, stride_row, BLOCK_N, INNER, PDL)
+        first_row = weights + column * BLOCK_N * stride_row
+        _prefetch(first_row, tile, early, experts, stride_expert, stride_row, BLOCK_N, DEPTH, PDL)
+        if GATED:
+            first_row += COLUMNS * stride_row
+            _prefetch(first_row, tile, early, experts, stride_expert, stride_row, BLOCK_N, DEPTH, PDL)
     wait_for_previous(PDL)
     first = tl.load(tiles + tile * 4 + 1)
     end = tl.load(tiles + tile * 4 + 2)
     if first < end:
         expert = tl.load(tiles + tile * 4)
         at = column * BLOCK_N
+        # The last tile of an expert is often less than half full.
         if (BLOCK_M >= 128) & (end - first <= BLOCK_M // 2):
-            _down_tile(
-                active, order, down, out, stride_expert, stride_row, expert, first, end, at,
-                HIDDEN, INNER, BULK, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            _products(
+                rows, order, weights, out, stride_row_in, stride_expert, stride_row, expert, first, end, at,
+                DEPTH, COLUMNS, PLACES, GATED, SILU, BULK, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            _down_tile(
-                active, order, down, out, stride_expert, stride_row, expert, first, end, at,
-                HIDDEN, INNER, BULK, BLOCK_M, BLOCK_N, BLOCK_K,
+            _products(
+                rows, order, weights, out, stride_row_in, stride_expert, stride_row, expert, first, end, at,
+                DEPTH, COLUMNS, PLACES, GATED, SILU, BULK, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
-def _down_tile(
-    active, order, down, out, stride_expert, stride_row, expert, first, end, at,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _products(
+    rows, order, weights, out, stride_row_in, stride_expert, stride_row, expert, first, end, at,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
+    BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, BLOCK_M)
     inside = row < end
+    if GATED:
+        source = tl.load(order + row, mask=inside, other=0) // PLACES
+    else:
+        source = tl.where(inside, row, first)
     depth = tl.arange(0, BLOCK_K)
-    active_at = active + tl.where(inside, row, first).to(tl.int64)[:, None] * INNER + depth[None, :]
-    total = _nothing(BLOCK_M, BLOCK_N)
-    for start in range(0, INNER, BLOCK_K):
-        left = _part(active_at + start, depth + start, INNER, BLOCK_K)
+    row_at = rows + source.to(tl.int64)[:, None] * stride_row_in + depth[None, :]
+    ALL: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    result = _nothing(BLOCK_M, BLOCK_N)
+    up = _nothing(BLOCK_M, BLOCK_N)
+    for start in range(0, DEPTH, BLOCK_K):
+        left = _part(row_at + start, depth + start, DEPTH, BLOCK_K)
         right = _weights(
-            down, expert, 0, at, start, stride_expert, stride_row, HIDDEN, HIDDEN, INNER, BULK, BLOCK_N, BLOCK_K
+            weights, expert, 0, at, start, stride_expert, stride_row, ALL, COLUMNS, DEPTH, BULK, BLOCK_N, BLOCK_K
         )
-        total = _add_product(total, left, right, BLOCK_M)
-    choice = tl.load(order + row, mask=inside, other=0).to(tl.int64)
-    _store(out, total, choice, at + tl.arange(0, BLOCK_N), HIDDEN, inside, BLOCK_M)
+        result = _add_product(result, left, right, BLOCK_M)
+        if GATED:
+            right = _weights(
+                weights, expert, COLUMNS, at, start, stride_expert, stride_row, ALL, COLUMNS, DEPTH, BULK, BLOCK_N,
+                BLOCK_K,
+            )  # fmt: skip
+            up = _add_product(up, left, right, BLOCK_M)
+    if GATED:
+        result, to = activate(result, SILU) * up, row.to(tl.int64)
+    else:
+        to = tl.load(order + row, mask=inside, other=0).to(tl.int64)
+    _store(out, result, to, at + tl.arange(0, BLOCK_N), COLUMNS, inside, BLOCK_M)
 
 
 @triton.jit
