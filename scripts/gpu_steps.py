@@ -61,7 +61,7 @@ class Watch:
     """Stands before the runner's `launch` and notes what became of every step."""
 
     def __init__(self, llm: Any) -> None:
-        self.front, self.runner = llm._front, llm._built.engine.runner
+        self.processor, self.runner = llm._processor, llm._built.engine.runner
         self.graphs, self._launch = self.runner._graphs, self.runner.launch
         self.seen: list[Seen] = []
         self._last: tuple[str, int, int, float] | None = None
@@ -91,19 +91,19 @@ class Watch:
     def step(self) -> None:
         self._last = None
         began = time.perf_counter()
-        self.front.step()
+        self.processor.step()
         wall = time.perf_counter() - began
         if self._last is not None:
             how, rows, tokens, launch = self._last
             self.seen.append(Seen(how, rows, tokens, wall, launch))
 
     def submit(self, work: Work) -> list[Any]:
-        follows = []
+        states = []
         for prompt, answer in work:
             params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False)
-            follows.append(self.front.prepare(prompt, params))
-            self.front.submit(follows[-1])
-        return follows
+            states.append(self.processor.prepare(prompt, params))
+            self.processor.submit(states[-1])
+        return states
 
     def forget_recordings(self) -> None:
         if self.graphs is not None:
@@ -139,12 +139,12 @@ def one(llm: Any, rows: int, keys: int) -> str:
     run(llm, fixed(rows, 64, 8, 9))
     watch = Watch(llm)
     work = fixed(rows, keys, ANSWER, 10)
-    follows = watch.submit(work)
-    while not all(follow.leader.num_output > SETTLE for follow in follows):
+    states = watch.submit(work)
+    while not all(state.leader.num_output > SETTLE for state in states):
         watch.step()
     first, busy, gaps = len(watch.seen), 0.0, 0.0
     profiled: list[Seen] = []
-    while watch.front.engine.has_work:
+    while watch.processor.engine.has_work:
         watch.step()
         if len(watch.seen) == first + 12:  # in the middle of the steps in which all rows decode
             kept = len(watch.seen)
@@ -179,15 +179,15 @@ def end(watch: Watch, work: Work, patience: int) -> tuple[float, list[list[int]]
     """Seconds from when all are running to the end of the last, and all answers. Prompts are in the prefix cache."""
     usual, recorded_steps.PATIENCE = recorded_steps.PATIENCE, patience
     watch.forget_recordings()
-    follows = watch.submit(work)
-    while not all(follow.leader.num_output > SETTLE for follow in follows):
+    states = watch.submit(work)
+    while not all(state.leader.num_output > SETTLE for state in states):
         watch.step()
     watch.seen = []
     began = time.perf_counter()
-    while watch.front.engine.has_work:
+    while watch.processor.engine.has_work:
         watch.step()
     recorded_steps.PATIENCE = usual
-    return time.perf_counter() - began, [list(follow.leader.output) for follow in follows]
+    return time.perf_counter() - began, [list(state.leader.output) for state in states]
 
 
 def show(what: str, seen: list[Seen]) -> None:

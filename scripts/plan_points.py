@@ -155,7 +155,7 @@ def _generate(llm: Any, work: list[tuple[int, int]], clock: Any) -> float:
     from tokenmill import SamplingParams
 
     source = random.Random(time.perf_counter_ns())  # never the same twice: nothing is found in the cache
-    vocab = llm._front.vocab_size
+    vocab = llm._processor.vocab_size
     prompts = [[source.randrange(vocab) for _ in range(prompt)] for prompt, _ in work]
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=out, detokenize=False) for _, out in work]
     began = clock()

@@ -14,11 +14,11 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Progress, build
 from tokenmill.errors import TokenmillError
-from tokenmill.follow import Follow
-from tokenmill.front import Front, Message, Prompt
 from tokenmill.loading_bar import loading_bar
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
+from tokenmill.processor import Message, Processor, Prompt
+from tokenmill.request_state import RequestState
 
 
 class AsyncLLM:
@@ -28,7 +28,10 @@ class AsyncLLM:
         self.config = EngineConfig.from_options(model=model, **options)
         with loading_bar(progress) as tell:
             self._built = build(self.config, tell)
-        self._front = Front(self._built, self.config.seed)
+        built, spec = self._built, self._built.spec
+        self._processor = Processor(
+            built.engine, built.tokenizer, spec.vocab_size, spec.eos_ids, built.settings.max_len, seed=self.config.seed
+        )
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
         self._mail: dict[str, _Mailbox] = {}  # touched by the engine thread only
         self._door = threading.Lock()  # held to put a command, so that none enters after the last was answered
@@ -41,17 +44,17 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream one answer. Raises InvalidRequest or QueueFull before the first output."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._follow(lambda: self._front.encode(prompt), params, options)
+        return self._stream(lambda: self._processor.encode(prompt), params, options)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to a conversation."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._follow(lambda: self._front.chat_ids(messages), params, options)
+        return self._stream(lambda: self._processor.chat_ids(messages), params, options)
 
     async def reset_prefix_cache(self) -> None:
-        await self._call(self._front.engine.reset_prefix_cache)
+        await self._call(self._processor.engine.reset_prefix_cache)
 
     def plan_lines(self) -> list[str]:
         return self._built.report
@@ -62,24 +65,24 @@ class AsyncLLM:
             self._commands.put(None)
             self._thread.join()
 
-    async def _follow(
+    async def _stream(
         self, encode: Callable[[], Prompt], params: SamplingParams, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         prompt = await asyncio.to_thread(encode)  # a long text must hold up neither the engine nor the event loop
         mailbox = _Mailbox(asyncio.get_running_loop())
-        started: list[Follow] = []
+        started: list[RequestState] = []
 
         def start() -> None:
-            follow = self._front.prepare(prompt, params, **options)
-            self._front.submit(follow)
-            self._mail[follow.id] = mailbox
-            started.append(follow)
+            state = self._processor.prepare(prompt, params, **options)
+            self._processor.submit(state)
+            self._mail[state.id] = mailbox
+            started.append(state)
 
         def drop() -> None:
-            for follow in started:
-                if self._mail.get(follow.id) is mailbox:
-                    del self._mail[follow.id]
-                self._front.cancel(follow)
+            for state in started:
+                if self._mail.get(state.id) is mailbox:
+                    del self._mail[state.id]
+                self._processor.cancel(state)
 
         finished = False
         try:
@@ -110,11 +113,11 @@ class AsyncLLM:
         cause = "it was shut down"
         try:
             while self._obey():
-                for follow in self._front.step():
-                    if follow.id in self._mail:
-                        self._mail[follow.id].put(follow.output())
-                    if follow.finished:
-                        self._mail.pop(follow.id, None)
+                for state in self._processor.step():
+                    if state.id in self._mail:
+                        self._mail[state.id].put(state.output())
+                    if state.finished:
+                        self._mail.pop(state.id, None)
         except BaseException as error:  # a bug: say it to everybody who waits rather than leave them hanging
             cause = f"{type(error).__name__}: {error}"
             raise
@@ -126,7 +129,7 @@ class AsyncLLM:
         # What is asked for meanwhile waits for the next step: a storm of commands must not stop those who run.
         for _ in range(max(1, self._commands.qsize())):
             try:
-                command = self._commands.get(block=not self._front.engine.has_work)
+                command = self._commands.get(block=not self._processor.engine.has_work)
             except queue.Empty:
                 return True
             if command is None:

@@ -14,12 +14,12 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import Progress, build
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
-from tokenmill.follow import Follow
-from tokenmill.front import NO_ANSWER, Front, Message, Prompt
 from tokenmill.loading_bar import loading_bar
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from tokenmill.params import SamplingParams
+from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
+from tokenmill.request_state import RequestState
 
 
 class LLM:
@@ -36,7 +36,10 @@ class LLM:
         with loading_bar(progress) as tell:
             built = build(self.config, tell)
         self._built = built
-        self._front = Front(built, self.config.seed)
+        spec, max_len = built.spec, built.settings.max_len
+        self._processor = Processor(
+            built.engine, built.tokenizer, spec.vocab_size, spec.eos_ids, max_len, seed=self.config.seed
+        )
         self._closed = False
 
     def generate(
@@ -60,8 +63,8 @@ class LLM:
         options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         with _full_collections_rare():
             pairs = zip(several, params, strict=True)
-            follows = self._run([self._front.prepare(prompt, one, **options) for prompt, one in pairs], use_tqdm)
-            return [follow.output() for follow in follows]
+            states = self._run([self._processor.prepare(prompt, one, **options) for prompt, one in pairs], use_tqdm)
+            return [state.output() for state in states]
 
     def embed(
         self,
@@ -73,12 +76,11 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """A vector of unit length per prompt, from its last hidden states: of all tokens ("mean") or of the "last"."""
         self._check_open()
-        several = [self._front.prepare(prompt, NO_ANSWER, pooling=pooling, **options) for prompt in _as_list(prompts)]
+        options["pooling"] = pooling
+        states = [self._processor.prepare(prompt, NO_ANSWER, **options) for prompt in _as_list(prompts)]
         return [
-            EmbeddingRequestOutput(
-                follow.id, follow.prompt_ids, EmbeddingOutput(follow.leader.pooled), error=follow.leader.error
-            )
-            for follow in self._run(several, use_tqdm)
+            EmbeddingRequestOutput(one.id, one.prompt_ids, EmbeddingOutput(one.leader.pooled), error=one.leader.error)
+            for one in self._run(states, use_tqdm)
         ]
 
     def chat(
@@ -95,7 +97,7 @@ class LLM:
         self._check_open()
         several = [messages] if _is_conversation(messages) else list(messages)
         prompts = [
-            self._front.chat_ids(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
+            self._processor.chat_ids(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
             for conversation in several
         ]
         return self.generate(prompts, sampling_params, use_tqdm, **options)
@@ -103,7 +105,7 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer: encode, decode, chat_template."""
         self._check_open()
-        return self._front.tokenizer
+        return self._processor.tokenizer
 
     def stream(
         self,
@@ -114,19 +116,19 @@ class LLM:
         """Answer one prompt or conversation bit by bit: each output is the whole answer so far. Closing it cancels."""
         self._check_open()
         if _is_conversation(prompt):
-            prompt = self._front.chat_ids(prompt)  # type: ignore[arg-type]
-        follow = self._front.prepare(prompt, sampling_params or SamplingParams(), **options)  # type: ignore[arg-type]
-        return self._stream(follow)
+            prompt = self._processor.chat_ids(prompt)  # type: ignore[arg-type]
+        state = self._processor.prepare(prompt, sampling_params or SamplingParams(), **options)  # type: ignore[arg-type]
+        return self._stream(state)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids that `chat` would send for these messages."""
         self._check_open()
-        return self._front.chat_ids(messages, **options)
+        return self._processor.chat_ids(messages, **options)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not touched."""
         self._check_open()
-        self._front.engine.reset_prefix_cache()
+        self._processor.engine.reset_prefix_cache()
 
     def plan_lines(self) -> list[str]:
         """What was chosen for this machine and model, and why."""
@@ -143,7 +145,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._built.engine.close()
-            del self._built, self._front
+            del self._built, self._processor
 
     def __enter__(self) -> LLM:
         return self
@@ -153,52 +155,52 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _stream(self, follow: Follow) -> Generator[RequestOutput, None, None]:
+    def _stream(self, state: RequestState) -> Generator[RequestOutput, None, None]:
         self._check_open()
-        self._front.submit(follow)
+        self._processor.submit(state)
         ended = False
         try:
             while not ended:
                 self._check_open()
-                if follow.finished or follow in self._step():  # others may have run it to its end meanwhile
-                    output = follow.output()
+                if state.finished or state in self._step():  # others may have run it to its end meanwhile
+                    output = state.output()
                     ended = output.finished
                     yield output
         finally:
             if not self._closed:
-                self._front.cancel(follow)
+                self._processor.cancel(state)
 
-    def _run(self, follows: list[Follow], use_tqdm: bool) -> list[Follow]:
+    def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestState]:
         """All of them to their ends."""
-        bar = _progress_bar(len(follows)) if use_tqdm else None
+        bar = _progress_bar(len(states)) if use_tqdm else None
         try:
-            waiting, left = deque(follows), set(follows)
+            waiting, left = deque(states), set(states)
             while left:
-                done = {follow for follow in self._step(waiting) if follow.finished}  # perhaps an open stream's, too
+                done = {state for state in self._step(waiting) if state.finished}  # perhaps an open stream's, too
                 if bar is not None and done:
                     bar.update(len(done & left))
                 left -= done
         except BaseException:
             if not self._closed:
-                for follow in follows:
-                    self._front.cancel(follow)
+                for state in states:
+                    self._processor.cancel(state)
             raise
         finally:
             if bar is not None:
                 bar.close()
-        return follows
+        return states
 
-    def _step(self, waiting: deque[Follow] | None = None) -> list[Follow]:
+    def _step(self, waiting: deque[RequestState] | None = None) -> list[RequestState]:
         """Hand in as many waiting requests as the queue holds, and run the engine's next step."""
         try:
             with _interrupts_held_back():
                 while waiting:
                     try:
-                        self._front.submit(waiting[0])
+                        self._processor.submit(waiting[0])
                     except QueueFull:  # bounded on purpose: the rest follows as it drains
                         break
                     waiting.popleft()
-                return self._front.step()
+                return self._processor.step()
         except _TornStep:
             self.shutdown()
             raise KeyboardInterrupt from None

@@ -27,7 +27,7 @@ def peak_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
 def largest_step(llm: LLM, prompts: Any, params: Any, pooling: str | None = None) -> tuple[int, int, int]:
     """Runs the prompts, with `pooling` for their vectors; returns the largest peak of a step, the most tokens of a step
     and the most it sampled."""
-    runner = llm._front.engine.runner
+    runner = llm._processor.engine.runner
     launch = runner.launch
     seen: list[tuple[int, int, int]] = []
 

@@ -46,10 +46,10 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 async def idle(llm: AsyncLLM) -> None:
     """Waits until the engine has nothing to do, and checks on its own thread that it holds nothing."""
-    await eventually(lambda: not llm._front.engine.has_work)
+    await eventually(lambda: not llm._processor.engine.has_work)
     await llm.reset_prefix_cache()
-    await llm._call(lambda: assert_idle(llm._front.engine))
-    assert not llm._mail and not llm._front._following
+    await llm._call(lambda: assert_idle(llm._processor.engine))
+    assert not llm._mail and not llm._processor._states
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_chat_and_text_come_through_the_async_twin(text_model: str, texter: LLM)
 def test_a_cancelled_task_frees_its_memory_within_a_step(service: AsyncLLM) -> None:
     async def main() -> None:
         task = asyncio.create_task(tokens_of(service, PROMPT, LONG))
-        scheduler = service._front.engine.scheduler
+        scheduler = service._processor.engine.scheduler
         await eventually(lambda: bool(scheduler.running) and scheduler.running[0].num_output > 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -121,9 +121,9 @@ def test_a_task_cancelled_before_its_request_began_leaves_nothing(service: Async
             for task in tasks:
                 task.cancel()
             assert all(isinstance(end, BaseException) for end in await asyncio.gather(*tasks, return_exceptions=True))
-            steps = service._front.engine.scheduler.stats.steps
+            steps = service._processor.engine.scheduler.stats.steps
             await idle(service)
-            assert service._front.engine.scheduler.stats.steps - steps < 100  # nobody went on to the full length
+            assert service._processor.engine.scheduler.stats.steps - steps < 100  # nobody went on to the full length
 
     run(main())
 
@@ -212,7 +212,7 @@ def test_a_slow_reader_gets_the_newest_and_the_last_output_and_delays_nobody(ser
         stream = service.generate(PROMPT, LONG)
         first = await anext(stream)
         quick = await tokens_of(service, PROMPT)  # served while the slow one does not read
-        await eventually(lambda: not service._front.engine.has_work)
+        await eventually(lambda: not service._processor.engine.has_work)
         final = await anext(stream)
         assert not first.finished and final.finished and final.outputs[0].token_ids[:12] == quick
         assert len(final.outputs[0].token_ids) == 512 - len(PROMPT)
@@ -255,7 +255,7 @@ def test_shutdown_raises_in_every_running_task(tiny_model: str) -> None:
     async def main() -> None:
         llm = open_tiny_async(tiny_model)
         tasks = [asyncio.create_task(tokens_of(llm, prompt, LONG)) for prompt in PROMPTS]
-        await eventually(lambda: bool(llm._front.engine.scheduler.running))
+        await eventually(lambda: bool(llm._processor.engine.scheduler.running))
         late = [asyncio.create_task(tokens_of(llm, PROMPT, LONG)) for _ in range(5)]
         await asyncio.sleep(0)  # these have asked and were not heard yet
         llm.shutdown()
@@ -277,12 +277,12 @@ def test_the_death_of_the_engine_thread_reaches_everybody_who_waits(
     async def main() -> None:
         llm = open_tiny_async(tiny_model)
         waiting = [asyncio.create_task(tokens_of(llm, prompt, LONG)) for prompt in PROMPTS]
-        await eventually(lambda: bool(llm._front.engine.scheduler.running))
+        await eventually(lambda: bool(llm._processor.engine.scheduler.running))
 
         def die(*_: Any) -> None:
             raise AssertionError("the books are wrong")
 
-        monkeypatch.setattr(llm._front.engine.scheduler, "schedule", die)
+        monkeypatch.setattr(llm._processor.engine.scheduler, "schedule", die)
         waiting += [asyncio.create_task(tokens_of(llm, PROMPT)) for _ in range(5)]
         for end in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(end, TokenmillError) and "the books are wrong" in str(end)
@@ -302,7 +302,7 @@ def test_tasks_of_an_event_loop_that_ended_do_not_keep_the_engine_busy(service: 
     async def main() -> None:
         await idle(service)
 
-    steps = service._front.engine.scheduler.stats.steps
+    steps = service._processor.engine.scheduler.stats.steps
     run(abandon())
     run(main())
-    assert service._front.engine.scheduler.stats.steps - steps < 200
+    assert service._processor.engine.scheduler.stats.steps - steps < 200

@@ -78,7 +78,7 @@ def engine_goes_on(tiny: LLM):
     yield
     assert ids(tiny, PROMPT) == before
     tiny.reset_prefix_cache()
-    assert_idle(tiny._front.engine)
+    assert_idle(tiny._processor.engine)
 
 
 def refusal(call: Any, words: list[str]) -> str:
@@ -132,9 +132,9 @@ def test_sampling_params_of_another_type_are_refused(tiny: LLM, params: Any) -> 
 
 
 def test_one_bad_prompt_among_good_ones_runs_none_of_them(tiny: LLM) -> None:
-    steps = tiny._front.engine.scheduler.stats.steps
+    steps = tiny._processor.engine.scheduler.stats.steps
     refusal(lambda: tiny.generate([PROMPT, [5, 999], PROMPT], GREEDY, use_tqdm=False), ["token id 999"])
-    assert tiny._front.engine.scheduler.stats.steps == steps
+    assert tiny._processor.engine.scheduler.stats.steps == steps
 
 
 @pytest.mark.parametrize("id", ["", 5, "a/1"])
@@ -152,7 +152,7 @@ def test_a_request_id_that_is_running_is_refused_and_free_again_afterwards(tiny:
 
 
 def test_ids_that_the_engine_chooses_avoid_those_of_users(tiny: LLM) -> None:
-    number = tiny._front._count + 1
+    number = tiny._processor._count + 1
     stream = tiny.stream(PROMPT, GREEDY, request_id=f"r{number}")
     next(stream)
     other = tiny.generate([PROMPT], GREEDY, use_tqdm=False)[0]

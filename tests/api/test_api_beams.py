@@ -49,7 +49,7 @@ def llm(checkpoint: tuple[Any, str], request: pytest.FixtureRequest) -> Iterator
     with LLM(checkpoint[1], skip_tokenizer_init=True, dtype="float64", device="cpu", **options) as llm:
         yield llm
         llm.reset_prefix_cache()
-        assert_idle(llm._front.engine)
+        assert_idle(llm._processor.engine)
 
 
 def theirs(model: Any, prompt: list[int], params: SamplingParams) -> list[list[int]]:

@@ -78,7 +78,7 @@ def test_a_chat_ends_by_an_end_token_and_makes_sense(smol: LLM) -> None:
     answer = output.outputs[0]
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop" and answer.stop_reason is None
-    assert smol._front.tokenizer is not None and answer.token_ids[-1] in smol._front.tokenizer.eos_ids
+    assert smol._processor.tokenizer is not None and answer.token_ids[-1] in smol._processor.tokenizer.eos_ids
     assert "<|im_end|>" not in answer.text
     assert len(output.metrics.token_times) == len(answer.token_ids) and (output.metrics.ttft or 0) > 0
 

@@ -48,56 +48,56 @@ def test_a_request_that_started_on_bad_blocks_is_tried_once_on_its_own(poisoned:
 
 def test_an_id_is_taken_until_every_sequence_of_its_request_ended(tiny_model: str) -> None:
     with open_tiny(tiny_model) as llm:
-        front = llm._front
+        processor = llm._processor
         probe = SamplingParams(temperature=1, seed=3, n=2, max_tokens=60, ignore_eos=True, detokenize=False)
         first, second = (one.token_ids for one in llm.generate([[5, 6, 7]], probe, use_tqdm=False)[0].outputs)
         stop = next(token for token in first[:30] if token not in second)
         params = SamplingParams(
             temperature=1, seed=3, n=2, max_tokens=60, ignore_eos=True, detokenize=False, stop_token_ids=[stop]
         )
-        follow = front.prepare([5, 6, 7], params, request_id="x")
-        front.submit(follow)
-        while follow.output().outputs[0].finish_reason is None:
-            front.step()
-        assert not follow.finished
+        state = processor.prepare([5, 6, 7], params, request_id="x")
+        processor.submit(state)
+        while state.output().outputs[0].finish_reason is None:
+            processor.step()
+        assert not state.finished
         with pytest.raises(InvalidRequest, match="already running"):
-            front.submit(front.prepare([8, 9], GREEDY, request_id="x"))
-        while not follow.finished:
-            front.step()
-        assert follow.output().outputs[1].token_ids == second
-        again = front.prepare([8, 9], GREEDY, request_id="x")
-        front.submit(again)
+            processor.submit(processor.prepare([8, 9], GREEDY, request_id="x"))
+        while not state.finished:
+            processor.step()
+        assert state.output().outputs[1].token_ids == second
+        again = processor.prepare([8, 9], GREEDY, request_id="x")
+        processor.submit(again)
         while not again.finished:
-            front.step()
+            processor.step()
 
 
 def test_a_deadline_of_the_past_does_not_end_a_new_request_of_the_same_id(tiny_model: str) -> None:
     with open_tiny(tiny_model) as llm:
-        front, clock = llm._front, [0.0]
-        front.engine.clock = lambda: clock[0]
-        first = front.prepare([5, 6], GREEDY, request_id="x", timeout=10)
-        front.submit(first)
+        processor, clock = llm._processor, [0.0]
+        processor.engine.clock = lambda: clock[0]
+        first = processor.prepare([5, 6], GREEDY, request_id="x", timeout=10)
+        processor.submit(first)
         while not first.finished:
-            front.step()
-        second = front.prepare([5, 6], GREEDY, request_id="x")
-        front.submit(second)
+            processor.step()
+        second = processor.prepare([5, 6], GREEDY, request_id="x")
+        processor.submit(second)
         clock[0] = 100.0
         while not second.finished:
-            front.step()
+            processor.step()
         assert second.output().outputs[0].finish_reason == "length"
 
 
 def test_cancelled_requests_leave_nothing_behind_a_blocked_head(tiny_model: str) -> None:
     with open_tiny(tiny_model, max_num_seqs=1) as llm:
-        front = llm._front
-        for follow in (front.prepare([5] * 20, GREEDY) for _ in range(2)):
-            front.submit(follow)
-        front.step()
+        processor = llm._processor
+        for state in (processor.prepare([5] * 20, GREEDY) for _ in range(2)):
+            processor.submit(state)
+        processor.step()
         for _ in range(2000):
-            follow = front.prepare([5] * 20, GREEDY, timeout=1000)
-            front.submit(follow)
-            front.cancel(follow)
-        scheduler = front.engine.scheduler
+            state = processor.prepare([5] * 20, GREEDY, timeout=1000)
+            processor.submit(state)
+            processor.cancel(state)
+        scheduler = processor.engine.scheduler
         assert sum(len(lane) for lane in scheduler.waiting._lanes.values()) < 200
         assert len(scheduler.life.deadlines) < 200
 
@@ -112,26 +112,26 @@ def test_beams_keep_the_log_probabilities_of_the_prompt(tiny_model: str) -> None
 
 def test_best_of_prefers_a_whole_answer_to_one_that_was_cut_off(tiny_model: str) -> None:
     with open_tiny(tiny_model) as llm:
-        front, clock = llm._front, [0.0]
-        front.engine.clock = lambda: clock[0]
+        processor, clock = llm._processor, [0.0]
+        processor.engine.clock = lambda: clock[0]
         params = SamplingParams(temperature=1, seed=1, best_of=3, max_tokens=4, ignore_eos=True, detokenize=False)
-        follow = front.prepare([5, 6, 7], params)
-        front.submit(follow)
-        while not follow.sequences[0].finish:
-            front.step()
-        for sequence in follow.sequences[1:]:
-            front.engine.cancel(sequence.request.id)
-        while not follow.finished:
-            front.step()
-        assert follow.output().outputs[0].finish_reason == "length"
+        state = processor.prepare([5, 6, 7], params)
+        processor.submit(state)
+        while not state.sequences[0].finish:
+            processor.step()
+        for sequence in state.sequences[1:]:
+            processor.engine.cancel(sequence.request.id)
+        while not state.finished:
+            processor.step()
+        assert state.output().outputs[0].finish_reason == "length"
 
 
 def test_parameters_changed_after_the_call_do_not_reach_the_request(tiny_model: str) -> None:
     with open_tiny(tiny_model) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
-        follow = llm._front.prepare([5, 6, 7], params)
+        state = llm._processor.prepare([5, 6, 7], params)
         params.max_tokens, params.prompt_logprobs = 100, 5
-        assert follow.leader.params.max_tokens == 3 and follow.leader.params.prompt_logprobs is None
+        assert state.leader.params.max_tokens == 3 and state.leader.params.prompt_logprobs is None
 
 
 def test_a_storm_of_refused_requests_does_not_stop_those_who_run(tiny_model: str) -> None:

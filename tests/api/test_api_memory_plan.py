@@ -285,7 +285,7 @@ def test_a_step_in_float32_stays_within_the_plan_of_a_narrow_model(
     monkeypatch.setattr("tokenmill.engine.runner.guard.WIDENED_AT_ONCE", at_once)
     options = {"max_num_seqs": 1, "max_num_batched_tokens": tokens, "kv_cache_memory": 64 << 20, "dtype": "bfloat16"}
     with open_dummy(tmp_path / "narrow", tiny_model, WIDE | family | {"vocab_size": 30_000}, **options) as llm:
-        runner, memory = llm._front.engine.runner, llm._built.settings.memory
+        runner, memory = llm._processor.engine.runner, llm._built.settings.memory
         launch = runner.launch
 
         def widened(step: Any) -> Any:
@@ -310,7 +310,7 @@ def test_the_default_model_stays_within_its_planned_activations(default_model: s
         peak, tokens, samples = largest_step(llm, prompts, SamplingParams(**EVERYTHING | {"bad_words": ["mill"]}))
         assert (tokens, samples) == (256, 16)
         assert peak <= memory.activations
-        weights = llm._front.engine.runner.decoder.weights  # type: ignore[attr-defined]
+        weights = llm._processor.engine.runner.decoder.weights  # type: ignore[attr-defined]
         embed = weights.embed.storage.values() if isinstance(weights.embed, Linear) else [weights.embed]
         held = {id(tensor): tensor.nbytes for tensor in (*embed, weights.final_norm)}
         for index in range(llm._built.spec.num_layers):

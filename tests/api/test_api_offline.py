@@ -26,7 +26,7 @@ PROMPTS = [[(17 * i + 7 * j) % 120 + 3 for j in range(5 + 3 * i)] for i in range
 def nothing_is_left_behind(tiny: LLM):
     yield
     tiny.reset_prefix_cache()
-    assert_idle(tiny._front.engine)
+    assert_idle(tiny._processor.engine)
 
 
 def solo(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -55,7 +55,7 @@ def test_closing_a_stream_frees_its_memory_and_spoils_nothing(tiny: LLM) -> None
     stream = tiny.stream([9] * 100, LONG)
     assert not next(stream).finished
     stream.close()
-    scheduler = tiny._front.engine.scheduler
+    scheduler = tiny._processor.engine.scheduler
     assert not scheduler.running and not scheduler.requests
     scheduler.check_integrity()
     assert together(tiny) == expected
@@ -74,7 +74,7 @@ def test_streams_and_generate_can_be_mixed(tiny: LLM) -> None:
 
 def test_a_stream_that_is_never_read_costs_nothing(tiny: LLM) -> None:
     tiny.stream(PROMPT, LONG)
-    assert not tiny._front.engine.has_work
+    assert not tiny._processor.engine.has_work
 
 
 # Interruption
@@ -106,7 +106,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
 
-        runner = llm._front.engine.runner
+        runner = llm._processor.engine.runner
         monkeypatch.setattr(runner, "launch", meanwhile(runner.launch, at, action))
 
     yield press
@@ -126,12 +126,12 @@ def test_an_interrupted_generate_cancels_everything_and_the_engine_stays_usable(
         ctrl_c(llm, at)
         with pytest.raises(KeyboardInterrupt):
             together(llm, LONG)
-        scheduler = llm._front.engine.scheduler
-        assert not scheduler.requests and not llm._front._following
+        scheduler = llm._processor.engine.scheduler
+        assert not scheduler.requests and not llm._processor._states
         scheduler.check_integrity()
         assert together(llm) == expected
         llm.reset_prefix_cache()
-        assert_idle(llm._front.engine)
+        assert_idle(llm._processor.engine)
 
 
 def test_an_interrupted_stream_ends_and_the_engine_stays_usable(tiny: LLM, ctrl_c: Callable[..., None]) -> None:
@@ -140,7 +140,7 @@ def test_an_interrupted_stream_ends_and_the_engine_stays_usable(tiny: LLM, ctrl_
     ctrl_c(tiny, 5)
     with pytest.raises(KeyboardInterrupt):
         list(stream)
-    assert not tiny._front.engine.scheduler.requests
+    assert not tiny._processor.engine.scheduler.requests
     assert ids(tiny, PROMPT) == expected
 
 
@@ -159,10 +159,10 @@ def test_an_error_between_steps_cancels_everything(tiny: LLM, monkeypatch: pytes
 
     expected = solo(tiny)
     with monkeypatch.context() as patch:
-        patch.setattr(tiny._front, "take_in", meanwhile(tiny._front.take_in, 5, interrupt))
+        patch.setattr(tiny._processor, "take_in", meanwhile(tiny._processor.take_in, 5, interrupt))
         with pytest.raises(KeyboardInterrupt):
             together(tiny, LONG)
-    assert not tiny._front.engine.scheduler.requests and not tiny._front._following
+    assert not tiny._processor.engine.scheduler.requests and not tiny._processor._states
     assert together(tiny) == expected
 
 
@@ -182,12 +182,12 @@ def test_a_step_that_fails_once_changes_no_tokens(
     with open_tiny(tiny_model, overlap=overlap) as llm:
         expected = together(llm, params)
         llm.reset_prefix_cache()
-        runner = llm._front.engine.runner
+        runner = llm._processor.engine.runner
         monkeypatch.setattr(runner, "launch", meanwhile(runner.launch, at, out_of_luck))
         assert together(llm, params) == expected
-        assert llm._front.engine.scheduler.stats.failed_steps == 1
+        assert llm._processor.engine.scheduler.stats.failed_steps == 1
         llm.reset_prefix_cache()
-        assert_idle(llm._front.engine)
+        assert_idle(llm._processor.engine)
 
 
 def test_a_request_that_breaks_every_step_fails_alone_with_the_cause(
@@ -195,14 +195,14 @@ def test_a_request_that_breaks_every_step_fails_alone_with_the_cause(
 ) -> None:
     expected = solo(tiny)
     tiny.reset_prefix_cache()
-    launch = tiny._front.engine.runner.launch
+    launch = tiny._processor.engine.runner.launch
 
     def allergic(step: Any) -> Any:
         if any(BAD in request.tokens[: request.prompt_len] for request in step.requests):
             raise RuntimeError("allergic to 125")
         return launch(step)
 
-    monkeypatch.setattr(tiny._front.engine.runner, "launch", allergic)
+    monkeypatch.setattr(tiny._processor.engine.runner, "launch", allergic)
     *others, broken = tiny.generate([*PROMPTS, [5, BAD, 6]], GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in others] == expected
     assert broken.outputs[0].finish_reason == "error" and broken.outputs[0].token_ids == []
@@ -216,7 +216,7 @@ def test_a_model_that_says_nan_fails_the_requests_that_touch_it_and_no_others(ti
     with open_tiny(tiny_model) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={BAD: -100})
         clean = together(llm, params)
-        runner = llm._front.engine.runner
+        runner = llm._processor.engine.runner
         assert isinstance(runner, TorchRunner)
         runner.decoder.weights.embed[BAD] = float("nan")
         poisoned = [[BAD], [5, 6, BAD, 7], [9] * 40 + [BAD]]
@@ -228,12 +228,12 @@ def test_a_model_that_says_nan_fails_the_requests_that_touch_it_and_no_others(ti
                 assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == []
                 assert "not finite" in (output.error or "") and "dtype float32" in (output.error or "")
             llm.reset_prefix_cache()
-        assert_idle(llm._front.engine)
+        assert_idle(llm._processor.engine)
 
 
 def test_beams_and_several_answers_fail_as_one_when_the_model_says_nan(tiny_model: str) -> None:
     with open_tiny(tiny_model) as llm:
-        runner = llm._front.engine.runner
+        runner = llm._processor.engine.runner
         assert isinstance(runner, TorchRunner)
         runner.decoder.weights.embed[BAD] = float("nan")
         params = [SamplingParams(beam_width=3), SamplingParams(n=3, seed=1), GREEDY]
@@ -242,7 +242,7 @@ def test_beams_and_several_answers_fail_as_one_when_the_model_says_nan(tiny_mode
         assert [one.finish_reason for one in several.outputs] == ["error"] * 3 and several.error
         assert fine.outputs[0].finish_reason == "length" and fine.error is None
         llm.reset_prefix_cache()
-        assert_idle(llm._front.engine)
+        assert_idle(llm._processor.engine)
 
 
 # Queues, deadlines, priorities
@@ -252,13 +252,13 @@ def test_beams_and_several_answers_fail_as_one_when_the_model_says_nan(tiny_mode
 def test_generate_feeds_a_queue_smaller_than_its_prompts(tiny_model: str, tiny: LLM, bound: dict[str, int]) -> None:
     with open_tiny(tiny_model, max_num_seqs=2, **bound) as llm:
         assert together(llm) == solo(tiny)
-        assert llm._front.engine.scheduler.stats.rejected > 0  # the bound was felt
+        assert llm._processor.engine.scheduler.stats.rejected > 0  # the bound was felt
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids(tiny, PROMPT, LONG)
     clock = iter(range(10_000_000))
-    monkeypatch.setattr(tiny._front.engine, "clock", lambda: float(next(clock)))
+    monkeypatch.setattr(tiny._processor.engine, "clock", lambda: float(next(clock)))
     output = tiny.generate([PROMPT], LONG, use_tqdm=False, timeout=100)[0]
     tokens = output.outputs[0].token_ids
     assert output.outputs[0].finish_reason == "deadline" and "deadline passed" in (output.error or "")
@@ -285,12 +285,12 @@ def test_the_important_are_served_first(tiny_model: str) -> None:
         blocker = llm.stream([8, 8], LONG, priority="realtime")
         next(blocker)  # holds the only row while the others queue, least important first
         names = ("batch", "api", "realtime")
-        follows = [llm._front.prepare(PROMPT, GREEDY, priority=name, request_id=name) for name in names]
-        for follow in follows:
-            llm._front.submit(follow)
+        asked = [llm._processor.prepare(PROMPT, GREEDY, priority=name, request_id=name) for name in names]
+        for one in asked:
+            llm._processor.submit(one)
         finished: list[str] = []
         while len(finished) < 3:
-            finished += [follow.id for follow in llm._front.step() if follow.finished and follow in follows]
+            finished += [one.id for one in llm._processor.step() if one.finished and one in asked]
         assert finished == ["realtime", "api", "batch"]
 
 
@@ -373,7 +373,7 @@ def test_a_shut_down_engine_gives_its_memory_back(tiny_model: str) -> None:
 
     llm = open_tiny(tiny_model)
     ids(llm, PROMPT)
-    runner = llm._front.engine.runner
+    runner = llm._processor.engine.runner
     assert isinstance(runner, TorchRunner)
     arena = weakref.ref(runner.state.arena)
     del runner

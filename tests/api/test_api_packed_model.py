@@ -16,7 +16,7 @@ GAP = 0.25
 
 def answers(model: str, **options: str) -> list[RequestOutput]:
     with LLM(model, device="cpu", max_num_seqs=64, max_model_len=256, **options) as llm:
-        packed = isinstance(llm._front.engine.runner.decoder.weights.lm_head.scheme, Packed)  # type: ignore[attr-defined]
+        packed = isinstance(llm._processor.engine.runner.decoder.weights.lm_head.scheme, Packed)  # type: ignore[attr-defined]
         if packed != (not options):
             pytest.skip("there is no native library here: no compiler was found")
         chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]

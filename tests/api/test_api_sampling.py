@@ -28,7 +28,7 @@ def nothing_is_left_behind(tiny: LLM, texter: LLM):
     yield
     for llm in (tiny, texter):
         llm.reset_prefix_cache()
-        assert_idle(llm._front.engine)
+        assert_idle(llm._processor.engine)
 
 
 # Stopping
@@ -239,8 +239,8 @@ def test_logprobs_come_with_rank_and_text(texter: LLM) -> None:
     for token, table in zip(output.token_ids, output.logprobs, strict=True):
         assert len(table) == 3 and table[token].rank == 1  # greedy
         assert [entry.rank for entry in table.values()] == [1, 2, 3]
-        assert texter._front.tokenizer is not None
-        assert all(entry.decoded_token == texter._front.tokenizer.decode([id]) for id, entry in table.items())
+        assert texter._processor.tokenizer is not None
+        assert all(entry.decoded_token == texter._processor.tokenizer.decode([id]) for id, entry in table.items())
     assert output.cumulative_logprob == pytest.approx(
         sum(table[token].logprob for token, table in zip(output.token_ids, output.logprobs, strict=True))
     )

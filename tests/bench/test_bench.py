@@ -81,7 +81,7 @@ def test_mixtures_are_among_the_ops() -> None:
 def test_traces_hold_the_steps(tiny_model: str, tmp_path: Path) -> None:
     with LLM(tiny_model, load_format="dummy", skip_tokenizer_init=True, device="cpu", max_num_seqs=3) as llm:
         paths = record(llm, tmp_path, rows=2, context=40)
-        llm._front.engine.scheduler.check_integrity()
+        llm._processor.engine.scheduler.check_integrity()
     assert [path.name for path in paths] == ["decode.json", "decode.svg", "mixed.json", "mixed.svg"]
     for path in paths[::2]:
         ET.parse(path.with_suffix(".svg"))

@@ -23,8 +23,8 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.step import Pending, Step
 from tokenmill.errors import StepFailed
-from tokenmill.follow import Follow
 from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.request_state import RequestState
 from tokenmill.sampling import grammar
 
 DATA = Path(__file__).parent.parent / "weights" / "data"
@@ -97,7 +97,7 @@ class Watch:
     """Counts what happens in an engine's steps, and breaks those it is told to."""
 
     def __init__(self, llm: LLM) -> None:
-        engine = llm._front.engine
+        engine = llm._processor.engine
         assert isinstance(engine, Engine)
         self.engine = engine
         self.steps = self.together = self.chunks = self.copies = self.drafted = self.masked = 0
@@ -178,27 +178,29 @@ def structured(random: Random) -> list[Request]:
 # -- ways that need more than settings ----------------------------------------------------------------------------
 
 
-def in_steps(llm: LLM, requests: list[Request], between: Callable[[int, list[Follow]], None]) -> list[RequestOutput]:
+def in_steps(
+    llm: LLM, requests: list[Request], between: Callable[[int, list[RequestState]], None]
+) -> list[RequestOutput]:
     """Like `generate`, with something done after every step."""
-    front = llm._front
-    follows = [front.prepare(prompt, params) for prompt, params in requests]
-    for follow in follows:
-        front.submit(follow)
+    processor = llm._processor
+    states = [processor.prepare(prompt, params) for prompt, params in requests]
+    for state in states:
+        processor.submit(state)
     step = 0
-    while not all(follow.finished for follow in follows):
-        front.step()
+    while not all(state.finished for state in states):
+        processor.step()
         step += 1
-        between(step, follows)
-    return [follow.output() for follow in follows]
+        between(step, states)
+    return [state.output() for state in states]
 
 
 def with_drafts(llm: LLM, requests: list[Request], expected: list[list[Answer]]) -> list[RequestOutput]:
     """An oracle proposes how an answer goes on; every other time it is wrong somewhere."""
     random = Random(len(requests))
 
-    def propose(step: int, follows: list[Follow]) -> None:
-        for follow, answers in zip(follows, expected, strict=True):
-            request = follow.leader
+    def propose(step: int, states: list[RequestState]) -> None:
+        for state, answers in zip(states, expected, strict=True):
+            request = state.leader
             if request.finished or request.in_flight or random.random() < 0.3:
                 continue
             guess = [token for token, _ in answers[0][0][request.num_output :][: random.randrange(1, 5)]]
@@ -211,15 +213,15 @@ def with_drafts(llm: LLM, requests: list[Request], expected: list[list[Answer]])
 
 def with_trouble(llm: LLM, requests: list[Request], expected: list[list[Answer]]) -> list[RequestOutput]:
     """Steps fail, and others who came with the same prompts go away in the middle of their answers."""
-    front, watch = llm._front, _watch_of(llm)
-    leaving = [front.prepare(prompt, params) for prompt, params in requests[::2]]
-    for follow in leaving:
-        front.submit(follow)
+    processor, watch = llm._processor, _watch_of(llm)
+    leaving = [processor.prepare(prompt, params) for prompt, params in requests[::2]]
+    for state in leaving:
+        processor.submit(state)
     watch.broken = {watch.steps + 3, watch.steps + 9}
 
-    def leave(step: int, follows: list[Follow]) -> None:
+    def leave(step: int, states: list[RequestState]) -> None:
         if leaving and step % 3 == 2:
-            front.cancel(leaving.pop())
+            processor.cancel(leaving.pop())
 
     return in_steps(llm, requests, leave)
 

@@ -128,7 +128,7 @@ def request_mixes(draw: st.DrawFn) -> list[tuple[list[int], SamplingParams]]:
 def answers(llm: LLM, mix: list[tuple[list[int], SamplingParams]]) -> list[Any]:
     """Tokens, and the bits of every log-probability."""
     outputs = llm.generate([prompt for prompt, _ in mix], [params for _, params in mix], use_tqdm=False)
-    llm._front.engine.scheduler.check_integrity()
+    llm._processor.engine.scheduler.check_integrity()
     return [
         ([(one.token_ids, bits(one.logprobs)) for one in output.outputs], bits(output.prompt_logprobs))
         for output in outputs
@@ -163,9 +163,9 @@ def test_the_variants_do_what_they_are_named_for(engines: Engines) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, detokenize=False)
     mix = [([5 + i] * 60, params) for i in range(12)]
     small = others["memory too small"]
-    before = small._front.engine.scheduler.stats.preemptions
+    before = small._processor.engine.scheduler.stats.preemptions
     assert answers(small, mix) == [answers(alone, [one])[0] for one in mix]
-    assert small._front.engine.scheduler.stats.preemptions > before
+    assert small._processor.engine.scheduler.stats.preemptions > before
     cached = others["64 rows, one step behind, cached"]
     cached.reset_prefix_cache()
     for hit in (0, 48):

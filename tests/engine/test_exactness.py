@@ -88,7 +88,7 @@ def request_mixes(draw: st.DrawFn) -> list[tuple[list[int], SamplingParams]]:
 
 def answers(llm: LLM, mix: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[list[int], str | None]]]:
     outputs = llm.generate([prompt for prompt, _ in mix], [params for _, params in mix], use_tqdm=False)
-    llm._front.engine.scheduler.check_integrity()
+    llm._processor.engine.scheduler.check_integrity()
     return [[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs]
 
 
@@ -108,9 +108,9 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
 def test_small_memory_really_preempts(engines: dict[str, LLM]) -> None:
     """Guards the test above: its small pools must be small."""
     mix = [([5 + i] * 60, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)) for i in range(12)]
-    before = engines["memory too small"]._front.engine.scheduler.stats.preemptions
+    before = engines["memory too small"]._processor.engine.scheduler.stats.preemptions
     assert answers(engines["memory too small"], mix) == answers(engines["one row, synchronous"], mix)
-    assert engines["memory too small"]._front.engine.scheduler.stats.preemptions > before
+    assert engines["memory too small"]._processor.engine.scheduler.stats.preemptions > before
 
 
 def test_a_warm_prefix_cache_is_used_and_changes_nothing(engines: dict[str, LLM]) -> None:

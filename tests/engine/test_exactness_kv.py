@@ -68,9 +68,9 @@ def test_tokens_do_not_depend_on_how_they_are_computed_with_quantized_kv(
 def test_preempted_requests_go_on_with_equal_tokens(engines: dict[str, LLM]) -> None:
     small = engines["memory too small, cached"]
     mix = [([5 + i] * 60, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)) for i in range(12)]
-    before = small._front.engine.scheduler.stats.preemptions
+    before = small._processor.engine.scheduler.stats.preemptions
     assert answers(small, mix) == answers(engines["one row, synchronous"], mix)
-    assert small._front.engine.scheduler.stats.preemptions > before
+    assert small._processor.engine.scheduler.stats.preemptions > before
 
 
 def test_beams_do_not_depend_on_how_they_are_computed(engines: dict[str, LLM]) -> None:
@@ -112,7 +112,7 @@ def test_the_answer_is_near_that_of_a_cache_of_floats_and_not_equal(engines: dic
 def test_the_memory_plan_counts_codes_and_scales(form: str, tiny_model: str, tmp_path: Path) -> None:
     model = changed(tiny_model, tmp_path / "wide", head_dim=64)
     with open_llm(model, kv_cache_dtype=form) as llm, open_llm(model) as plain:
-        state = llm._front.engine.runner.state
+        state = llm._processor.engine.runner.state
         assert state.scales is not None and state.arena.element_size() == state.scales.element_size() - 1 == 1
         assert llm._built.settings.memory.kv == state.arena.nbytes + state.scales.nbytes
         assert any(line.startswith(f"kv cache     {form} (") for line in llm.plan_lines())

@@ -13,8 +13,8 @@ from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.runner.torch_runner import TorchRunner
-from tokenmill.front import NO_ANSWER
 from tokenmill.model.decoder import Decoder
+from tokenmill.processor import NO_ANSWER
 
 SIZES = [4, 8]
 
@@ -27,7 +27,8 @@ def test_logits_of_mixed_steps_have_few_sizes(tmp_path: Path, monkeypatch: pytes
     def run() -> list[list[int]]:
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "cuda_graphs": False, "device": "cpu"}
         with LLM(model=model, max_num_batched_tokens=16, max_num_seqs=8, **options) as llm:
-            llm._front.submit(llm._front.prepare([5] * 40, NO_ANSWER, pooling="mean"))  # which reads all hidden states
+            embedded = llm._processor.prepare([5] * 40, NO_ANSWER, pooling="mean")  # which reads all hidden states
+            llm._processor.submit(embedded)
             return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
 
     plain = run()

@@ -18,8 +18,8 @@ from tokenmill.engine.runner.cuda_graphs import PATIENCE, Recordings
 from tokenmill.engine.runner.piecewise import PieceGraphs, token_sizes, tokens_worth_recording
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.step import POOLINGS
-from tokenmill.front import NO_ANSWER
 from tokenmill.model.families import spec_from_config
+from tokenmill.processor import NO_ANSWER
 
 # Batch-invariant ops give a token the same bits beside any padding, so that results can be compared exactly. Those of
 # the native library would go unseen by a fake recording.
@@ -82,14 +82,14 @@ def answers(model: str, made: Made, **options: Any) -> tuple[list[Any], PieceGra
         pieces = made(llm)
         if pieces is not None:
             runner_of(llm).forward_paths.insert(0, pieces)
-        vectors = [llm._front.prepare(prompt, NO_ANSWER, pooling=POOLINGS[len(prompt) % 2]) for prompt in VECTORS]
-        for follow in vectors:
-            llm._front.submit(follow)
+        vectors = [llm._processor.prepare(prompt, NO_ANSWER, pooling=POOLINGS[len(prompt) % 2]) for prompt in VECTORS]
+        for request_state in vectors:
+            llm._processor.submit(request_state)
         outputs = llm.generate(*requests(), use_tqdm=False)
         assert [output.error for output in outputs if output.error] == []
         found = [(one.token_ids, one.logprobs, output.prompt_logprobs) for output in outputs for one in output.outputs]
-        assert all(follow.leader.pooled for follow in vectors)
-        return [*found, *(([], None, follow.leader.pooled) for follow in vectors)], pieces
+        assert all(request_state.leader.pooled for request_state in vectors)
+        return [*found, *(([], None, request_state.leader.pooled) for request_state in vectors)], pieces
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -17,11 +17,11 @@ from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.policy import ShortestFirst
 from tokenmill.engine.step import POOLINGS, Step
 from tokenmill.errors import InvalidRequest, QueueFull
-from tokenmill.follow import Follow
-from tokenmill.front import NO_ANSWER
 from tokenmill.kv.manager import KVManager
 from tokenmill.model.decoder import TokenBatch
 from tokenmill.ops.types import AttentionBatch
+from tokenmill.processor import NO_ANSWER
+from tokenmill.request_state import RequestState
 
 PROMPTS = [[(7 * i + first) % 120 + 3 for i in range(size)] for first, size in ((0, 50), (9, 1), (0, 33), (5, 48))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -67,15 +67,15 @@ def watched(llm: LLM) -> list[Step]:
     return steps
 
 
-def start(llm: LLM, prompt: list[int], pooling: str | None = None, **options: Any) -> Follow:
-    follow = llm._front.prepare(prompt, NO_ANSWER if pooling else GREEDY, pooling=pooling, **options)
-    llm._front.submit(follow)
-    return follow
+def start(llm: LLM, prompt: list[int], pooling: str | None = None, **options: Any) -> RequestState:
+    request_state = llm._processor.prepare(prompt, NO_ANSWER if pooling else GREEDY, pooling=pooling, **options)
+    llm._processor.submit(request_state)
+    return request_state
 
 
 def run(llm: LLM) -> None:
-    while llm._front.engine.has_work:
-        llm._front.step()
+    while llm._processor.engine.has_work:
+        llm._processor.step()
     llm._built.engine.scheduler.check_integrity()
 
 
@@ -103,15 +103,15 @@ def test_vectors_and_decodes_share_steps_and_do_not_change_each_other(llm: LLM, 
     alone = [one.outputs[0].token_ids for one in llm.generate(asked, GREEDY, use_tqdm=False)]
     steps = watched(llm)
     talks = [start(llm, prompt) for prompt in asked]
-    while not all(follow.sequences[0].num_tokens for follow in talks):
-        llm._front.step()
+    while not all(request_state.sequences[0].num_tokens for request_state in talks):
+        llm._processor.step()
     before = len(steps)
     vectors = [start(llm, prompt, pooling) for prompt in PROMPTS[:2]]
     run(llm)
-    assert [follow.output().outputs[0].token_ids for follow in talks] == alone
-    for prompt, follow in zip(PROMPTS, vectors, strict=False):
-        close(follow.leader.pooled, reference(llm, prompt, pooling))
-        assert follow.leader.finish is Finish.STOP and follow.leader.output == []
+    assert [request_state.output().outputs[0].token_ids for request_state in talks] == alone
+    for prompt, request_state in zip(PROMPTS, vectors, strict=False):
+        close(request_state.leader.pooled, reference(llm, prompt, pooling))
+        assert request_state.leader.finish is Finish.STOP and request_state.leader.output == []
     together = [step for step in steps[before:] if step.num_singles == 2 and len(step.rows) > 2]
     assert len(together) > 2  # a text of 50 tokens is read in pieces, and meanwhile both others go on
     assert all(step.num_tokens <= STEP_TOKENS for step in steps)
@@ -135,8 +135,8 @@ def test_other_ways_of_scheduling_do_not_change_a_vector(
         vectors = [start(llm, prompt, pooling) for prompt in PROMPTS]
         run(llm)
         assert talk.sequences[0].num_tokens == 12
-        for prompt, follow in zip(PROMPTS, vectors, strict=True):
-            close(follow.leader.pooled, reference(llm, prompt, pooling))
+        for prompt, request_state in zip(PROMPTS, vectors, strict=True):
+            close(request_state.leader.pooled, reference(llm, prompt, pooling))
         policy = llm._built.engine.scheduler.policy
         if isinstance(policy, ShortestFirst):  # they say nothing about how long answers are
             assert policy.predictor._tables["all"].values == [12]
@@ -152,25 +152,25 @@ def test_steps_that_would_be_recorded_give_the_same_vector(tiny_model: str, pool
         talks = [start(llm, [7, number + 3, 9]) for number in range(3)]
         vectors = []
         for prompt in PROMPTS:
-            llm._front.step()
+            llm._processor.step()
             vectors.append(start(llm, prompt, pooling))
         run(llm)
         assert all(talk.sequences[0].num_tokens == 12 for talk in talks)
-        for follow, one in zip(vectors, alone, strict=True):
-            found, expected = torch.tensor(follow.leader.pooled), torch.tensor(one.outputs.embedding)
+        for request_state, one in zip(vectors, alone, strict=True):
+            found, expected = torch.tensor(request_state.leader.pooled), torch.tensor(one.outputs.embedding)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_preempted_one_starts_over(tiny_model: str, pooling: str) -> None:
     with open_llm(tiny_model, overlap=True, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        follow = start(llm, PROMPTS[0], pooling, priority="batch")
+        request_state = start(llm, PROMPTS[0], pooling, priority="batch")
         for _ in range(2):
-            llm._front.step()
+            llm._processor.step()
         urgent = start(llm, PROMPTS[3], pooling, priority="realtime")
         run(llm)
-        assert follow.leader.metrics.preemptions == 1
-        close(follow.leader.pooled, reference(llm, PROMPTS[0], pooling))
+        assert request_state.leader.metrics.preemptions == 1
+        close(request_state.leader.pooled, reference(llm, PROMPTS[0], pooling))
         close(urgent.leader.pooled, reference(llm, PROMPTS[3], pooling))
 
 

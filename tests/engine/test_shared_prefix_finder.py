@@ -161,7 +161,7 @@ def test_attention_is_told_the_truth_and_tokens_do_not_change(tiny_model):
     with LLM(
         tiny_model, load_format="dummy", skip_tokenizer_init=True, dtype="float64", device="cpu", block_size=BLOCK
     ) as llm:
-        engine = llm._front.engine
+        engine = llm._processor.engine
         prompts = [[(5 * k) % 100 + 3 for k in range(40)] + [number + 3] * (number + 1) for number in range(6)]
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         llm.generate(prompts[:1], params, use_tqdm=False)

@@ -27,7 +27,7 @@ def answers(model: str, **options: Any) -> list[list[int]]:
     with LLM(model, dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=512, **options) as llm:
         prompts, params = mix()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm._front.engine.scheduler.check_integrity()
+        llm._processor.engine.scheduler.check_integrity()
         return [one.token_ids for output in outputs for one in output.outputs]
 
 

@@ -133,17 +133,17 @@ def read(llm: LLM, texts: list[list[int]], lengths: list[int]) -> list[list[floa
 
 def look_at_recorded(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
     """What recorded steps say, and whether launching them waits, by torch's own check for synchronizing calls."""
-    front = llm._front
-    engine = front.engine
+    processor = llm._processor
+    engine = processor.engine
     assert isinstance(engine, Engine) and isinstance(engine.runner, TorchRunner) and engine.runner._graphs is not None
     before = engine.runner._graphs.replays
     again = [output.outputs[0].token_ids for output in generate(llm, asked)]
     replays = engine.runner._graphs.replays - before
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
     for number in range(8):
-        front.submit(front.prepare([number + 5] * 20, params))
+        processor.submit(processor.prepare([number + 5] * 20, params))
     for _ in range(20):
-        front.step()
+        processor.step()
     launched, failed, launch = 0, engine.scheduler.stats.failed_steps, engine.runner.launch
 
     def watched(step: Step) -> Pending:
@@ -157,7 +157,7 @@ def look_at_recorded(llm: LLM, asked: list[list[int]]) -> dict[str, Any]:
 
     engine.runner.launch = watched  # type: ignore[method-assign]
     for _ in range(30):
-        front.step()
+        processor.step()
     failed = engine.scheduler.stats.failed_steps - failed
     return {"again": again, "replays": replays, "launched": launched, "failed": failed}
 

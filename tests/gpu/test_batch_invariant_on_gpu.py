@@ -46,12 +46,12 @@ def answers(model: str, dtype: str, **options: Any) -> tuple[list[Any], int]:
     with LLM(model, dtype=dtype, device="cuda", skip_tokenizer_init=True, batch_invariant=True, **options) as llm:
         outputs = llm.generate(*requests(), use_tqdm=False)
         again = llm.generate(*requests(), use_tqdm=False)
-        llm._front.engine.scheduler.check_integrity()
+        llm._processor.engine.scheduler.check_integrity()
         found = [(bits(output.prompt_logprobs), [(one.token_ids, bits(one.logprobs)) for one in output.outputs])
                  for output in outputs]  # fmt: skip
         warm = [[one.token_ids for one in output.outputs] for output in again]
         assert warm == [[tokens for tokens, _ in ones] for _, ones in found]
-        return found, llm._front.engine.scheduler.stats.preemptions
+        return found, llm._processor.engine.scheduler.stats.preemptions
 
 
 def bits(tables: Any) -> Any:

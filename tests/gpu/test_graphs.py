@@ -37,14 +37,14 @@ def test_a_batch_that_ends_is_replayed_at_sizes_that_are_recorded(checkpoint: st
 def test_steady_decode_hardly_allocates_and_never_waits(checkpoint: str) -> None:
     """Counted by the allocator, and by torch's own check for synchronizing calls while steps are launched."""
     with LLM(checkpoint, device="cuda", skip_tokenizer_init=True, max_num_seqs=16) as llm:
-        front = llm._front
+        processor = llm._processor
         params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
         for number in range(16):
-            front.submit(front.prepare([number + 5] * 20, params))
+            processor.submit(processor.prepare([number + 5] * 20, params))
         for _ in range(40):
-            front.step()
+            processor.step()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        launch = front.engine.runner.launch
+        launch = processor.engine.runner.launch
 
         def watched(step):  # type: ignore[no-untyped-def]
             torch.cuda.set_sync_debug_mode("error")
@@ -53,8 +53,8 @@ def test_steady_decode_hardly_allocates_and_never_waits(checkpoint: str) -> None
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        front.engine.runner.launch = watched  # type: ignore[method-assign]
+        processor.engine.runner.launch = watched  # type: ignore[method-assign]
         for _ in range(200):
-            front.step()
+            processor.step()
         after = torch.cuda.memory_stats()["allocation.all.allocated"]
         assert after - before <= 200  # at most one per step: the cast of new block table entries

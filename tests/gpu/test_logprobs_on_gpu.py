@@ -34,7 +34,7 @@ def answers(checkpoint: str, kinds: list[str], **options: Any) -> tuple[list[Req
     settings = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 24}
     with LLM(checkpoint, **settings, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm._front.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        llm._processor.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
         graphs = llm._built.engine.runner._graphs  # type: ignore[attr-defined]
         return outputs, None if graphs is None else (graphs.replays, graphs.plain_runs)
 
@@ -68,16 +68,16 @@ def test_the_reference_ops_give_the_same_tokens(checkpoint: str) -> None:
 
 def test_steady_decode_with_log_probabilities_never_waits(checkpoint: str) -> None:
     with LLM(checkpoint, device="cuda", skip_tokenizer_init=True, max_num_seqs=16) as llm:
-        front = llm._front
+        processor = llm._processor
         for number in range(16):
             params = SamplingParams(
                 **{"temperature": 0.0} | list(ASKS.values())[number % len(ASKS)],
                 max_tokens=400, ignore_eos=True, detokenize=False,
             )  # fmt: skip
-            front.submit(front.prepare([number + 5] * 20, params))
+            processor.submit(processor.prepare([number + 5] * 20, params))
         for _ in range(40):
-            front.step()
-        launch, graphs = front.engine.runner.launch, front.engine.runner._graphs  # type: ignore[attr-defined]
+            processor.step()
+        launch, graphs = processor.engine.runner.launch, processor.engine.runner._graphs  # type: ignore[attr-defined]
         before = graphs.replays
 
         def watched(step):  # type: ignore[no-untyped-def]
@@ -87,9 +87,9 @@ def test_steady_decode_with_log_probabilities_never_waits(checkpoint: str) -> No
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        front.engine.runner.launch = watched  # type: ignore[method-assign]
+        processor.engine.runner.launch = watched  # type: ignore[method-assign]
         for _ in range(200):
-            front.step()
+            processor.step()
         assert graphs.replays - before >= 199
 
 

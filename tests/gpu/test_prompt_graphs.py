@@ -166,17 +166,17 @@ def test_recordings_keep_no_tensors(llama: LLM) -> None:
 
 def test_launching_replays_waits_for_nothing(llama: LLM) -> None:
     """By torch's own check for synchronizing calls, while prompts come in beside rows that decode."""
-    front, engine = llama._front, llama._built.engine
+    processor, engine = llama._processor, llama._built.engine
     runner, pieces = runner_of(llama), runner_of(llama)._pieces
     assert isinstance(pieces, PieceGraphs)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
 
     def wave(number: int) -> None:
         for place, length in enumerate((40, 90, 130, 33)):
-            front.submit(front.prepare(prompt(length, 10 * number + place), params))
-            front.step()
+            processor.submit(processor.prepare(prompt(length, 10 * number + place), params))
+            processor.step()
         while engine.has_work:
-            front.step()
+            processor.step()
 
     for number in range(TIMES):
         wave(number)

@@ -47,10 +47,10 @@ class Matcher:
 
 
 def run(llm: LLM, monkeypatch: pytest.MonkeyPatch, structured: bool) -> tuple[list[Request], list[Request]]:
-    vocab = llm._front.vocab_size
+    vocab = llm._processor.vocab_size
     monkeypatch.setattr(grammar, "grammar_text", lambda form: form["regex"])
     monkeypatch.setattr(grammar.Grammars, "_matcher", lambda self, text: Matcher(vocab))
-    engine = llm._front.engine
+    engine = llm._processor.engine
     assert isinstance(engine, Engine)
     form = SamplingParams(structured={"regex": "x"}, temperature=0.9, max_tokens=60)
     plain = SamplingParams(temperature=0.9, max_tokens=200, ignore_eos=True)

@@ -26,7 +26,7 @@ def answers(folder: str, recorded: bool) -> tuple[list[object], TorchRunner]:
         llm.generate([PROMPTS[0]], PARAMS[0])  # the first step of each kind is run plainly
         outputs = llm.generate(list(PROMPTS), PARAMS)
         assert all(one.error is None for one in outputs)
-        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], llm._front.engine.runner
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], llm._processor.engine.runner
 
 
 @pytest.mark.parametrize("case", DENSE)

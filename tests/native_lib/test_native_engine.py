@@ -31,7 +31,7 @@ def answers(model: str, recorded: bool) -> tuple[list[list[int]], TorchRunner]:
     with LLM(model, device="cpu", cuda_graphs=recorded, max_num_seqs=8, max_model_len=256) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
         assert all(one.error is None for one in outputs)
-        return [one.outputs[0].token_ids for one in outputs], llm._front.engine.runner
+        return [one.outputs[0].token_ids for one in outputs], llm._processor.engine.runner
 
 
 def test_recorded_steps_give_the_tokens_of_plain_ones(native: library.Library, default_model: str) -> None:
@@ -45,7 +45,7 @@ def test_recorded_steps_give_the_tokens_of_plain_ones(native: library.Library, d
 
 def test_prompts_can_be_left_out_of_recording(native: library.Library, default_model: str) -> None:
     with LLM(default_model, device="cpu", prompt_graphs=False, max_num_seqs=2, max_model_len=256) as llm:
-        runner = llm._front.engine.runner
+        runner = llm._processor.engine.runner
         assert runner._chunks is None and runner._recorded is not None
 
 
@@ -64,7 +64,7 @@ def test_recorded_chunks_give_the_bits_of_plain_ones(
             llm.generate([prompts[0]], params[0])  # the first step is run plainly
             outputs = llm.generate(list(prompts), params)
             found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
-            runner = llm._front.engine.runner
+            runner = llm._processor.engine.runner
         assert (runner._chunks is not None) == recorded
         assert (runner._recorded is not None) == recorded
     assert runner._chunks._graphs is not None
@@ -88,7 +88,7 @@ def test_what_is_not_packed_is_run_plainly(native: library.Library, tiny_model: 
     settings = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
     for quantization, recorded in ((None, True), ("layers.1=fp8", False)):
         with LLM(tiny_model, quantization=quantization, **settings) as llm:
-            assert (llm._front.engine.runner._recorded is not None) == recorded
+            assert (llm._processor.engine.runner._recorded is not None) == recorded
 
 
 def test_what_cannot_be_recorded_is_said_once_and_run_plainly(

@@ -34,7 +34,7 @@ def answer(folder: Path, **options: object) -> tuple[list[int], list[str], int]:
     """The tokens, the forms of all matrices, and how far the plan is from the bytes they take."""
     with LLM(str(folder), **SETTINGS, **options) as llm:
         tokens = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-        weights, spec = llm._front.engine.runner.decoder.weights, llm._built.spec
+        weights, spec = llm._processor.engine.runner.decoder.weights, llm._built.spec
         if not isinstance(weights.embed, Linear):
             return tokens, [], 0
         all_of_them = matrices(weights, spec.num_layers)
@@ -79,7 +79,7 @@ def test_the_cache_is_as_exact_as_the_weights(native: library.Library, tmp_path:
     tiny_models.make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     for options, dtype in (({}, torch.float32), ({"quantization": "bf16"}, torch.float16)):
         with LLM(str(tmp_path), **SETTINGS, **options) as llm:
-            assert llm._front.engine.runner.state.arena.dtype == dtype
+            assert llm._processor.engine.runner.state.arena.dtype == dtype
 
 
 def test_random_weights_have_the_size_of_those_they_stand_for(native: library.Library, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_float32_weights_have_a_float32_cache_unless_another_is_set(
 ) -> None:
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 2, "max_model_len": 64}
     with LLM(tiny_model, device="cpu", quantization=quantization, kv_cache_dtype=cache, **options) as llm:
-        assert llm._front.engine.runner.state.arena.dtype == stored
+        assert llm._processor.engine.runner.state.arena.dtype == stored
 
 
 @pytest.mark.parametrize(("wanted", "stored"), [("auto", "float16"), ("float32", "float32"), ("bfloat16", "bfloat16")])
@@ -56,7 +56,7 @@ def test_a_packed_model_answers_with_every_cache_and_says_which(
     prompts = ["The capital of France is", "One, two, three, four,"]
     greedy = SamplingParams(temperature=0, max_tokens=4)
     with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_dtype=wanted) as llm:
-        state = llm._front.engine.runner.state
+        state = llm._processor.engine.runner.state
         assert str(state.arena.dtype) == f"torch.{stored}"
         assert any(line.startswith(f"kv cache     {stored} (") for line in llm.plan_lines())
         assert llm._built.settings.memory.kv == state.arena.nbytes
@@ -72,7 +72,7 @@ def test_keys_beyond_the_range_of_halves_are_reported_with_the_way_out(
     ends = {}
     for dtype in ("auto", "float32"):
         with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_dtype=dtype) as llm:
-            runner = llm._front.engine.runner
+            runner = llm._processor.engine.runner
             runner.decoder.weights.layer(0).before_attention.mul_(1e6)
             ends[dtype] = llm.generate("The capital of France is", greedy, use_tqdm=False)[0]
             if dtype == "float32":
@@ -84,7 +84,7 @@ def test_keys_beyond_the_range_of_halves_are_reported_with_the_way_out(
 def test_blocks_are_copied_in_every_layer(native: library.Library, default_model: str) -> None:
     """As for forks; the arena is a view of memory in which the blocks of all layers lie together."""
     with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256) as llm:
-        state: DeviceState = llm._front.engine.runner.state
+        state: DeviceState = llm._processor.engine.runner.state
         assert state.arena.stride(2) > state.arena.stride(0) > state.arena.stride(1)
         state.arena.copy_(torch.randn(state.arena.shape))
         before = state.arena.clone()

@@ -151,7 +151,7 @@ def test_a_packed_model_answers_from_codes_on_a_graph(native: library.Library, d
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_dtype="int8") as llm:
-            runner = llm._front.engine.runner
+            runner = llm._processor.engine.runner
             chosen = runner.decoder.ops.chosen
             assert {chosen[op].name for op in ("attention", "rope_kv_write")} == {"native"}
             texts = [one.outputs[0].text for one in llm.generate(prompts, GREEDY, use_tqdm=False)]

@@ -108,7 +108,7 @@ def test_the_plan_holds_what_a_packed_model_of_floats_holds(tmp_path, dtype, qua
     model.tensors = {name: tensor.to(dtype) for name, tensor in model.tensors.items()}
     with LLM(str(write(model, tmp_path / "model")), skip_tokenizer_init=True, device="cpu", max_num_seqs=2,
              quantization=quantization) as llm:  # fmt: skip
-        weights, spec = llm._front.engine.runner.decoder.weights, llm._built.spec
+        weights, spec = llm._processor.engine.runner.decoder.weights, llm._built.spec
         layers = [weights.layer(index) for index in range(spec.num_layers)]
         linears = [weights.embed, weights.lm_head, *(one for layer in layers for one in layer.linears())]
         norms = [weights.final_norm, *(norm for one in layers for norm in (one.before_attention, one.before_mlp))]

@@ -179,7 +179,7 @@ def answers(llm: LLM) -> list[list[tuple[list[int], str | None]]]:
     mix = [params(llm, forms[k % 4], seed=k, n=1 + k % 2, max_tokens=100, ignore_eos=True) for k in range(12)]
     prompts = [list(range(10, 60 + k)) for k in range(12)]
     outputs = llm.generate(prompts, mix, use_tqdm=False)
-    llm._front.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+    llm._processor.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
     return [[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs]
 
 
@@ -195,7 +195,7 @@ def test_tokens_do_not_depend_on_batching_caching_preemption_or_overlap(model: s
     ):
         with open_model(model, **options) as llm:
             assert answers(llm) == expected, options
-            preemptions = llm._front.engine.scheduler.stats.preemptions  # type: ignore[attr-defined]
+            preemptions = llm._processor.engine.scheduler.stats.preemptions  # type: ignore[attr-defined]
             assert bool(preemptions) == ("kv_cache_memory" in options)
 
 
@@ -214,7 +214,7 @@ def constrained(id: str, form: Any, output: list[int], **more: Any) -> Request:
 
 def test_a_request_goes_on_from_the_tokens_it_has_said(llm: LLM) -> None:
     """What another engine process does with a request whose first engine died."""
-    engine = llm._front.engine
+    engine = llm._processor.engine
     assert isinstance(engine, Engine)
     whole = constrained("whole", {"regex": "[a-z]{12}=[0-9]{5}"}, [])
     drive(engine, [whole])
@@ -226,7 +226,7 @@ def test_a_request_goes_on_from_the_tokens_it_has_said(llm: LLM) -> None:
 
 
 def test_an_output_that_never_fitted_its_grammar_fails_alone(llm: LLM) -> None:
-    engine = llm._front.engine
+    engine = llm._processor.engine
     assert isinstance(engine, Engine)
     wrong = constrained("wrong", {"regex": "[a-z]{12}"}, [END])
     right = constrained("right", {"regex": "[a-z]{12}"}, [])
@@ -237,7 +237,7 @@ def test_an_output_that_never_fitted_its_grammar_fails_alone(llm: LLM) -> None:
 
 
 def test_cancelled_while_its_grammar_is_compiled(llm: LLM) -> None:
-    engine = llm._front.engine
+    engine = llm._processor.engine
     assert isinstance(engine, Engine)
     request = constrained("gone", {"json": PERSON}, [])
     engine.add(request)
@@ -249,7 +249,7 @@ def test_cancelled_while_its_grammar_is_compiled(llm: LLM) -> None:
 
 
 def test_an_id_may_be_used_again_while_the_old_grammar_is_compiled(llm: LLM) -> None:
-    engine = llm._front.engine
+    engine = llm._processor.engine
     assert isinstance(engine, Engine)
     for again in (
         Request("twice", PROMPT, SamplingParams(), max_tokens=4, seed=0),
@@ -263,7 +263,7 @@ def test_an_id_may_be_used_again_while_the_old_grammar_is_compiled(llm: LLM) -> 
 
 def test_failed_steps_do_not_disturb_the_grammar(model: str) -> None:
     with open_model(model, overlap=True) as llm:
-        engine = llm._front.engine
+        engine = llm._processor.engine
         assert isinstance(engine, Engine)
         launch, count = engine.runner.launch, 0
 
@@ -287,7 +287,7 @@ def test_a_slow_mask_holds_nobody_else_back(model: str, monkeypatch: pytest.Monk
     compute = grammar._mask
     monkeypatch.setattr(grammar, "_mask", lambda matcher: (time.sleep(0.03), compute(matcher))[1])
     with open_model(model) as llm:
-        engine = llm._front.engine
+        engine = llm._processor.engine
         assert isinstance(engine, Engine)
         free = Request("free", PROMPT, SamplingParams(max_tokens=100), max_tokens=100, seed=0)
         slow = constrained("slow", {"regex": "[a-z]{30}"}, [])

@@ -70,7 +70,7 @@ async def embed(service: Service, prompts: list[list[int]], pooling: str = "mean
     for stream in streams:
         if (error := (await stream.last()).error) is not None:
             raise TokenmillError(error)
-    return [stream.follow.leader.pooled for stream in streams]
+    return [stream.request_state.leader.pooled for stream in streams]
 
 
 def solo(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
@@ -101,7 +101,7 @@ async def strike(service: Service, number: signal.Signals) -> None:
 
 async def assert_nothing_left(service: Service) -> None:
     """No request is known to the front or to the engine, and every block is free."""
-    assert not service._active and not service._remote.sequences and not service._front._following
+    assert not service._active and not service._remote.sequences and not service._processor._states
     view = await service.view() or await service.view()  # the first may have gone to an engine that was just replaced
     assert view is not None and not view.rows and not any(state >= 2 for state in view.blocks)
     stats = service.stats()

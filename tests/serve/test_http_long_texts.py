@@ -161,7 +161,7 @@ def test_a_long_text_does_not_queue_before_short_ones(tmp_path: Path) -> None:
             go = threading.Event()
             stuck = [asyncio.create_task(service.texts.run(1 << 20, go.wait)) for _ in range(40)]
             await asyncio.sleep(0.05)
-            assert await asyncio.wait_for(service.texts.run(1500, service._front.encode, "a" * 1500), 10)
+            assert await asyncio.wait_for(service.texts.run(1500, service._processor.encode, "a" * 1500), 10)
             go.set()
             await asyncio.gather(*stuck)
 

@@ -68,7 +68,7 @@ def test_answers_go_on_while_long_texts_are_read() -> None:
             steps: list[StepEvent] = []
             service.subscribe(lambda event: steps.append(event) if isinstance(event, StepEvent) else None)
             talk = await service.submit([5, 6], greedy(400))
-            await eventually(lambda: talk.follow.sequences[0].num_tokens)
+            await eventually(lambda: talk.request_state.sequences[0].num_tokens)
             texts = [[7] * 2000] * 4
             assert await embed(service, texts) == [[2000.0, 14000.0]] * 4
             assert (await talk.last()).outputs[0].token_ids == solo([5, 6], greedy(400))

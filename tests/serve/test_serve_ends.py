@@ -13,8 +13,8 @@ import pytest
 from http_server import Server, simulated
 from sim_service import assert_nothing_left, embed, eventually, greedy, make, opened, run, solo
 
-from tokenmill.follow import Follow
 from tokenmill.outputs import RequestOutput
+from tokenmill.request_state import RequestState
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.server import _drain, _Server, listen
 from tokenmill.serve.settings import HttpSettings
@@ -46,8 +46,8 @@ def sent_tokens(text: str) -> float:
 
 def test_an_answer_that_is_not_streamed_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[RequestOutput] = []
-    output = Follow.output
-    monkeypatch.setattr(Follow, "output", lambda self: built.append(output(self)) or built[-1])
+    output = RequestState.output
+    monkeypatch.setattr(RequestState, "output", lambda self: built.append(output(self)) or built[-1])
 
     async def main() -> None:
         async with simulated() as (service, url), httpx.AsyncClient(base_url=url) as client:
@@ -188,7 +188,7 @@ def test_a_service_that_is_stopped_in_the_middle_complains_of_nothing(caplog: py
     async def main() -> None:
         async with opened({"step": 0.01}) as service:
             streams = [await service.submit([number, 2], greedy(1000)) for number in range(1, 9)]
-            await eventually(lambda: all(stream.follow.sequences[0].num_tokens for stream in streams))
+            await eventually(lambda: all(stream.request_state.sequences[0].num_tokens for stream in streams))
         assert [(await stream.last()).error for stream in streams] == ["the server was stopped"] * 8
         streams.clear()
         gc.collect()  # a failure that nobody has asked for is told when it is forgotten

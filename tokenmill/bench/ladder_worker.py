@@ -10,11 +10,8 @@ Lines out for each: {"done", "of", "what"} on the way, at last {"found": ...} or
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.offline import memory_of, steps_of
-from tokenmill.bench.peers.serve import PR_SET_PDEATHSIG
+from tokenmill.bench.peers.serve import begin_answers
 from tokenmill.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,45 +65,45 @@ def measure(llm: LLM, asks: list[Ask], limit: float, single: bool, tell: Tell) -
     """Answer the requests, which are there from the start; none is begun after `limit` seconds, but all that were begun
     end. `single`: one after the other, and the first in any case.
     """
-    front, watch = llm._front, KVWatch(llm)
+    processor, watch = llm._processor, KVWatch(llm)
     batching = llm._built.engine.scheduler.batching
     llm.reset_prefix_cache()
-    follows = [front.prepare(prompt, _params(tokens)) for prompt, tokens in asks]
+    request_states = [processor.prepare(prompt, _params(tokens)) for prompt, tokens in asks]
     before, again = steps_of(llm), batching.recomputed
-    began, moment = time.perf_counter(), front.engine.clock()
+    began, moment = time.perf_counter(), processor.engine.clock()
     ended: set[int] = set()  # of the asks
-    numbered = list(enumerate(follows))
+    numbered = list(enumerate(request_states))
     for group in [[one] for one in numbered] if single else [numbered]:
         if ended and time.perf_counter() - began > limit:
             break
-        for _, follow in group:
-            front.submit(follow)
+        for _, request_state in group:
+            processor.submit(request_state)
         left = dict(group)
         while left:
-            front.step()
+            processor.step()
             watch.look()
-            done = {index for index, follow in left.items() if follow.finished}
+            done = {index for index, request_state in left.items() if request_state.finished}
             if done:
                 ended |= done
                 tell(len(ended), len(asks))
             if time.perf_counter() - began > limit:
                 late = {index for index, one in left.items() if one.leader.metrics.first_scheduled is None}
                 for index in late:
-                    front.cancel(follows[index])
+                    processor.cancel(request_states[index])
                 done |= late
-            left = {index: follow for index, follow in left.items() if index not in done} if done else left
+            left = {index: one for index, one in left.items() if index not in done} if done else left
     seconds = time.perf_counter() - began
     answers = []
     for index in sorted(ended):
-        follow = follows[index]
-        if follow.leader.error is not None:
-            raise RuntimeError(follow.leader.error)
-        metrics = follow.leader.metrics
+        request_state = request_states[index]
+        if request_state.leader.error is not None:
+            raise RuntimeError(request_state.leader.error)
+        metrics = request_state.leader.metrics
         answers.append(
             {
                 "index": index,
-                "prompt": list(follow.leader.tokens[: follow.leader.prompt_len]),
-                "tokens": list(follow.leader.output),
+                "prompt": list(request_state.leader.tokens[: request_state.leader.prompt_len]),
+                "tokens": list(request_state.leader.output),
                 "gaps": [after - before for before, after in pairwise(metrics.token_times)],
                 "ttft": metrics.token_times[0] - moment,
                 "e2e": (metrics.finished or moment) - moment,
@@ -141,11 +138,8 @@ def judge(llm: LLM, cases: list[tuple[list[int], int, int]], limit: float) -> li
 def run(question: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from tokenmill import LLM
 
-    def loading(done: int, total: int, what: str) -> None:
-        tell(done, total, what)
-
     _forget()
-    with LLM(question["model"], progress=loading, **question["options"]) as llm:
+    with LLM(question["model"], progress=tell, **question["options"]) as llm:
         if "judge" in question:
             return {"gaps": judge(llm, question["judge"], question["limit"])}
         llm.generate(
@@ -172,22 +166,14 @@ def _params(tokens: int) -> SamplingParams:
 
 
 def main() -> None:
-    if sys.platform == "linux":  # end with whoever asks
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    lines = os.fdopen(os.dup(1), "w")  # libraries print what they like to stdout
-    os.dup2(2, 1)
-
-    def say(**what: Any) -> None:
-        lines.write(json.dumps(what) + "\n")
-        lines.flush()
-
+    say = begin_answers()
     for line in sys.stdin:
         try:
-            found = run(json.loads(line), lambda done, of, what=None: say(done=done, of=of, what=what))
+            found = run(json.loads(line), lambda done, of, what=None: say({"done": done, "of": of, "what": what}))
         except Exception as error:  # whatever a rung cannot do here is a line of the table
-            say(error=f"{type(error).__name__}: {error}")
+            say({"error": f"{type(error).__name__}: {error}"})
             raise
-        say(found=found)
+        say({"found": found})
 
 
 if __name__ == "__main__":

@@ -35,18 +35,18 @@ class Batch:
 def answer(llm: LLM, asks: list[Ask]) -> Batch:
     """Answer a batch, and time its steps."""
     llm.reset_prefix_cache()
-    front = llm._front
+    processor = llm._processor
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=asks[0].max_tokens)
-    follows = [front.prepare(ask.prompt, params) for ask in asks]
-    before, began, moment = steps_of(llm), time.perf_counter(), front.engine.clock()
-    for follow in follows:
-        front.submit(follow)
-    while not all(follow.leader.num_output for follow in follows):
-        front.step()
+    states = [processor.prepare(ask.prompt, params) for ask in asks]
+    before, began, moment = steps_of(llm), time.perf_counter(), processor.engine.clock()
+    for state in states:
+        processor.submit(state)
+    while not all(state.leader.num_output for state in states):
+        processor.step()
     prefill, prefill_steps = time.perf_counter() - began, steps_of(llm) - before
-    while front.engine.has_work:
-        front.step()
-    run = Run(time.perf_counter() - began, [answer_of(follow.output(), moment) for follow in follows])
+    while processor.engine.has_work:
+        processor.step()
+    run = Run(time.perf_counter() - began, [answer_of(state.output(), moment) for state in states])
     last = run.answers[-1].times  # the last to have its first token: from then on all decode
     return Batch(run, prefill, [after - before for before, after in pairwise(last)], prefill_steps)
 

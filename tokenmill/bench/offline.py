@@ -20,7 +20,7 @@ def generate(llm: LLM, asks: list[Ask], *, show: bool) -> tuple[Run, int]:
     """All requests at once, as `LLM.generate` takes them; with it the number of steps. `show`: a bar at a terminal."""
     llm.reset_prefix_cache()
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=ask.max_tokens) for ask in asks]
-    before, clock = steps_of(llm), llm._front.engine.clock
+    before, clock = steps_of(llm), llm._processor.engine.clock
     began, moment = time.perf_counter(), clock()
     outputs = llm.generate([ask.prompt for ask in asks], params, use_tqdm=show)
     run = Run(time.perf_counter() - began, [answer_of(output, moment) for output in outputs])

@@ -21,27 +21,27 @@ def record(llm: LLM, folder: Path, *, rows: int, context: int, steps: int = 4) -
     One prompt comes in beside them before, untraced: what is compiled or recorded at first use is not a step's cost.
     """
     llm.reset_prefix_cache()
-    front = llm._front
-    vocab = front.vocab_size
+    processor = llm._processor
+    vocab = processor.vocab_size
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64, detokenize=False)
     prompts = [[(row * 7919 + place * 31) % vocab for place in range(context)] for row in range(rows + 2)]
-    follows = [front.prepare(prompt, params) for prompt in prompts[:-1]]
-    for follow in follows[:-1]:
-        front.submit(follow)
-    while any(follow.leader.num_output < 8 for follow in follows[:-1]):
-        front.step()
-    first = front.prepare(prompts[-1], replace(params, max_tokens=2 * steps))
-    front.submit(first)
+    states = [processor.prepare(prompt, params) for prompt in prompts[:-1]]
+    for state in states[:-1]:
+        processor.submit(state)
+    while any(state.leader.num_output < 8 for state in states[:-1]):
+        processor.step()
+    first = processor.prepare(prompts[-1], replace(params, max_tokens=2 * steps))
+    processor.submit(first)
     while not first.leader.finished:
-        front.step()
+        processor.step()
     title = f"{rows} rows at {context} tokens, {steps} steps"
     written = _profile(llm, folder / "decode.json", steps, f"decode: {title}")
-    front.submit(follows[-1])
+    processor.submit(states[-1])
     written += _profile(llm, folder / "mixed.json", steps, f"mixed: {title}, a prompt of {context} tokens comes in")
-    for follow in follows:
-        front.cancel(follow)
-    while front.engine.has_work:
-        front.step()
+    for state in states:
+        processor.cancel(state)
+    while processor.engine.has_work:
+        processor.step()
     return written
 
 
@@ -52,7 +52,7 @@ def _profile(llm: LLM, target: Path, steps: int, title: str) -> list[Path]:
     with torch.profiler.profile(activities=kinds) as profile:
         for _ in range(steps):
             with torch.profiler.record_function("engine step"):
-                llm._front.step()
+                llm._processor.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     target.parent.mkdir(parents=True, exist_ok=True)

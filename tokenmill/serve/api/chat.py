@@ -112,11 +112,11 @@ class _ChatEncoder(SSEEncoder):
         self._last: list[RequestOutput] = []
 
     def update(self, number: int) -> bytes:
-        follow = self.streams[number].follow
-        if follow.finished:
-            self._last = [self._context.record_output(follow.output())]
+        state = self.streams[number].request_state
+        if state.finished:
+            self._last = [self._context.record_output(state.output())]
         said = []
-        for delta in self._tracker.take(follow):
+        for delta in self._tracker.take(state):
             logprobs = _logprobs_json(self._context, self._body, delta.token_ids, delta.logprobs)
             said += self._choices[delta.index].encode(delta, logprobs)
         return b"".join(map(self._chunks.event, said))

@@ -10,9 +10,9 @@ import msgspec
 from starlette.responses import Response
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
+from tokenmill.processor import Prompt
 from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, best_of, encoded, finite, usage_of
 from tokenmill.serve.api.sampling_params import check_logprobs, sampling_params
 from tokenmill.serve.api.schemas import CompletionRequest
@@ -159,10 +159,10 @@ class _CompletionEncoder(SSEEncoder):
         self._last: dict[int, RequestOutput] = {}
 
     def update(self, number: int) -> bytes:
-        follow = self.streams[number].follow
-        if follow.finished:
-            self._last[number] = self._context.record_output(follow.output())
-        deltas = self._trackers[number].take(follow)
+        state = self.streams[number].request_state
+        if state.finished:
+            self._last[number] = self._context.record_output(state.output())
+        deltas = self._trackers[number].take(state)
         return b"".join([self._chunks.event(self._choice_json(number * self._n + one.index, one)) for one in deltas])
 
     def finish(self) -> bytes:

@@ -20,7 +20,7 @@ async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
         raise InvalidRequest(f"encoding_format is {format[:60]!r}; it may be float or base64")
     streams = await context.embed(prompts_of(body.input, "input"), body.pooling or "mean", body)
     await context.all_outputs(streams)
-    vectors = [stream.follow.leader.pooled for stream in streams]
+    vectors = [stream.request_state.leader.pooled for stream in streams]
     if body.dimensions is not None:
         vectors = [_shortened(vector, body.dimensions) for vector in vectors]
     data = [

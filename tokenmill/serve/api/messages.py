@@ -190,22 +190,22 @@ class _MessageEncoder(SSEEncoder):
         self._begun = False
 
     def update(self, number: int) -> bytes:
-        follow = self.streams[number].follow
-        if follow.finished:
-            self._context.record_output(follow.output())
+        state = self.streams[number].request_state
+        if state.finished:
+            self._context.record_output(state.output())
         told = [
             _change(change)
-            for delta in self._tracker.take(follow)
+            for delta in self._tracker.take(state)
             for change in self._blocks.feed(delta.text, delta.finish is not None)
         ]
         if not self._begun:  # not before the first token: then it is known what the cache supplied
             self._begun = True
-            start = _message(self._context, []) | {"usage": _usage(follow.output())}
+            start = _message(self._context, []) | {"usage": _usage(state.output())}
             told.insert(0, event({"type": "message_start", "message": start}, "message_start") + _PING)
         return b"".join(told)
 
     def finish(self) -> bytes:
-        output = self.streams[0].follow.output()
+        output = self.streams[0].request_state.output()
         ending = {"type": "message_delta", "delta": _ending(output, self._blocks), "usage": _usage(output)}
         return event(ending, "message_delta") + event({"type": "message_stop"}, "message_stop")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.follow import Follow
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import LogprobTable, RequestOutput
+from tokenmill.request_state import RequestState
 
 _encode = msgspec.json.Encoder().encode
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON cannot say
@@ -37,10 +37,10 @@ class DeltaTracker:
         self._tokens = [0] * n
         self._ended = [False] * n
 
-    def take(self, follow: Follow) -> list[OutputDelta]:
+    def take(self, state: RequestState) -> list[OutputDelta]:
         """What is new in every sequence since the last time."""
         deltas = []
-        for index, one in enumerate(follow.sequences):
+        for index, one in enumerate(state.sequences):
             if self._ended[index]:
                 continue
             before, characters, tables = self._tokens[index], self._characters[index], one.logprobs

@@ -285,12 +285,12 @@ class _ResponseEncoder(SSEEncoder):
         return self.event("response.created", response=begun) + self.event("response.in_progress", response=begun)
 
     def update(self, number: int) -> bytes:
-        follow = self.streams[number].follow
-        if follow.finished:
-            self._last = self._context.record_output(follow.output())
+        state = self.streams[number].request_state
+        if state.finished:
+            self._last = self._context.record_output(state.output())
         return b"".join(
             self.change(change)
-            for delta in self._tracker.take(follow)
+            for delta in self._tracker.take(state)
             for change in self._blocks.feed(
                 delta.text,
                 delta.finish is not None,

@@ -46,7 +46,7 @@ class EngineLoss:
 
 
 class RemoteEngine:
-    """The verbs that `Front` uses of an engine, plus what the supervisor tells: `attach`, `lose`, `take_in`."""
+    """The verbs that `Processor` uses of an engine, plus what the supervisor tells: `attach`, `lose`, `take_in`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock

@@ -1,26 +1,13 @@
-"""What the front knows of an engine in another process: the facts it told, and the tokenizer, read here."""
+"""Reads the tokenizer of a model whose engine is in another process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tokenmill.config import EngineConfig
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.serve.engine import wire
-from tokenmill.serve.engine_client.remote_engine import RemoteEngine
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
-
-
-@dataclass(frozen=True)
-class RemoteModel:
-    """What Front wants to know, from what the engine said."""
-
-    engine: RemoteEngine
-    tokenizer: Tokenizer | None
-    spec: wire.EngineReady  # for its vocabulary
-    settings: wire.EngineReady  # for its max_len
 
 
 def load_tokenizer(config: EngineConfig, progress: Progress | None) -> Tokenizer:

@@ -11,16 +11,16 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import TokenmillError
-from tokenmill.follow import Follow
-from tokenmill.front import NO_ANSWER, Front, Message, Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
+from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
+from tokenmill.request_state import RequestState
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
 from tokenmill.serve.engine_client.admission import Admission, CircuitBreaker, Load, Unavailable
 from tokenmill.serve.engine_client.events import EngineEvent, EventBus, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
-from tokenmill.serve.engine_client.remote_model import Progress, RemoteModel, load_tokenizer
+from tokenmill.serve.engine_client.remote_model import Progress, load_tokenizer
 from tokenmill.serve.engine_client.stats import ServiceCounters, ServiceStats
 from tokenmill.serve.engine_client.streams import Dispatcher, Stream, StreamState
 from tokenmill.serve.engine_client.supervisor import Supervisor
@@ -136,15 +136,15 @@ class Service:
         request_id: str | None = None,
         **options: Any,
     ) -> Stream:
-        """Accept a request; `options` are those of `Front.prepare`. Raises before anything runs: InvalidRequest (400),
-        Overloaded (429) and Unavailable (503), the last two with `.retry_after` in seconds (see admission.py)."""
+        """Accept a request; `options` are those of `Processor.prepare`. Raises before anything runs: InvalidRequest
+        (400), Overloaded (429) and Unavailable (503), the last two with `.retry_after` in seconds (admission.py)."""
         return (await self._accept([prompt], params, request_id, options))[0]
 
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "mean", *, request_id: str | None = None, **options: Any
     ) -> list[Stream]:
         """Accept all of these prompts or none, and ask for a vector of unit length of each: when its stream has ended
-        well, `stream.follow.leader.pooled`. Raises like `submit`, and has its options."""
+        well, `stream.request_state.leader.pooled`. Raises like `submit`, and has its options."""
         return await self._accept(prompts, NO_ANSWER, request_id, options | {"pooling": pooling})
 
     async def _accept(
@@ -152,26 +152,26 @@ class Service:
     ) -> list[Stream]:
         try:
             self._check_open()
-            follows, first = [], request_id or uuid.uuid4().hex
+            request_states, first = [], request_id or uuid.uuid4().hex
             for number, prompt in enumerate(prompts):
                 size = max(size_of(prompt), 0 if params.structured is None else SHORT + 1)  # grammars may take seconds
                 id = f"{first}-{number}" if number else first
-                follow = await self.texts.run(size, self._front.prepare, prompt, params, request_id=id, **options)
-                follows.append(follow)
+                prepare = self._processor.prepare
+                request_states.append(await self.texts.run(size, prepare, prompt, params, request_id=id, **options))
             self._check_open()  # again: that may have taken its time
-            return self._admit(follows)
+            return self._admit(request_states)
         except TokenmillError:
             self._counters.refused += 1
             raise
 
-    def _admit(self, follows: list[Follow]) -> list[Stream]:
+    def _admit(self, request_states: list[RequestState]) -> list[Stream]:
         remote, now = self._remote, self._remote.clock()
         self._admission.check(
             remote.queued,
             remote.queued_tokens,
-            sum(len(follow.prompt_ids) for follow in follows),
-            sum(len(follow.sequences) for follow in follows),
-            follows[0].timeout,
+            sum(len(request_state.prompt_ids) for request_state in request_states),
+            sum(len(request_state.sequences) for request_state in request_states),
+            request_states[0].timeout,
             self._current_load,
         )
         was_half_open = self._breaker.state(now) == "half_open"
@@ -179,15 +179,15 @@ class Service:
         if wait is not None:
             raise Unavailable("the engine failed repeatedly and is being restarted; try again later", wait)
         try:
-            streams = [self._dispatcher.open(follow, self._supervisor.generation) for follow in follows]
+            streams = [self._dispatcher.open(one, self._supervisor.generation) for one in request_states]
         except TokenmillError:
             self._breaker.probe_ended()
             raise
-        self._probe = follows[0].id if was_half_open else self._probe
-        self._counters.accepted += len(follows)
-        for follow in follows:
-            leader = follow.leader
-            self._events.emit(RequestEvent(follow.id, "accepted", now, leader.prompt_len, leader.priority))
+        self._probe = request_states[0].id if was_half_open else self._probe
+        self._counters.accepted += len(request_states)
+        for request_state in request_states:
+            leader = request_state.leader
+            self._events.emit(RequestEvent(request_state.id, "accepted", now, leader.prompt_len, leader.priority))
         return streams
 
     def cancel(self, request_id: str) -> bool:
@@ -198,10 +198,10 @@ class Service:
         return state is not None
 
     async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The token ids of a conversation; options are those of Front.chat_ids (chat_template, tools, ...)."""
+        """The token ids of a conversation; options are those of Processor.chat_ids (chat_template, tools, ...)."""
         self._check_started()
         size = max(SHORT + 1, sum(size_of(one.get("content")) for one in messages))  # templates may take their time
-        return await self.texts.run(size, self._front.chat_ids, messages, **options)
+        return await self.texts.run(size, self._processor.chat_ids, messages, **options)
 
     # -- to watch -------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Service:
 
     def leaders(self) -> list[Request]:
         """The first sequence of every request that is not finished."""
-        return [state.follow.leader for state in self._active.values()]
+        return [state.request_state.leader for state in self._active.values()]
 
     # -- what the supervisor tells ----------------------------------------------------------------------------
 
@@ -250,7 +250,9 @@ class Service:
         self.facts = facts
         self._admission.max_step_tokens = facts.max_step_tokens
         if self._state == "starting":
-            self._dispatcher.front = Front(RemoteModel(self._remote, self.tokenizer, facts, facts), self.config.seed)
+            vocabulary = facts.vocab_size, facts.eos_ids
+            processor = Processor(self._remote, self.tokenizer, *vocabulary, facts.max_len, seed=self.config.seed)
+            self._dispatcher.processor = processor
         if self._state in ("starting", "restarting"):
             self._state = "ready"
         self.startup.ready()
@@ -304,26 +306,26 @@ class Service:
     # -- inside -------------------------------------------------------------------------------------------------
 
     @property
-    def _front(self) -> Front:
-        return self._dispatcher.front
+    def _processor(self) -> Processor:
+        return self._dispatcher.processor
 
     def _ended(self, state: StreamState) -> None:
         """A request has ended: count it, and learn from it."""
-        follow = state.follow
-        now, leader = self._remote.clock(), follow.leader
-        reason = str(follow.sequences[0].finish)
-        output = sum(sequence.num_tokens for sequence in follow.sequences)
+        request_state = state.request_state
+        now, leader = self._remote.clock(), request_state.leader
+        reason = str(request_state.sequences[0].finish)
+        output = sum(sequence.num_tokens for sequence in request_state.sequences)
         self._counters.close(reason, leader.prompt_len, output, leader.metrics.cached_tokens)
         if reason in (Finish.STOP, Finish.LENGTH):
             if leader.pooling is None:
                 self._admission.learn_answer(leader.num_output)
             if self._breaker.succeeded(now):
                 self._events.emit(EngineEvent("breaker_closed", now, generation=self._supervisor.generation))
-        if self._probe == follow.id:
+        if self._probe == request_state.id:
             self._probe = None
             self._breaker.probe_ended()
         restarts = self._supervisor.generation - state.generation
-        self._events.emit(RequestEvent.finished(follow.id, leader, now, reason, output, restarts))
+        self._events.emit(RequestEvent.finished(request_state.id, leader, now, reason, output, restarts))
         self._changed.set()
         if not self._remote.sequences:  # an engine with nothing to do may be silent
             self._supervisor.expect_work(False)

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 
 from tokenmill.engine.request import Finish, State
-from tokenmill.follow import Follow
-from tokenmill.front import Front
 from tokenmill.outputs import RequestOutput
+from tokenmill.processor import Processor
+from tokenmill.request_state import RequestState
 from tokenmill.serve.engine_client.remote_engine import RemoteEngine
 
 log = logging.getLogger("tokenmill.serve")
@@ -25,7 +25,7 @@ DEADLINE_TICK = 0.25  # seconds between two looks at deadlines, while there are 
 class Dispatcher:
     """One `StreamState` per request that is not finished. Whatever ends a request, it is closed exactly once."""
 
-    front: Front  # there once an engine has told its facts
+    processor: Processor  # there once an engine has told its facts
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Dispatcher:
         self._prefill_seconds = prefill_seconds
         self._looking = False  # at deadlines
 
-    def open(self, follow: Follow, generation: int) -> Stream:
-        """Hand a prepared request to the engine. Raises what `Front.submit` raises."""
-        self.front.submit(follow)
-        state = self.active[follow.id] = StreamState(follow, generation)
-        if follow.timeout is not None and not self._looking:
+    def open(self, request_state: RequestState, generation: int) -> Stream:
+        """Hand a prepared request to the engine. Raises what `Processor.submit` raises."""
+        self.processor.submit(request_state)
+        state = self.active[request_state.id] = StreamState(request_state, generation)
+        if request_state.timeout is not None and not self._looking:
             self._end_late()
         return Stream(state, self.drop)
 
@@ -53,11 +53,11 @@ class Dispatcher:
             id = delta.request.id
             state = self.active.get(id) or self.active.get(id.partition("/")[0])
             try:
-                moved = self.front.take_in([delta])
+                moved = self.processor.take_in([delta])
             except Exception as error:  # one answer that cannot be decoded is no other's trouble
                 log.exception("request %s cannot be followed", id)
                 if state is not None:
-                    state.follow.leader.error = f"{type(error).__name__}: {error}"
+                    state.request_state.leader.error = f"{type(error).__name__}: {error}"
                     self.drop(state, Finish.ERROR)
                 continue
             if id in self._remote.at_fault:
@@ -66,30 +66,30 @@ class Dispatcher:
                     state.at_fault = True
             if moved and state is not None:
                 state.notify(made)
-                if state.follow.finished:
+                if state.request_state.finished:
                     self._close(state)
 
     def drop(self, state: StreamState, why: Finish = Finish.CANCELLED) -> None:
         """End a request from this side."""
-        if self.active.get(state.follow.id) is not state:
+        if self.active.get(state.request_state.id) is not state:
             return
-        for sequence in state.follow.sequences:
+        for sequence in state.request_state.sequences:
             sequence.finish = sequence.finish or why
-        self.front.cancel(state.follow)
+        self.processor.cancel(state.request_state)
         state.notify()
         self._close(state)
 
     def _close(self, state: StreamState) -> None:
-        if self.active.pop(state.follow.id, None) is not None:
+        if self.active.pop(state.request_state.id, None) is not None:
             self._on_end(state)
 
     def _end_late(self) -> None:
         """Deadlines are the engine's scheduler's to keep. Here is what it cannot do: end requests while it is away or
         hangs, and those who wait and could not have a first token in time even of an engine that did nothing else."""
         now = self._remote.clock()
-        timed = [state for state in self.active.values() if state.follow.timeout is not None]
+        timed = [state for state in self.active.values() if state.request_state.timeout is not None]
         for state in timed:
-            leader = state.follow.leader
+            leader = state.request_state.leader
             assert leader.deadline is not None
             least = self._prefill_seconds(leader.prompt_len) if leader.state is State.WAITING else None
             if least is not None and now + least > leader.deadline:
@@ -108,13 +108,13 @@ class Dispatcher:
 class Stream:
     """The answer to one request, for one reader, in one of three ways: as an async iterator of outputs, each the whole
     answer so far (a slow reader sees fewer of them); `last`, the complete answer; or `set_listener` and a look at
-    `follow`, which builds nothing and wakes nobody. Leaving it (`aclose`, or dropping it) cancels the
+    `request_state`, which builds nothing and wakes nobody. Leaving it (`aclose`, or dropping it) cancels the
     request; a wait for what comes next that is itself cancelled (a timeout, say) does not: it can be read on."""
 
     def __init__(self, state: StreamState, drop: Callable[[StreamState], None]) -> None:
-        self.request_id = state.follow.id
-        self.prompt_token_ids = state.follow.prompt_ids
-        self.follow = state.follow
+        self.request_id = state.request_state.id
+        self.prompt_token_ids = state.request_state.prompt_ids
+        self.request_state = state.request_state
         self.made: float | None = None  # when the engine made the oldest token that the last update brought
         self._state = state
         self._drop = drop
@@ -127,7 +127,7 @@ class Stream:
         return self._state.at_fault
 
     async def _next_update(self) -> bool:
-        """Wait until `follow` has moved. False: the reader knows its end already."""
+        """Wait until `request_state` has moved. False: the reader knows its end already."""
         state = self._state
         while not self._over and not state.moved:
             state.waiter = self._loop.create_future()
@@ -138,24 +138,24 @@ class Stream:
         return True
 
     def set_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever `follow` has moved, in the middle of the delivery; it must `mark_read`."""
+        """Call `listener` whenever `request_state` has moved, in the middle of the delivery; it must `mark_read`."""
         self._state.listener = listener
         if self._state.moved:
             listener()
 
     def mark_read(self) -> None:
-        """The reader looks at `follow` now: what is there is no longer new."""
+        """The reader looks at `request_state` now: what is there is no longer new."""
         state = self._state
         state.moved = False
         self.made, state.made = state.made, None
-        self._over = self.follow.finished
+        self._over = self.request_state.finished
 
     async def last(self) -> RequestOutput:
         """The complete answer; nobody is woken before it is there."""
         self._state.final_only = True
         while await self._next_update() and not self._over:
             pass
-        return self.follow.output()
+        return self.request_state.output()
 
     def __aiter__(self) -> Stream:
         return self
@@ -164,7 +164,7 @@ class Stream:
         """The newest output. A request that failed ends with finish_reason "error" and says why in `.error`."""
         if not await self._next_update():
             raise StopAsyncIteration
-        return self.follow.output()
+        return self.request_state.output()
 
     async def aclose(self) -> None:
         """Cancel the request unless it is finished."""
@@ -179,10 +179,10 @@ class Stream:
 class StreamState:
     """A request on its way, as its stream and the service share it."""
 
-    __slots__ = ("at_fault", "final_only", "follow", "generation", "listener", "made", "moved", "waiter")
+    __slots__ = ("at_fault", "final_only", "generation", "listener", "made", "moved", "request_state", "waiter")
 
-    def __init__(self, follow: Follow, generation: int) -> None:
-        self.follow = follow
+    def __init__(self, request_state: RequestState, generation: int) -> None:
+        self.request_state = request_state
         self.generation = generation  # of the engine that was up when it came
         self.at_fault = False  # its error is of its own making
         self.moved = False
@@ -193,7 +193,7 @@ class StreamState:
 
     def notify(self, made: float | None = None) -> None:
         """It has moved; `made` is when the engine made what is new."""
-        if self.final_only and not self.follow.finished:
+        if self.final_only and not self.request_state.finished:
             return
         self.moved = True
         if self.made is None:

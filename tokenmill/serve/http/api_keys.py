@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenmill.compat import did_you_mean
 from tokenmill.errors import ConfigError
-from tokenmill.front import PRIORITIES
+from tokenmill.processor import PRIORITIES
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.tenants import Limits, Tenant
 

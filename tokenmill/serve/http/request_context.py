@@ -16,10 +16,10 @@ from starlette.types import Receive
 
 from tokenmill.engine.request import Metrics
 from tokenmill.errors import InvalidRequest
-from tokenmill.front import Prompt
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
+from tokenmill.processor import Prompt
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape

@@ -125,7 +125,7 @@ class SSEResponse(SelfClosingResponse):
     def _look(self, number: int) -> bytes:
         stream = self._encoder.streams[number]
         stream.mark_read()
-        if stream.follow.finished:
+        if stream.request_state.finished:
             self._open.discard(number)
         return self._encoder.update(number)
 

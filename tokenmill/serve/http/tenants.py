@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.front import PRIORITIES
+from tokenmill.processor import PRIORITIES
 from tokenmill.serve.errors import HttpError
 
 BUSY_RETRY = 1.0  # seconds; a tenant at its concurrency limit cannot be told when one of its requests will end

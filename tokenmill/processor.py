@@ -1,4 +1,4 @@
-"""Front: turns prompts into requests, and what the engine commits into text. Shared by every way of using an engine."""
+"""Processor: the input (prompts become requests) and output (tokens become text) of every way to use an engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import POOLINGS
 from tokenmill.errors import InvalidRequest
-from tokenmill.follow import Follow, FollowedSequence
 from tokenmill.model.chat_template import render
 from tokenmill.model.infill import NO_INFILL
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
+from tokenmill.request_state import RequestState, SequenceState
 from tokenmill.sampling.grammar import check_grammar
 
 # Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}; with "suffix", the text between the two is asked for.
@@ -34,11 +34,11 @@ NO_ANSWER = SamplingParams(detokenize=False)  # of requests that ask for a vecto
 
 
 class Encoded(dict[str, Any]):
-    """A prompt with its token ids, which `Front.encode` has checked: that is not done twice."""
+    """A prompt with its token ids, which `Processor.encode` has checked: that is not done twice."""
 
 
 class EngineVerbs(Protocol):
-    """What a front does with an engine, be it in this process or in another."""
+    """What a processor does with an engine, be it in this process or in another."""
 
     @property
     def clock(self) -> Callable[[], float]: ...
@@ -55,68 +55,46 @@ class EngineVerbs(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
 
-class Vocabulary(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
+class Processor:
+    """Checks what users ask for, keeps their requests' states, and decodes text. Owned by the engine's thread."""
 
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-
-
-class Lengths(Protocol):
-    @property
-    def max_len(self) -> int: ...
-
-
-class Served(Protocol):
-    """A ready engine and what its front needs to know of it."""
-
-    @property
-    def engine(self) -> EngineVerbs: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def spec(self) -> Vocabulary: ...
-
-    @property
-    def settings(self) -> Lengths: ...
-
-
-class Front:
-    """Checks what users ask for, follows their requests, and decodes text. Owned by the thread that owns the engine."""
-
-    def __init__(self, built: Served, seed: int) -> None:
-        self.engine = built.engine
-        self.tokenizer = built.tokenizer
-        self.vocab_size = built.spec.vocab_size
-        self.max_len = built.settings.max_len
-        self._eos_ids = tuple(self.tokenizer.eos_ids if self.tokenizer else ()) or built.spec.eos_ids
+    def __init__(
+        self,
+        engine: EngineVerbs,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],  # where the tokenizer has none
+        max_len: int,
+        *,
+        seed: int,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.vocab_size, self.max_len = vocab_size, max_len
+        self._eos_ids = tuple(tokenizer.eos_ids if tokenizer else ()) or eos_ids
         self._seeds = random.Random(seed)
-        self._following: dict[str, FollowedSequence] = {}  # by request id; siblings stay until all have ended
+        self._states: dict[str, SequenceState] = {}  # by request id; siblings stay until all have ended
         self._count = 0
 
     # -- in -------------------------------------------------------------------------------------------------
 
-    def submit(self, follow: Follow) -> None:
+    def submit(self, state: RequestState) -> None:
         """Hand a prepared request to the engine. Raises QueueFull, and then nothing has happened."""
-        if follow.id in self._following:
-            raise InvalidRequest(f"request id {follow.id!r} is already running; choose another")
+        if state.id in self._states:
+            raise InvalidRequest(f"request id {state.id!r} is already running; choose another")
         now = self.engine.clock()
-        for sequence in follow.sequences:
+        for sequence in state.sequences:
             sequence.request.arrival = sequence.request.metrics.arrival = now
-            if follow.timeout is not None:
-                sequence.request.deadline = now + follow.timeout
-        self.engine.add(follow.leader)
-        for sequence in follow.sequences:
-            self._following[sequence.request.id] = sequence
+            if state.timeout is not None:
+                sequence.request.deadline = now + state.timeout
+        self.engine.add(state.leader)
+        for sequence in state.sequences:
+            self._states[sequence.request.id] = sequence
 
-    def cancel(self, follow: Follow) -> None:
+    def cancel(self, state: RequestState) -> None:
         """End a request now; if it was running it is finished on return, and no later step mentions it."""
-        for sequence in follow.sequences:
-            if self._following.get(sequence.request.id) is sequence:
-                del self._following[sequence.request.id]
+        for sequence in state.sequences:
+            if self._states.get(sequence.request.id) is sequence:
+                del self._states[sequence.request.id]
                 self.engine.cancel(sequence.request.id)
                 sequence.finish = sequence.finish or Finish.CANCELLED
 
@@ -130,19 +108,25 @@ class Front:
         timeout: float | None = None,
         cache_salt: str = "",
         pooling: str | None = None,
-    ) -> Follow:
+    ) -> RequestState:
         """Check a prompt and its parameters and make requests of them; with `pooling`, one that asks for a vector of
         the prompt instead of an answer. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
-        if isinstance(prompt, Mapping) and prompt.get("suffix"):
-            params = _filling_in(params, self.tokenizer)
-        _check_timeout(timeout)
-        _check_salt(cache_salt)
-        _check_pooling(pooling)
+        infill = self.tokenizer.infill if self.tokenizer is not None else None
+        if infill is not None and isinstance(prompt, Mapping) and prompt.get("suffix") and not params.ignore_eos:
+            # The answer also ends where the model says that the suffix begins.
+            params = replace(params, stop_token_ids=[*params.stop_ids, *infill.ends])
+        if timeout is not None:
+            _check_timeout(timeout)
+        if cache_salt != "":
+            _check_salt(cache_salt)
+        if pooling is not None and pooling not in POOLINGS:
+            raise InvalidRequest(f"pooling is {pooling!r:.60}; it must be one of {', '.join(POOLINGS)}")
         request_id = self._new_id() if request_id is None else _checked_id(request_id)
-        room = self.max_len - len(ids)
-        stop_ids = frozenset([*params.stop_ids, *(() if params.ignore_eos else self._eos_ids)])
+        room, priority = self.max_len - len(ids), _priority(priority)
+        end_ids = () if params.ignore_eos else self._eos_ids
+        stop_ids = frozenset([*params.stop_ids, *end_ids])
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         requests = [
             Request(
@@ -152,7 +136,7 @@ class Front:
                 max_tokens=min(params.max_tokens or room, room) if pooling is None else 0,
                 seed=(seed + index * 0x9E3779B97F4A7C15) & (2**63 - 1),
                 stop_ids=stop_ids,
-                priority=_priority(priority),
+                priority=priority,
                 salt=cache_salt,
                 pooling=pooling,
             )
@@ -161,8 +145,7 @@ class Front:
         requests[0].followers = requests[1:]
         if params.beam_width:
             requests[0].beams = Beams(requests[0])
-        end_ids = () if params.ignore_eos else self._eos_ids
-        return Follow(text, ids, params, requests, self.tokenizer, end_ids, timeout)
+        return RequestState(text, ids, params, requests, self.tokenizer, end_ids, timeout)
 
     def encode(self, prompt: Prompt) -> Encoded:
         """The same prompt with its token ids. Touches no state, so any thread may call it."""
@@ -193,7 +176,7 @@ class Front:
     def _new_id(self) -> str:
         while True:
             self._count += 1
-            if (name := f"r{self._count}") not in self._following:
+            if (name := f"r{self._count}") not in self._states:
                 return name
 
     def _infill_ids(self, before: Any, suffix: Any) -> list[int]:
@@ -286,33 +269,25 @@ class Front:
 
     # -- out ------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Follow]:
+    def step(self) -> list[RequestState]:
         """Run the engine's next step; returns the requests that moved."""
         return self.take_in(self.engine.step())
 
-    def take_in(self, deltas: list[Delta]) -> list[Follow]:
-        moved: dict[Follow, None] = {}  # a set that keeps the order
+    def take_in(self, deltas: list[Delta]) -> list[RequestState]:
+        moved: dict[RequestState, None] = {}  # a set that keeps the order
         for delta in deltas:
-            sequence = self._following.get(delta.request.id)
+            sequence = self._states.get(delta.request.id)
             if sequence is None or sequence.finish is not None:
                 continue  # ended earlier, by a stop string
             stopped = sequence.take_in(delta)
             if stopped:
                 self.engine.cancel(delta.request.id, Finish.STOP)
-            follow = sequence.follow
-            moved[follow] = None
-            if (stopped or delta.finished) and follow.finished:
-                for sibling in follow.sequences:  # only now are its ids free: siblings of an ended one may still run
-                    del self._following[sibling.request.id]
+            state = sequence.request_state
+            moved[state] = None
+            if (stopped or delta.finished) and state.finished:
+                for sibling in state.sequences:  # only now are its ids free: siblings of an ended one may still run
+                    del self._states[sibling.request.id]
         return list(moved)
-
-
-def _filling_in(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The same parameters, and the answer to a prompt with a suffix also ends where the model says that it begins."""
-    infill = tokenizer.infill if tokenizer is not None else None
-    if infill is None or params.ignore_eos:
-        return params
-    return replace(params, stop_token_ids=[*params.stop_ids, *infill.ends])
 
 
 def _priority(value: str | int) -> int:
@@ -324,9 +299,8 @@ def _priority(value: str | int) -> int:
 
 
 def _check_timeout(timeout: Any) -> None:
-    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
-        return
-    raise InvalidRequest(f"timeout is {timeout!r}; it must be a positive number of seconds")
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise InvalidRequest(f"timeout is {timeout!r}; it must be a positive number of seconds")
 
 
 def _check_salt(salt: Any) -> None:
@@ -337,11 +311,6 @@ def _check_salt(salt: Any) -> None:
     except UnicodeError:
         pass
     raise InvalidRequest(f"cache_salt is {_shown(salt)}; it must be text")
-
-
-def _check_pooling(pooling: Any) -> None:
-    if pooling is not None and pooling not in POOLINGS:
-        raise InvalidRequest(f"pooling is {pooling!r:.60}; it must be one of {', '.join(POOLINGS)}")
 
 
 def _checked_id(id: Any) -> str:

@@ -1,4 +1,4 @@
-"""Follow: one user request on its way, from the tokens the engine commits to the text the user sees."""
+"""RequestState: one user request on its way, from the tokens the engine commits to the text the user sees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmill.outputs import CompletionOutput, LogprobTable, LogprobTables, Req
 from tokenmill.params import SamplingParams
 
 
-class Follow:
+class RequestState:
     """One user request on its way: its sequences, and their text so far."""
 
     def __init__(
@@ -29,15 +29,11 @@ class Follow:
         self.prompt_ids = prompt_ids
         self.params = params
         self.timeout = timeout
-        self.leader = requests[0]
+        self.leader, self.id = requests[0], requests[0].id
         self.tokenizer = tokenizer if params.detokenize else None
         self.eos_ids = eos_ids
-        self.sequences = [FollowedSequence(self, request, params) for request in requests]
+        self.sequences = [SequenceState(self, request, params) for request in requests]
         self._prompt_tables: list[LogprobTable] = []
-
-    @property
-    def id(self) -> str:
-        return self.leader.id
 
     @property
     def finished(self) -> bool:
@@ -55,7 +51,7 @@ class Follow:
             outputs=self._beam_outputs() if self.leader.beams is not None else self._outputs(),
             finished=self.finished,
             metrics=self.leader.metrics,
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self._prompt_logprobs(),
             error=error,
         )
 
@@ -87,9 +83,7 @@ class Follow:
             for index, beam in enumerate(self.leader.beams.group.results()[: self.params.n])
         ]
 
-    def _prompt_logprobs(self) -> list[LogprobTable | None] | None:
-        if self.params.prompt_logprobs is None:
-            return None
+    def _prompt_logprobs(self) -> list[LogprobTable | None]:
         known = self.leader.prompt_logprobs
         if len(self._prompt_tables) != len(known):  # built once: a stream of outputs would pay for it each time
             decode = _decoder_of(self.tokenizer)
@@ -97,18 +91,18 @@ class Follow:
         return [None, *self._prompt_tables]
 
 
-class FollowedSequence:
+class SequenceState:
     """One sequence's tokens and text so far."""
 
-    def __init__(self, follow: Follow, request: Request, params: SamplingParams) -> None:
-        self.follow = follow
+    def __init__(self, state: RequestState, request: Request, params: SamplingParams) -> None:
+        self.request_state = state
         self.request = request
         self.finish: Finish | None = None
         self.text = ""
         self.num_tokens = 0  # taken in; a stop string may end the sequence before the engine does
-        self._tokenizer = follow.tokenizer
+        self._tokenizer = state.tokenizer
         # As many as tokens taken in.
-        self.logprobs = None if params.logprobs is None else LogprobTables(_decoder_of(follow.tokenizer))
+        self.logprobs = None if params.logprobs is None else LogprobTables(_decoder_of(state.tokenizer))
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
@@ -154,7 +148,7 @@ class FollowedSequence:
         if self.finish is not Finish.STOP or not self.num_tokens:
             return None
         [last] = self.tokens_from(self.num_tokens - 1)
-        return last if last in self.request.stop_ids and last not in self.follow.eos_ids else None
+        return last if last in self.request.stop_ids and last not in self.request_state.eos_ids else None
 
     def _decode(self, tokens: list[int]) -> None:
         if self._detokenizer is None:
