@@ -8,7 +8,7 @@ import typer
 
 from tokenmill.cli import bench_options as given
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
-from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP
+from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, option
 from tokenmill.cli.terminal import note, progress
 from tokenmill.config import LOAD, WHERE, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError
@@ -23,7 +23,7 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 @with_engine_options("bench offline", show=(WHERE, LOAD))
 def offline(
     model: Model = DEFAULT_MODEL,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests in all; unset: 64, or the whole trace.")] = None,
+    requests: Annotated[int | None, option("Requests in all; unset: 64, or the whole trace.", min=1)] = None,
     input: given.Input = 128,
     output: given.Output = 128,
     trace: given.Trace = None,
@@ -80,12 +80,12 @@ def offline(
 @with_engine_options("bench latency", show=(WHERE, LOAD))
 def latency(
     model: Model = DEFAULT_MODEL,
-    batch: Annotated[str, typer.Option(help="Requests in a batch; several: 1,8,32.")] = "1",
+    batch: Annotated[str, option("Requests in a batch; several: 1,8,32.")] = "1",
     input: given.Input = 128,
     output: given.Output = 128,
     seed: given.Seed = 0,
     repeats: given.Repeats = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Batches before, which do not count.")] = 1,
+    warmup: Annotated[int, option("Batches before, which do not count.", min=0)] = 1,
     ceilings: given.Ceilings = True,
     price: given.Price = None,
     json: given.Json = None,
