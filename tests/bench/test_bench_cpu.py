@@ -17,7 +17,7 @@ from tokenmill.bench.cpu import DECODE, PEAK, PREFILL, Row, Setup, batch_column,
 from tokenmill.bench.cpu_scaling import draw, scaling
 from tokenmill.bench.cpu_table import notes, table
 from tokenmill.bench.peers import KINDS, Contender, contenders
-from tokenmill.bench.peers.host import SERVE, PeerFailed, Worker
+from tokenmill.bench.peers.host import SERVE, PeerWorker, WorkerFailed
 from tokenmill.bench.plot import Line, chart
 from tokenmill.cli.app import app
 from tokenmill.errors import ConfigError
@@ -163,9 +163,9 @@ def test_an_environment_that_is_not_there_is_named(setup: Setup) -> None:
 
 
 def test_a_worker_that_never_began_is_reported_and_can_be_closed() -> None:
-    worker = Worker("/bin/false", "-", 1, name="false")
+    worker = PeerWorker("/bin/false", "-", 1, name="false")
     worker._process.wait()  # so that the question finds nobody
-    with pytest.raises(PeerFailed, match="ended with code 1"):
+    with pytest.raises(WorkerFailed, match="ended with code 1"):
         worker.ask("prepare", 20, prompts=[[1] * 100_000])
     worker.close()
 
@@ -173,7 +173,7 @@ def test_a_worker_that_never_began_is_reported_and_can_be_closed() -> None:
 def test_frozen_workers_do_not_run(tmp_path: Path) -> None:
     spin = tmp_path / "spin.py"
     spin.write_text("print('{}', flush=True)\nwhile True: pass")
-    worker = Worker(sys.executable, "-", 1, name="spin", serve=spin)
+    worker = PeerWorker(sys.executable, "-", 1, name="spin", serve=spin)
     try:
         worker.ask("anything", 20)
         worker.freeze()
@@ -190,7 +190,7 @@ def test_frozen_workers_do_not_run(tmp_path: Path) -> None:
         worker.close()
 
 
-def _cpu_time(worker: Worker) -> int:
+def _cpu_time(worker: PeerWorker) -> int:
     fields = Path(f"/proc/{worker._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
 
@@ -317,12 +317,12 @@ def test_the_worker_keeps_its_answers_apart_from_what_engines_print(tmp_path: Pa
         "import os\ndef prepare(a, b, c):\n    print('loud')\n    os.system('echo louder')\n    return c\n"
     )
     (tmp_path / "serve.py").write_text(SERVE.read_text())
-    worker = Worker(sys.executable, "on_loud", 1, name="loud", serve=tmp_path / "serve.py")
+    worker = PeerWorker(sys.executable, "on_loud", 1, name="loud", serve=tmp_path / "serve.py")
     try:
         assert worker.ask("prepare", 20, source="s", variant="v", folder="f") == {"model": "f"}
         peak = worker.ask("peak", 20)["bytes"]
         assert 1e6 < peak < 100e6  # its own, not that of the tests that started it
-        with pytest.raises(PeerFailed, match="AttributeError"):
+        with pytest.raises(WorkerFailed, match="AttributeError"):
             worker.ask("load", 20, model="m", variant="v", threads=1, rows=1, length=8)
         assert worker.ask("prepare", 20, source="s", variant="v", folder="g") == {"model": "g"}
     finally:

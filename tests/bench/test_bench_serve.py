@@ -16,7 +16,6 @@ from tokenmill.bench.figures import Run, of_point
 from tokenmill.bench.serve import Check, Load, alone, compare, drive
 from tokenmill.bench.serve_client import Place, run
 from tokenmill.bench.serve_offline import Overhead
-from tokenmill.bench.serve_table import overhead_lines
 from tokenmill.bench.table import lines
 from tokenmill.bench.workloads import Ask
 from tokenmill.cli.app import app
@@ -233,7 +232,7 @@ def test_a_failure_alone_is_told() -> None:
 def test_what_http_costs_is_told_by_rounds() -> None:
     found = Overhead([95.0, 50.0, 99.0], [100.0, 100.0, 100.0], [])
     assert found.percent == pytest.approx([5.0, 50.0, 1.0]) and found.median == pytest.approx(5.0)
-    told = [line.split() for line in overhead_lines(found)]
+    told = [line.split() for line in found.lines()]
     assert told[-2:] == [["median", "95.0", "100.0", "5.0", "%"], ["best", "99.0", "100.0", "1.0", "%"]]
 
 

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
 from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, Plan, Rung, Sizes, fitted, requests
-from tokenmill.bench.ladder_process import Worker, WorkerFailed, workers
+from tokenmill.bench.ladder_process import RungWorker, workers
 from tokenmill.bench.ladder_run import Exactness, Row, climb, first_differences
 from tokenmill.bench.ladder_show import cells, lines, page, waterfall
+from tokenmill.bench.peers.host import WorkerFailed
 from tokenmill.cli.app import app
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
@@ -119,8 +120,9 @@ def test_too_little_time_begins_fewer_requests_and_says_so(tmp_path: Path) -> No
 
 
 def test_one_worker_serves_all_rungs_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Worker] = []
-    monkeypatch.setattr(Worker, "__init__", lambda self, start=Worker.__init__: (started.append(self), start(self))[1])
+    started: list[RungWorker] = []
+    start = RungWorker.__init__
+    monkeypatch.setattr(RungWorker, "__init__", lambda self: (started.append(self), start(self))[1])
     model = write_tiny(tmp_path / "tiny", max_position_embeddings=1024)
     plan = Plan("cpu", SIZES, options={"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True})
     asks: list[Any] = [[[5, 6, 7], 4], [[8, 9], 4]]

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.peers import AS_IS, KINDS, Contender
-from tokenmill.bench.peers.host import SERVE, PeerFailed, Worker
+from tokenmill.bench.peers.host import SERVE, PeerWorker, WorkerFailed
 
 COLD_PROMPT = 16  # tokens of the prompt that a new process answers first
 SINGLES = 3  # timed single streams per round
 PREPARING = 3600.0  # seconds for making another form of the weights, once
 
 Tell = Callable[[str], None]
-Workers = dict[Contender, Worker]
+Workers = dict[Contender, PeerWorker]
 
 
 @dataclass(frozen=True)
@@ -139,21 +139,21 @@ def prompts(setup: Setup, count: int, length: int, *key: object) -> list[list[in
     return [[dice.randrange(margin, setup.vocab - margin) for _ in range(length)] for _ in range(count)]
 
 
-def start(setup: Setup, row: Row) -> Worker:
+def start(setup: Setup, row: Row) -> PeerWorker:
     name = row.contender.name
-    return Worker(setup.pythons[name], KINDS[name].driver, setup.threads, name=name, serve=setup.serve)
+    return PeerWorker(setup.pythons[name], KINDS[name].driver, setup.threads, name=name, serve=setup.serve)
 
 
-def load(setup: Setup, row: Row, worker: Worker, requests: int, length: int) -> None:
+def load(setup: Setup, row: Row, worker: PeerWorker, requests: int, length: int) -> None:
     settings = {"variant": row.contender.variant, "threads": setup.threads, "rows": requests, "length": length}
     row.version = worker.ask("load", setup.timeout, model=row.model, **settings)["version"]
 
 
-def single(setup: Setup, worker: Worker, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+def single(setup: Setup, worker: PeerWorker, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
     """One request: its tokens, and the seconds from its start to each of them."""
     answer = worker.ask("single", setup.timeout, prompt=prompt, new=new)
     if len(answer["tokens"]) != new or len(answer["times"]) != new:
-        raise PeerFailed(f"single: {new} tokens were asked for and {len(answer['tokens'])} came")
+        raise WorkerFailed(f"single: {new} tokens were asked for and {len(answer['tokens'])} came")
     return answer["tokens"], answer["times"]
 
 
@@ -174,7 +174,7 @@ def whose_turn(row: Row, workers: Workers, tell: Tell) -> Iterator[None]:
         worker.thaw()
     try:
         yield
-    except PeerFailed as failure:
+    except WorkerFailed as failure:
         row.failure = str(failure)
         tell(f"{row.contender.label}: {row.failure}")
     worker = workers.get(row.contender)
@@ -210,7 +210,7 @@ def _round(setup: Setup, rows: list[Row], number: int, tell: Tell) -> None:
         close(workers)
 
 
-def _singles(setup: Setup, row: Row, worker: Worker, number: int) -> None:
+def _singles(setup: Setup, row: Row, worker: PeerWorker, number: int) -> None:
     """Cold start, prefill, decode and peak memory of a process that serves one request at a time."""
     load(setup, row, worker, 1, setup.length)
     single(setup, worker, prompts(setup, 1, COLD_PROMPT, "cold", number)[0], 1)
@@ -226,7 +226,7 @@ def _singles(setup: Setup, row: Row, worker: Worker, number: int) -> None:
     row.add(PEAK, worker.ask("peak", setup.timeout)["bytes"] / 1e6)
 
 
-def _batch(setup: Setup, row: Row, worker: Worker, number: int, requests: int) -> None:
+def _batch(setup: Setup, row: Row, worker: PeerWorker, number: int, requests: int) -> None:
     """Many requests at once: what comes out per second, the time for reading the prompts included."""
     load(setup, row, worker, requests, setup.length)
     warm = prompts(setup, requests, COLD_PROMPT, "warm", number, requests)
@@ -234,7 +234,7 @@ def _batch(setup: Setup, row: Row, worker: Worker, number: int, requests: int) -
     several = prompts(setup, requests, setup.prompt, "batch", number, requests)
     answer = worker.ask("batch", setup.timeout, prompts=several, new=setup.new)
     if [len(tokens) for tokens in answer["tokens"]] != [setup.new] * requests:
-        raise PeerFailed(f"batch: {requests} answers of {setup.new} tokens were asked for, and did not come")
+        raise WorkerFailed(f"batch: {requests} answers of {setup.new} tokens were asked for, and did not come")
     row.add(batch_column(requests), requests * setup.new / answer["seconds"])
 
 

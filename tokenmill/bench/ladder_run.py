@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from tokenmill.bench.ladder import Plan, Rung
-from tokenmill.bench.ladder_process import Asked, Report, WorkerFailed, workers
+from tokenmill.bench.ladder_process import Asked, Report, workers
+from tokenmill.bench.peers.host import WorkerFailed
 from tokenmill.bench.stats import spread
 
 Ask = tuple[str | list[int], int]

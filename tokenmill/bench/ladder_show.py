@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from tokenmill.bench.ladder_run import Row
-from tokenmill.bench.plot import COLORS, STYLE
+from tokenmill.bench.plot import COLORS, STYLE, log_ticks, svg_text
 
 WIDTH, LINE, TOP, BOTTOM = 860, 30, 52, 40
 LEFT, RIGHT = 220, 180  # names of the rungs; figures
@@ -99,26 +99,26 @@ def waterfall(title: str, rows: Sequence[Row]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
         f"<title>{escape(title)}</title><style>{STYLE}.gone{{stroke:#8888;stroke-dasharray:2 3}}</style>",
         f'<text class="title" x="16" y="22">{escape(title)}</text>',
-        _text((LEFT + WIDTH - RIGHT) / 2, height - 8, "output tokens per second (logarithmic)", "middle"),
+        svg_text((LEFT + WIDTH - RIGHT) / 2, height - 8, "output tokens per second (logarithmic)", "middle"),
     ]
-    for tick in _ticks(10**low, 10**high):
+    for tick in log_ticks(10**low, 10**high):
         x = across(tick)
         out.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - BOTTOM}"/>')
-        out.append(_text(x, height - BOTTOM + 16, f"{tick:g}", "middle"))
+        out.append(svg_text(x, height - BOTTOM + 16, f"{tick:g}", "middle"))
     before: float | None = None
     for number, row in enumerate(good):
         y, speed = TOP + LINE * number, row.tokens_per_second
         start, end = across(before) if before else LEFT, across(speed)
         color = GAIN if before is None or speed >= before else LOSS
         left, wide = min(start, end), max(abs(end - start), 1.5)
-        out.append(_text(LEFT - 10, y + 15, row.rung.title, "end"))
+        out.append(svg_text(LEFT - 10, y + 15, row.rung.title, "end"))
         out.append(f'<rect x="{left:.1f}" y="{y + 2}" width="{wide:.1f}" height="{LINE - 10}" rx="2" fill="{color}"/>')
         if number + 1 < len(good):
             out.append(f'<line class="gone" x1="{end:.1f}" x2="{end:.1f}" y1="{y + LINE - 8}" y2="{y + LINE + 2}"/>')
         mark = "" if row.whole else "~"
         factor = "" if before is None else f"  {_times(speed / before)}"
         total = f"  ({_times(speed / speeds[0])})" if number > 1 else ""
-        out.append(_text(max(start, end) + 8, y + 15, f"{mark}{_short(speed)}{factor}{total}", "start"))
+        out.append(svg_text(max(start, end) + 8, y + 15, f"{mark}{_short(speed)}{factor}{total}", "start"))
         before = speed
     return "\n".join([*out, "</svg>", ""])
 
@@ -156,12 +156,6 @@ def _as_lines(options: dict[str, Any]) -> str:
     return "\n".join(f"{name} = {value!r}" for name, value in options.items())
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(powers) <= 4 else (1,)
-    return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
-
-
 def _short(value: float) -> str:
     """Three digits, and no exponent."""
     if value >= 100:
@@ -171,7 +165,3 @@ def _short(value: float) -> str:
 
 def _times(factor: float) -> str:
     return f"x{factor:.2f}" if factor < 10 else f"x{_short(factor)}"
-
-
-def _text(x: float, y: float, words: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

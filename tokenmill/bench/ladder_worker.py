@@ -10,11 +10,8 @@ Lines out for each: {"done", "of", "what"} on the way, at last {"found": ...} or
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.offline import memory_of, steps_of
-from tokenmill.bench.peers.serve import PR_SET_PDEATHSIG
+from tokenmill.bench.peers.serve import begin_answers
 from tokenmill.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -141,11 +138,8 @@ def judge(llm: LLM, cases: list[tuple[list[int], int, int]], limit: float) -> li
 def run(question: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from tokenmill import LLM
 
-    def loading(done: int, total: int, what: str) -> None:
-        tell(done, total, what)
-
     _forget()
-    with LLM(question["model"], progress=loading, **question["options"]) as llm:
+    with LLM(question["model"], progress=tell, **question["options"]) as llm:
         if "judge" in question:
             return {"gaps": judge(llm, question["judge"], question["limit"])}
         llm.generate(
@@ -172,22 +166,14 @@ def _params(tokens: int) -> SamplingParams:
 
 
 def main() -> None:
-    if sys.platform == "linux":  # end with whoever asks
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    lines = os.fdopen(os.dup(1), "w")  # libraries print what they like to stdout
-    os.dup2(2, 1)
-
-    def say(**what: Any) -> None:
-        lines.write(json.dumps(what) + "\n")
-        lines.flush()
-
+    say = begin_answers()
     for line in sys.stdin:
         try:
-            found = run(json.loads(line), lambda done, of, what=None: say(done=done, of=of, what=what))
+            found = run(json.loads(line), lambda done, of, what=None: say({"done": done, "of": of, "what": what}))
         except Exception as error:  # whatever a rung cannot do here is a line of the table
-            say(error=f"{type(error).__name__}: {error}")
+            say({"error": f"{type(error).__name__}: {error}"})
             raise
-        say(found=found)
+        say({"found": found})
 
 
 if __name__ == "__main__":

@@ -171,28 +171,21 @@ class _Maker:
             gate_up = self.random(moe.experts, 2 * moe.intermediate, self.spec.hidden)
             down = self.random(moe.experts, self.spec.hidden, moe.intermediate)
             x, on_device = self.random(tokens, self.spec.hidden), experts.to(self.device)
-            work.append(
-                lambda x=x, e=on_device, g=gate_up, d=down: self.ops.moe(  # type: ignore[misc]
-                    x, share, e, g, d, self.spec.activation
-                )
-            )
+            work.append(partial(self.ops.moe, x, share, on_device, gate_up, down, self.spec.activation))
         return Case(f"moe, {tokens} tokens to {moe.top_k} experts", moved, 2 * tokens * moe.top_k * weights, work)
 
     def norm(self, tokens: int) -> Case:
         weight = self.random(self.spec.hidden)
         moved, hidden = 4 * tokens * self.spec.hidden * self.item, self.spec.hidden
         pairs = [(self.random(tokens, hidden), self.random(tokens, hidden)) for _ in copies(moved)]
-        work: list[Work] = [
-            lambda x=x, r=r: self.ops.add_rms_norm(x, r, weight, 1e-6)  # type: ignore[misc]
-            for x, r in pairs
-        ]
+        work: list[Work] = [partial(self.ops.add_rms_norm, x, residual, weight, 1e-6) for x, residual in pairs]
         return Case(f"add_rms_norm, {tokens} tokens", moved, 0, work)
 
     def act(self, tokens: int) -> Case:
         inner = self.spec.intermediate
         moved = 3 * tokens * inner * self.item
         inputs = [self.random(tokens, 2 * inner) for _ in copies(moved)]
-        work: list[Work] = [lambda x=x: self.ops.act_mul(x, self.spec.activation) for x in inputs]  # type: ignore[misc]
+        work: list[Work] = [partial(self.ops.act_mul, x, self.spec.activation) for x in inputs]
         return Case(f"act_mul, {tokens} tokens", moved, 0, work)
 
     def rope(self, tokens: int) -> Case:
@@ -207,11 +200,7 @@ class _Maker:
         for _ in copies(moved):
             q, k = self.random(tokens, heads, dim), self.random(tokens, shape.kv_heads, shape.k_dim)
             v, v_cache = (k, cache[1]) if shape.v_dim else (None, None)
-            work.append(
-                lambda q=q, k=k, v=v, v_cache=v_cache: self.ops.rope_kv_write(  # type: ignore[misc]
-                    q, k, v, table, where, cache[0], v_cache, where
-                )
-            )
+            work.append(partial(self.ops.rope_kv_write, q, k, v, table, where, cache[0], v_cache, where))
         return Case(f"rope_kv_write, {tokens} tokens", moved, 0, work)
 
     def attention(self, rows: int, queries: int, context: int) -> Case:
@@ -224,11 +213,7 @@ class _Maker:
             values = cache[1] if shape.v_dim else cache[0][..., spec.ropes[0].dim :]
             q = self.random(rows * queries, spec.heads, spec.attention_head_dim)
             batch = self._batch(rows, queries, context, per_row)
-            work.append(
-                lambda q=q, k=cache[0], v=values, b=batch: self.ops.attention(  # type: ignore[misc]
-                    q, k, v, b, CAUSAL, spec.attn_scale
-                )
-            )
+            work.append(partial(self.ops.attention, q, cache[0], values, batch, CAUSAL, spec.attn_scale))
         value_dim = shape.v_dim or shape.k_dim - spec.ropes[0].dim
         seen = queries * context - queries * (queries - 1) // 2  # causal
         flops = 2 * rows * seen * spec.heads * (shape.k_dim + value_dim)
@@ -260,6 +245,6 @@ class _Maker:
         count = torch.arange(rows, device=self.device)
         heat = ones if filtered else 0 * ones
         batch = SampleBatch(heat, count.int() * 0 + 40, ones * 0.9, ones * 0, count, count, not filtered, filtered)
-        work: list[Work] = [lambda x=x: self.ops.sample(x, batch) for x in logits]  # type: ignore[misc]
+        work: list[Work] = [partial(self.ops.sample, x, batch) for x in logits]
         kind = "top_k 40 top_p 0.9" if filtered else "greedy"
         return Case(f"sample {kind}, {rows} x {vocab}", 4.0 * rows * vocab, 0, work)

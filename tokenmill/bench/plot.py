@@ -41,13 +41,13 @@ def chart(title: str, below: str, lines: list[Line], *, logarithmic: bool = Fals
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">',
         f"<title>{escape(title)}</title><style>{STYLE}</style>",
         f'<text class="title" x="{LEFT}" y="22">{escape(title)}</text>',
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, below, "middle"),
+        svg_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, below, "middle"),
     ]
     for tick in range(round(top / step) + 1):
         y = up(tick * step)
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(_text(LEFT - 8, y + 4, f"{tick * step:g}", "end"))
-    out += [_text(across(x), HEIGHT - BOTTOM + 18, f"{x:g}", "middle") for x in _below(xs, logarithmic)]
+        out.append(svg_text(LEFT - 8, y + 4, f"{tick * step:g}", "end"))
+    out += [svg_text(across(x), HEIGHT - BOTTOM + 18, f"{x:g}", "middle") for x in _below(xs, logarithmic)]
     places = _apart([up(line.points[-1][1]) if line.points else up(0) for line in lines])
     for index, (line, place) in enumerate(zip(lines, places)):
         color = COLORS[index % len(COLORS)]
@@ -56,11 +56,11 @@ def chart(title: str, below: str, lines: list[Line], *, logarithmic: bool = Fals
         marked = line.points if len(line.points) <= MARKED else []
         out += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>' for x, y in marked]
         out.append(f'<circle cx="{WIDTH - RIGHT + 14}" cy="{place:.1f}" r="4" fill="{color}"/>')
-        out.append(_text(WIDTH - RIGHT + 24, place + 4, line.name, "start"))
+        out.append(svg_text(WIDTH - RIGHT + 24, place + 4, line.name, "start"))
     return "\n".join([*out, "</svg>", ""])
 
 
-def _text(x: float, y: float, words: str, anchor: str) -> str:
+def svg_text(x: float, y: float, words: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -71,9 +71,14 @@ def _below(xs: list[float], logarithmic: bool) -> list[float]:
     if not logarithmic:
         step = _step(xs[-1])
         return [tick * step for tick in range(math.ceil(xs[0] / step), math.floor(xs[-1] / step) + 1)]
-    powers = range(math.floor(math.log10(xs[0])), math.ceil(math.log10(xs[-1])) + 1)
+    return log_ticks(xs[0], xs[-1])
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between these two, on a logarithmic axis."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
-    return [step * 10.0**power for power in powers for step in steps if xs[0] <= step * 10.0**power <= xs[-1]]
+    return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
 def _step(top: float) -> float:

@@ -5,18 +5,17 @@ Run as a program, this file is the worker that holds the offline engine; it answ
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.figures import Run
+from tokenmill.bench.peers.serve import answer_lines
 from tokenmill.bench.serve import Load, Report, drive
 from tokenmill.bench.serve_client import Place, run
 from tokenmill.bench.serve_started import started_server
@@ -24,7 +23,6 @@ from tokenmill.bench.workloads import Mix
 from tokenmill.errors import TokenmillError
 
 PATIENCE = 1800.0  # seconds that one question to the worker may take
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -49,18 +47,36 @@ class Overhead:
         """Of the best rounds: on a machine that has other things to do, those are the ones it disturbed least."""
         return 100 * (1 - max(self.served) / max(self.offline))
 
+    def figures(self) -> dict[str, Any]:
+        return {
+            "served_tokens_per_second": self.served,
+            "offline_tokens_per_second": self.offline,
+            "overhead_percent": self.percent,
+            "median_overhead_percent": self.median,
+            "best_overhead_percent": self.best,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For a person."""
+        yield f"{'':12}{'served':>10}{'offline':>10}{'overhead':>10}   output tokens/s"
+        for number, (served, offline, percent) in enumerate(zip(self.served, self.offline, self.percent), 1):
+            yield f"round {number:<6}{served:>10.1f}{offline:>10.1f}{percent:>8.1f} %"
+        served, offline = statistics.median(self.served), statistics.median(self.offline)
+        yield f"{'median':<12}{served:>10.1f}{offline:>10.1f}{self.median:>8.1f} %"
+        yield f"{'best':<12}{max(self.served):>10.1f}{max(self.offline):>10.1f}{self.best:>8.1f} %"
+
 
 def overhead(
     model: str, options: dict[str, Any], mix: Mix, load: Load, rounds: int, seed: int, tell: Report
 ) -> Overhead:
     """The same prompts through a server and through `LLM`, in turns. All of a round's prompts are new to both."""
     from tokenmill.bench.peers import OURS
-    from tokenmill.bench.peers.host import PeerFailed, Worker
+    from tokenmill.bench.peers.host import PeerWorker, WorkerFailed
 
     found = Overhead([], [], [])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
-    worker = Worker(sys.executable, "offline", threads, name=OURS, serve=Path(__file__))
+    worker = PeerWorker(sys.executable, "offline", threads, name=OURS, serve=Path(__file__))
     try:
         with started_server(model, options) as server:
             worker.ask("load", PATIENCE, model=model, options=options)
@@ -87,7 +103,7 @@ def overhead(
                     elif turn == 1 and (speed := offline(this)) and number >= 0:
                         found.offline.append(speed)
                 tell(number + 1, rounds, "rounds")
-    except PeerFailed as failure:
+    except WorkerFailed as failure:
         raise TokenmillError(f"the offline engine failed: {failure}") from None
     finally:
         worker.close()
@@ -113,18 +129,5 @@ class Offline:
         return {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
 
-def main() -> None:
-    if sys.platform == "linux":  # end with whoever asks, even if that one was killed while this one was stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    worker = Offline()
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            answer = getattr(worker, question.pop("command"))(**question)
-        except TokenmillError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_lines(Offline())

@@ -162,11 +162,10 @@ def _compare(
     model: str, options: dict[str, Any], mix: Mix, load: Any, rounds: int, seed: int, json: Path | None
 ) -> None:
     from tokenmill.bench.serve_offline import overhead
-    from tokenmill.bench.serve_table import overhead_figures, overhead_lines
 
     with progress() as report:
         measured = overhead(model, options, mix, load, rounds, seed, report)
-    given.give_out({"overhead": overhead_figures(measured)}, list(overhead_lines(measured)), json)
+    given.give_out({"overhead": measured.figures()}, list(measured.lines()), json)
 
 
 def _told(points: list[Point], streams: int, promise: Slo | None) -> list[str]:

@@ -50,6 +50,7 @@ def plan(
 
     Reads the model's config and how its weights are stored. Without --gpu it runs the model here to see how fast it is.
     """
+    from tokenmill.bench.cost import parse_price
     from tokenmill.plan.demand.slo import parse_slo
     from tokenmill.plan.planner.configfile import ConfigFile, engine_settings, write_config
     from tokenmill.plan.planner.explain import as_data, explain
@@ -62,7 +63,7 @@ def plan(
     if max_model_len is not None and max_model_len < 1:
         raise ConfigError(f"--max-model-len is {max_model_len}; it must be 1 or more, or unset")
     check_writable(apply)
-    promise, work, cost = parse_slo(slo), _workload(workload, requests, rate), _price(price)
+    promise, work, cost = parse_slo(slo), _workload(workload, requests, rate), parse_price(price)
     shape, fleet = _fleet(model, gpu, available, calibrate)
     found = make_plan(PlanRequest(shape, fleet, work, promise, quality, cost, max_model_len))
     if as_json:
@@ -89,19 +90,6 @@ def _workload(path: Path | None, requests: str, rate: float | None) -> Workload:
     if not (prompt.isdigit() and answer.isdigit() and int(prompt) and int(answer)):
         raise ConfigError(f"--requests is {requests!r}; it is written as 1024x256")
     return fixed(f"requests of {requests}", 1000, int(prompt), int(answer), math.inf if rate is None else rate)
-
-
-def _price(text: str | None) -> float | None:
-    """3.5/h, or 3.5; per hour in any case."""
-    if text is None:
-        return None
-    try:
-        price = float(text.strip().removesuffix("h").removesuffix("/").lstrip("$"))
-    except ValueError:
-        price = -1.0
-    if not price >= 0:
-        raise ConfigError(f"--price is {text!r}; it is written as 3.5/h")
-    return price
 
 
 def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[ModelShape, Fleet]:

@@ -23,14 +23,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
 
-class Worker:
+class DrivenEngine:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._engine: Any = None
@@ -77,27 +77,37 @@ def peak_bytes(process: int) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
-def main() -> None:
-    if sys.platform == "linux":  # end with whoever asks, even if that one was killed while this one was stopped
+def begin_answers() -> Callable[[dict[str, Any]], None]:
+    """For a worker process: returns what writes a line of JSON to whoever asks, and ends with that one."""
+    if sys.platform == "linux":  # even if that one was killed while this one was stopped
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Engines print what they like to stdout; the answers keep a door of their own.
-    answers = os.fdopen(os.dup(1), "w")
+    # Engines print what they like to stdout; the answers keep a descriptor of their own.
+    lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if hasattr(os, "sched_setaffinity"):  # an engine that counts cores itself shall count as many as it may use
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[2])])
-    worker = Worker(importlib.import_module(sys.argv[1]))
+
+    def say(answer: dict[str, Any]) -> None:
+        lines.write(json.dumps(answer) + "\n")
+        lines.flush()
+
+    return say
+
+
+def answer_lines(worker: object) -> None:
+    """Answer each line of stdin with what the worker's method of that name returns."""
+    say = begin_answers()
     for line in sys.stdin:
         question = json.loads(line)
-        command = question.pop("command")
-        if command == "quit":
-            break
         try:
-            answer = getattr(worker, command)(**question)
+            say(getattr(worker, question.pop("command"))(**question))
         except Exception as error:
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+def main() -> None:
+    if hasattr(os, "sched_setaffinity"):  # an engine that counts cores itself shall count as many as it may use
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[2])])
+    answer_lines(DrivenEngine(importlib.import_module(sys.argv[1])))
 
 
 if __name__ == "__main__":
