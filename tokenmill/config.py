@@ -193,6 +193,15 @@ class EngineConfig:
         more="The log says so. `False`: it ends with an error, and the memory that is planned for it (`plan_lines()` "
         "says how much) goes to the cache",
     )
+    speculation: str | None = option(
+        None,
+        "drafts of how answers go on, verified several tokens at a time: suffix (what followed the same words), or off",
+        STEPS,
+        choices=("suffix", "off"),
+        solved="suffix where steps are recorded",
+        more="The answer stays the same, and drafts that would not pay are not verified: "
+        "[below](#drafts-speculative-decoding)",
+    )
     batch_invariant: bool = option(
         False,
         "the same bits for a request whatever runs beside it; slower",

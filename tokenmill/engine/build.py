@@ -23,6 +23,8 @@ from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.batching import BATCHING
 from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.policy import POLICIES
+from tokenmill.engine.speculation.choose import speculation_for
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.model.decoder import Decoder
@@ -119,7 +121,7 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
     # The engine of a server has no tokenizer until it needs one for a grammar.
     grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
     guard = PrecisionGuard(decoder, need, settings.max_len) if guarded else None
-    engine = join(config, settings, decoder, kv_dtype, device, grammars, guard)
+    engine, drafts = join(config, settings, decoder, kv_dtype, device, grammars, guard)
     warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
@@ -130,6 +132,7 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
         f"kv cache     {kv_name} ({kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *settings.reasons,
+        f"speculation  {drafts}",
         *_ops_lines(ops),
         *warmed,
         *matmul_lines(decoder),
@@ -146,8 +149,8 @@ def join(
     device: torch.device,
     grammars: Grammars | None = None,
     guard: PrecisionGuard | None = None,
-) -> Engine:
-    """Scheduler, KV and runner around a decoder."""
+) -> tuple[Engine, str]:
+    """Scheduler, KV and runner around a decoder, and how drafts are made."""
     state = DeviceState(
         decoder.spec,
         max_rows=settings.max_rows,
@@ -166,6 +169,7 @@ def join(
     limits = Limits(
         max_rows=settings.max_rows,
         max_step_tokens=settings.max_step_tokens,
+        max_verified=min(1 + MAX_DRAFTS, settings.max_step_tokens),
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         float32_retry=guard is not None,
@@ -193,6 +197,7 @@ def join(
         decoder,
         state,
         max_rows=settings.max_rows,
+        max_verified=limits.max_verified,
         max_tokens=settings.max_step_tokens,
         graphs=graphs,
         prompt_graphs=graphs and config.prompt_graphs,
@@ -201,7 +206,8 @@ def join(
     runner.reserve(settings.memory.activations)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    return Engine(scheduler, runner, overlap=overlap, grammars=grammars)
+    speculation, why = speculation_for(config, device, graphs, max(settings.max_rows, limits.max_verified))
+    return Engine(scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation), why
 
 
 def choose_device(wanted: str) -> torch.device:

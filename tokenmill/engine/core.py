@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from tokenmill.engine.proposer import Proposer
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
+from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.step import Pending, Runner, Step
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sampling.grammar import Constraint, Grammars
@@ -34,16 +34,16 @@ class Engine:
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
-        proposer: Proposer | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.grammars = grammars
-        self.proposer = proposer
+        self.speculation = speculation
         self.clock = clock
         self._depth = 1 if overlap else 0
-        self._in_flight: deque[tuple[Step, Pending]] = deque()
-        self._last_check = clock()
+        self._in_flight: deque[tuple[Step, Pending, float]] = deque()  # and when it was launched
+        self._last_commit = self._last_check = clock()
         self._stuck = 0
 
     def add(self, request: Request) -> None:
@@ -71,27 +71,34 @@ class Engine:
         constrained = self.grammars is not None and self.grammars.busy
         if constrained:
             self._take_in_grammars()
-        if self.proposer is not None:
-            self._propose(self.proposer)
-        step = self.scheduler.schedule(self.clock())
+        if self.speculation is not None:
+            self._propose(self.speculation)
+        now = self.clock()
+        step = self.scheduler.schedule(now)
         if constrained and step is None and not self._in_flight:
             self._take_in_grammars(GRAMMAR_PATIENCE)
         deltas: list[Delta] = []
         if step is not None:
             self._stuck = 0
             try:
-                self._in_flight.append((step, self.runner.launch(step)))
+                self._in_flight.append((step, self.runner.launch(step), now))
             except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
                 deltas += self._launch_failed(step, _cause(error))
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             deltas += self._commit_oldest()
         deltas += self.scheduler.drain_events()
+        if self.speculation is not None:
+            for delta in deltas:
+                if delta.finished:
+                    self.speculation.ended(delta.request)
         if step is None or not self.scheduler.requests:
             self._watch(progressed=bool(deltas) or constrained)
         return deltas
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.kv.reset_prefix_cache()
+        if self.speculation is not None:
+            self.speculation.forget()
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -99,13 +106,13 @@ class Engine:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _propose(self, proposer: Proposer) -> None:
+    def _propose(self, speculation: Speculation) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
         decoding = [one for one in self.scheduler.running if one.num_tokens > one.prompt_len and one.beams is None]
         try:
-            proposer.propose(decoding)
+            speculation.propose(decoding)
         except Exception as error:
-            self.proposer = None
+            self.speculation = None
             for request in decoding:
                 request.drafts = []
             log.warning("nothing is proposed any more, because the proposer failed: %s", _cause(error))
@@ -125,15 +132,19 @@ class Engine:
         return deltas + self.scheduler.fail([step], cause, self.clock())
 
     def _commit_oldest(self) -> list[Delta]:
-        step, pending = self._in_flight.popleft()
+        step, pending, launched = self._in_flight.popleft()
         try:
             result = pending.wait()
         except Exception as error:
-            void = [step, *(later for later, _ in self._in_flight)]
+            void = [step, *(later for later, _, _ in self._in_flight)]
             self._in_flight.clear()
             self.runner.reset()
             return self.scheduler.fail(void, _cause(error), self.clock())
-        return self.scheduler.commit(step, result, self.clock())
+        now = self.clock()
+        if self.speculation is not None:
+            self.speculation.committed(step, result, now - max(launched, self._last_commit))
+        self._last_commit = now
+        return self.scheduler.commit(step, result, now)
 
     def _watch(self, progressed: bool) -> None:
         """Notice a scheduler that cannot go on, and prove the books when idle."""

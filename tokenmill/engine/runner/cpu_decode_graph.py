@@ -1,4 +1,4 @@
-"""RecordedDecode: steps in which every row decodes one token, as one call of the native library on a CPU."""
+"""RecordedDecode: steps in which every row decodes, with drafts or without, as one call of the native library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from tokenmill.engine.runner.cuda_graphs import PLAIN
 from tokenmill.engine.runner.inputs import block_writes
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.step import Step, is_speculative, only_decodes
+from tokenmill.engine.runner.verify import REJECTED
+from tokenmill.engine.step import Step, only_decodes
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.native.ops import choose_into, decode_inputs
 from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph
@@ -21,8 +22,9 @@ from tokenmill.sampling.sampler import Sampled, Sampler
 class RecordedDecode:
     """What CUDA graphs are to a GPU: the same step without the Python between its ops.
 
-    One recording serves every number of rows. It is made at the second such step and used once that step's logits
-    agree with those computed plainly; a model that computes anything outside the native ops is run plainly.
+    One recording serves every number of tokens; a draft is one more, of the row that verifies it. It is made at the
+    second such step and used once that step's logits agree with those computed plainly; a model that computes anything
+    outside the native ops is run plainly.
     """
 
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
@@ -38,6 +40,7 @@ class RecordedDecode:
         self._host_rows, self._host_starts = self._rows.numpy(), self._starts.numpy()
         self._host_greedy = self._greedy.numpy()
         self._host_tables = state.block_tables.view(-1).numpy()
+        self._host_tokens, self._host_lengths = state.tokens.numpy(), state.lengths.numpy()
         # Written by the first op of a step for the others, and by the last one.
         self._ids = torch.zeros(max_rows, dtype=torch.int64)
         self._slots = torch.zeros(max_rows, dtype=torch.int64)
@@ -47,16 +50,19 @@ class RecordedDecode:
         self._tokens = torch.zeros(max_rows, dtype=torch.int64)
 
     def takes(self, step: Step) -> bool:
-        return only_decodes(step) and not is_speculative(step) and not step.in_float32
+        return only_decodes(step) and not step.in_float32 and step.num_tokens <= self._capacity
 
     def run(self, step: Step) -> Sampled | None:
         """Compute and sample the step; None where it has to be run plainly."""
         self._uses += 1
         if self._graph is None and self._uses != 2:
             return None
-        n = len(step.rows)
-        self._host_rows[:n] = step.rows
-        self._host_starts[:n] = step.starts
+        n = step.num_tokens
+        if step.drafts:
+            self._place_drafts(step)
+        else:
+            self._host_rows[:n] = step.rows
+            self._host_starts[:n] = step.starts
         at, value = block_writes(step, self._state.max_blocks)
         if len(at):
             self._host_tables[at] = value
@@ -67,11 +73,41 @@ class RecordedDecode:
         assert self._graph is not None
         self._graph.run(n)
         if traits == PLAIN:
-            return Sampled(self._tokens[:n].clone())
-        rows, positions = self._rows[:n], self._starts[:n] + 1
-        sampled = self._sampler.sample(self._logits[:n], rows, positions, traits)
-        self._state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()
+            sampled = Sampled(self._tokens[:n].clone())
+        else:
+            rows, positions = self._rows[:n], self._starts[:n] + 1
+            sampled = self._sampler.sample(self._logits[:n], rows, positions, traits)
+            self._state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()
+        if step.drafts:
+            self._reject_drafts(step, sampled)
         return sampled
+
+    def _place_drafts(self, step: Step) -> None:
+        """Every token is an entry of its own: the last known one of its row, or a draft behind it."""
+        at = 0
+        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
+            self._host_rows[at : at + count] = row
+            self._host_starts[at : at + count] = range(start, start + count)
+            if count > 1:
+                drafts = step.drafts[row][: count - 1]
+                self._host_tokens[row, start + 1 : start + count] = 0
+                self._host_tokens[row, start + 1 : start + 1 + len(drafts)] = drafts
+            at += count
+
+    def _reject_drafts(self, step: Step, sampled: Sampled) -> None:
+        """Mark what was sampled behind a draft that did not hold."""
+        tokens = sampled.tokens.numpy()
+        at = 0
+        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
+            held = 0
+            if count > 1:
+                said, drafts = tokens[at : at + count].tolist(), step.drafts[row][: count - 1]
+                while held < len(drafts) and said[held] == drafts[held]:
+                    held += 1
+                tokens[at + held + 1 : at + count] = REJECTED
+            self._host_lengths[row] = start + held + 2
+            at += count
+        sampled.reject_drafts(sampled.tokens)
 
     def _record(self, n: int) -> bool:
         """Make the graph, and keep it if it computes for this step's rows what the ops compute one by one."""

@@ -50,6 +50,7 @@ class TorchRunner:
         *,
         max_rows: int,
         max_tokens: int,  # of a step
+        max_verified: int = 0,  # tokens of a step that only decodes, drafts included; never fewer than max_rows
         graphs: bool = False,  # decode steps are recorded
         prompt_graphs: bool = False,  # and so are steps that read prompts
         guard: PrecisionGuard | None = None,  # for rows that a narrow dtype cannot compute
@@ -68,7 +69,7 @@ class TorchRunner:
         self._recorded: RecordedDecode | None = None
         self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
-            self._graphs = DecodeGraphs(decoder, state, self._sampler, max_rows)
+            self._graphs = DecodeGraphs(decoder, state, self._sampler, max(max_rows, max_verified))
             self.decode_paths.append(self._graphs)
             if prompt_graphs:
                 most = tokens_worth_recording(decoder.spec, max_tokens)
@@ -78,7 +79,7 @@ class TorchRunner:
             from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
             from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
 
-            self._recorded = RecordedDecode(decoder, state, self._sampler, max_rows)
+            self._recorded = RecordedDecode(decoder, state, self._sampler, max(max_rows, max_verified))
             self.decode_paths.append(self._recorded)
             if prompt_graphs:
                 self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
@@ -115,7 +116,7 @@ class TorchRunner:
             self.state.max_blocks,
             (path.padded(step), self.state.scratch_row),
             self._num_entries(step),
-            split_drafts=speculative and self.device.type in ASYNC_DEVICES,
+            split_drafts=speculative,
         )
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
@@ -164,8 +165,7 @@ class TorchRunner:
         ahead = drafts.positions - part["positions"][:count]
         part["positions"][:count] += ahead
         part["entry_positions"][:count] += ahead
-        if self.device.type in ASYNC_DEVICES:
-            part["context"][:count] += ahead
+        part["context"][:count] += ahead
         return drafts
 
     def _num_entries(self, step: Step) -> int:

@@ -26,6 +26,7 @@ class Limits:
 
     max_rows: int
     max_step_tokens: int  # at least max_rows, so that every running request can decode in every step
+    max_verified: int = 0  # tokens of a step that only decodes, drafts included; never fewer than max_rows
     max_queued_requests: int = 100_000
     max_queued_tokens: int = 50_000_000
     watermark: float = 0.01  # share of blocks kept free at admission, so that running requests can grow

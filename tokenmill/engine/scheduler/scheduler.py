@@ -13,6 +13,7 @@ from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.lifecycle import PARKED, RUNNING, WAITING, Delta, Lifecycle, Limits
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.step import Admission, Step, StepResult
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
@@ -117,7 +118,10 @@ class Scheduler:
             if not shares:
                 prefilling, budget = self._deal_decodes(step, shares)
                 if (prefilling or len(self.waiting)) and not self.limits.whole_prompts:
+                    decodes = len(shares)
                     self._deal_prefills(step, shares, prefilling, budget, now)
+                    if len(shares) > decodes:
+                        _drop_drafts(shares)
         if not shares:
             return None
         self._number = step.number
@@ -181,8 +185,8 @@ class Scheduler:
         """One token (and drafts) to every running request that is through its prompt; the others are returned."""
         running = len(self.running)
         budget = max(self.pace.step_tokens, running)
-        # Proposals must starve neither decodes nor newcomers, and logits are planned for as many tokens as rows.
-        for_drafts = min((budget - running) // 2, self.limits.max_rows - running)
+        for_drafts = max(self.limits.max_rows, self.limits.max_verified) - running
+        for_drafts = min(for_drafts, self.limits.max_step_tokens - running)
         prefilling: list[Request] = []
         for request in list(self.running):
             work, drafts = request.work(), 0
@@ -192,7 +196,7 @@ class Scheduler:
                 wanted = request.max_tokens - (request.num_tokens + request.unsure - request.prompt_len) - 1
                 # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
                 through = work == 1 + request.num_drafts and request.grammar is None and request.beams is None
-                verified = max(0, min(wanted, for_drafts)) if through else 0
+                verified = max(0, min(wanted, for_drafts, self._room_for_drafts(request))) if through else 0
                 del request.drafts[request.unsure + verified if verified else 0 :]
                 drafts = request.num_drafts
                 for_drafts -= drafts
@@ -203,6 +207,12 @@ class Scheduler:
             if self._deal(step, shares, request, work):
                 budget -= work
         return prefilling, budget
+
+    def _room_for_drafts(self, request: Request) -> int:
+        """Nobody gives up a block for a draft."""
+        if self.kv.pool.num_free > len(self.running):
+            return MAX_DRAFTS
+        return len(request.blocks) * self.kv.block_size - request.num_computed - 1 - request.unsure
 
     def _deal_prefills(
         self,
@@ -410,6 +420,14 @@ class Scheduler:
     def _is_stuck(self) -> bool:
         """Whether all who run wait for one who does not (beams for a sibling): whoever can has to come in."""
         return all(_waits_for_others(one) or one.id in self.batching.done for one in self.running)
+
+
+def _drop_drafts(shares: list[Share]) -> None:
+    """Drafts are verified in steps that only decode: beside prompts they would not be recorded."""
+    for index, (request, start, _) in enumerate(shares):
+        if request.drafts:
+            request.drafts = []
+            shares[index] = request, start, 1
 
 
 def _waits_for_others(request: Request) -> bool:

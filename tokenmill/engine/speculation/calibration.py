@@ -1,0 +1,69 @@
+"""Calibration: how often drafts held, by who proposed them, what was known about them, and how far ahead they were."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
+
+PRIOR_WEIGHT = 6.0  # drafts that a proposer's own estimate counts for
+LEARNING = 0.3  # how fast a request's own record moves with each draft that was more, or less, than expected
+LARGEST_SHIFT = 3.0
+MOST_COUNTED = 400.0  # older ones fade
+MOST_LIKELY = 0.99
+
+Floats = npt.NDArray[np.float64]
+
+
+class Calibration:
+    """Of one proposer. A draft's chance is conditional: that it holds if all before it do.
+
+    It is counted on drafts whether they were verified or not: what was sampled in the end is compared with them, so a
+    proposer that is switched off goes on being judged, and pays for nothing.
+    """
+
+    def __init__(self, proposer: Proposer) -> None:
+        prior = [[proposer.prior(kind, depth) for depth in range(MAX_DRAFTS)] for kind in range(proposer.kinds)]
+        self._tried = np.full((proposer.kinds, MAX_DRAFTS), PRIOR_WEIGHT)
+        self._held: Floats = np.array(prior) * PRIOR_WEIGHT
+        self._depths = np.minimum(np.arange(4 * MAX_DRAFTS), MAX_DRAFTS - 1)  # beyond the last one it counts for all
+
+    def chances(self, draft: Draft, own: RequestRecord) -> Floats:  # [tokens of the draft]: that so many hold
+        count = len(draft.tokens)
+        depths = self._depths[:count]
+        each: Floats = self._held[draft.kind, depths] / self._tried[draft.kind, depths]
+        return np.cumprod(np.minimum(own.shifted(each), MOST_LIKELY), dtype=np.float64)
+
+    def count(self, kind: int, held: int, missed: bool, own: RequestRecord) -> None:
+        """So many drafts of a chain held, and whether the one after them did not."""
+        tried = min(held + missed, MAX_DRAFTS)
+        own.count(held, own.shifted(self._held[kind, :tried] / self._tried[kind, :tried]))
+        self._tried[kind, :tried] += 1
+        self._held[kind, :held] += 1
+        if self._tried[kind, 0] > MOST_COUNTED:
+            self._tried[kind] /= 2
+            self._held[kind] /= 2
+
+
+class RequestRecord:
+    """How one request's drafts do, compared with those of all: a shift of the logarithm of their odds."""
+
+    __slots__ = ("_shift",)
+
+    def __init__(self) -> None:
+        self._shift = 0.0
+
+    def shifted(self, chances: Floats) -> Floats:
+        if self._shift == 0.0:
+            return chances
+        odds = chances * math.exp(self._shift)
+        shifted: Floats = odds / (1 - chances + odds)
+        return shifted
+
+    def count(self, held: int, expected: Floats) -> None:
+        """`expected`: the shifted chances of those that held, and of the one that did not."""
+        surprise = held - float(expected.sum())
+        self._shift = min(max(self._shift + LEARNING * surprise, -LARGEST_SHIFT), LARGEST_SHIFT)

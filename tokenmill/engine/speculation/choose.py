@@ -1,0 +1,68 @@
+"""Which proposers an engine has: what the setting `speculation` says, or what suits the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.speculation.proposer import Proposer
+from tokenmill.engine.speculation.speculation import Speculation
+from tokenmill.engine.speculation.suffix import SuffixProposer
+from tokenmill.errors import ConfigError
+from tokenmill.ops.native.library import Library
+from tokenmill.ops.native.library import load as load_native
+
+# What a token more costs, in shares of a step of one token, before anything was measured
+PER_TOKEN = {"cpu": 0.2, "cuda": 0.02}
+
+
+def speculation_for(
+    config: EngineConfig, device: torch.device, recorded: bool, max_tokens: int
+) -> tuple[Speculation | None, str]:
+    """Also says what was chosen and why. `recorded`: steps that only decode are; `max_tokens`: that those may have."""
+    if config.speculation == "off":
+        return None, "off (as set)"
+    if config.batching != "continuous" or not config.kv_cache:
+        if config.speculation is not None:
+            raise ConfigError(
+                f"speculation is {config.speculation!r}, but it needs batching='continuous' and kv_cache=True; "
+                "leave it out"
+            )
+        return None, "off (with one of the ways before ours)"
+    if config.speculation is None and not recorded:
+        return None, "off (steps that verify drafts are not recorded here, and would cost more than they bring)"
+    speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
+    _add_suffix(speculation, config, device)
+    return speculation, "suffix (drafts from the request's own text and recent answers, where they are worth a step)"
+
+
+def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.device) -> None:
+    """The native library is there on a CPU. A GPU's engine does not wait for it: drafts come when it is built."""
+
+    def made() -> Proposer:
+        native = load_native(None, config.cache_dir)
+        if not isinstance(native, Library):
+            raise ConfigError(native)
+        return SuffixProposer(native)
+
+    if device.type == "cpu":
+        speculation.add(made())
+    else:
+        speculation.coming.append(in_background(made))
+
+
+def in_background(make: Callable[[], Proposer]) -> Future[Proposer]:
+    future: Future[Proposer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="proposer", daemon=True).start()
+    return future

@@ -1,0 +1,46 @@
+"""Proposer: drafts for speculative decoding, and what a draft is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill.engine.request import Request
+
+MAX_DRAFTS = 16  # tokens that a step verifies for one row
+
+
+@dataclass(slots=True)
+class Draft:
+    """How one request may go on after the tokens that the host knows: a chain of tokens.
+
+    `kind` is what the proposer knows about its chances, a number below its `kinds`: the shares of drafts that held are
+    counted by kind and depth.
+    """
+
+    tokens: list[int]
+    kind: int
+
+
+class Proposer(Protocol):
+    """Looks for drafts. A wrong one costs time and changes nothing: a step's noise is keyed by position."""
+
+    name: str
+    kinds: int
+
+    def prior(self, kind: int, depth: int) -> float:
+        """How probable it is that a draft holds if those before it do, as long as little was counted."""
+        ...
+
+    def propose(self, requests: Sequence[Request], length: int) -> list[Draft | None]:
+        """One entry per request, each of at most `length` tokens from position `len(request.tokens)` on."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """The request has ended, or its tokens are to be forgotten."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing that was learned of any text may be used any more."""
+        ...

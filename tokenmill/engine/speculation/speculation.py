@@ -1,0 +1,171 @@
+"""Speculation: asks the proposers before each step, and gives requests the drafts that are worth verifying."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from tokenmill.engine.request import Request
+from tokenmill.engine.speculation.budget import admit
+from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
+from tokenmill.engine.speculation.verify_time import VerifyTime
+from tokenmill.engine.step import Step, StepResult
+
+log = logging.getLogger("tokenmill.engine")
+
+MANY = 32  # rows: with so many, those for which nothing was found are asked about less often
+
+
+@dataclass
+class DraftStats:
+    """Of one proposer."""
+
+    drafted: int = 0  # tokens that steps verified
+    accepted: int = 0  # and that held
+    steps: int = 0  # rows of steps that verified any
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a row with drafts got from a step."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+
+@dataclass
+class _Record:
+    """What is remembered of a running request."""
+
+    own: list[RequestRecord]  # by proposer
+    probes: list[tuple[int, Draft] | None]  # by proposer: a draft that was made at this length, until it is judged
+    sources: dict[int, int] = field(default_factory=dict)  # start of a launched step's row -> who proposed its drafts
+    due: int = 0  # the turn in which it is asked about again
+
+
+class Speculation:
+    """One budget for all requests and proposers: chain lengths, and no drafts at all, follow from it."""
+
+    def __init__(self, max_tokens: int, per_token: float, proposers: Sequence[Proposer] = ()) -> None:
+        self.proposers: list[Proposer] = []
+        self.coming: list[Future[Proposer]] = []  # proposers that are still being made
+        self.stats: dict[str, DraftStats] = {}
+        self.time = VerifyTime(per_token)
+        self._max_tokens = max_tokens  # of a step that only decodes
+        self._calibrations: list[Calibration] = []
+        self._records: dict[str, _Record] = {}
+        self._turn = 0
+        for one in proposers:
+            self.add(one)
+
+    def add(self, proposer: Proposer) -> None:
+        self.proposers.append(proposer)
+        self.stats[proposer.name] = DraftStats()
+        self._calibrations.append(Calibration(proposer))
+        self._records.clear()
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        """Set `drafts` of requests that decode, before each step: tokens for the positions from `num_tokens` on.
+
+        `num_tokens` counts tokens that launched steps will sample (`pending`) and that nobody on the host knows yet:
+        a proposer guesses these first, and they are left out of `drafts`. The first `unsure` drafts only bridge what
+        may have been accepted meanwhile; the rest is verified.
+        """
+        if self.coming:
+            self._take_in_proposers()
+        if not self.proposers:
+            return
+        self._turn += 1
+        asked: list[tuple[Request, _Record]] = []
+        for request in requests:
+            record = self._record(request)
+            self._judge(request, record)
+            if record.due <= self._turn:
+                asked.append((request, record))
+        if not asked:
+            return
+        ahead = max(request.pending + request.unsure for request, _ in asked)
+        found = [one.propose([request for request, _ in asked], MAX_DRAFTS + ahead) for one in self.proposers]
+        chosen, chances = [], []
+        for index, (request, record) in enumerate(asked):
+            best = self._best(request, record, [drafts[index] for drafts in found])
+            if best is not None:
+                chosen.append((request, record, *best[:2]))
+                chances.append(best[2])
+            elif len(requests) >= MANY:
+                record.due = self._turn + len(requests) // MANY
+        counts = admit(chances, len(requests), self._max_tokens - len(requests), self.time.seconds)
+        for (request, record, draft, source), count in zip(chosen, counts, strict=True):
+            if count:
+                request.drafts = draft.tokens[request.pending : request.pending + request.unsure + count]
+                record.sources[request.num_tokens - 1] = source
+
+    def committed(self, step: Step, result: StepResult, seconds: float) -> None:
+        """A step was computed, in so many seconds."""
+        if len(step.rows) == len(step.drafts) + step.num_singles:
+            self.time.learn(step.num_tokens, seconds)
+        if not step.drafts:
+            return
+        for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
+            record = self._records.get(request.id)
+            if samples > 1 and record is not None:
+                stats = self.stats[self.proposers[record.sources.pop(start, 0)].name]
+                stats.steps += 1
+                stats.drafted += samples - 1
+                stats.accepted += max(0, len(tokens) - 1)
+
+    def ended(self, request: Request) -> None:
+        if self._records.pop(request.id, None) is not None:
+            for one in self.proposers:
+                one.ended(request)
+
+    def forget(self) -> None:
+        """Nothing that was read of any text may be used any more."""
+        self._records.clear()
+        for one in self.proposers:
+            one.forget()
+
+    def _take_in_proposers(self) -> None:
+        for one in [one for one in self.coming if one.done()]:
+            self.coming.remove(one)
+            if (error := one.exception()) is None:
+                self.add(one.result())
+            else:
+                log.warning("a proposer of drafts is missing: %s", error)
+
+    def _record(self, request: Request) -> _Record:
+        record = self._records.get(request.id)
+        if record is None:
+            number = len(self.proposers)
+            record = _Record([RequestRecord() for _ in range(number)], [None] * number)
+            self._records[request.id] = record
+        return record
+
+    def _best(
+        self, request: Request, record: _Record, drafts: Sequence[Draft | None]
+    ) -> tuple[Draft, int, Floats] | None:
+        """The draft from which most is to be expected, who made it, and the chances of what a step could verify."""
+        ahead = request.pending + request.unsure
+        best: tuple[Draft, int, Floats] | None = None
+        for index, draft in enumerate(drafts):
+            if draft is None:
+                continue
+            if record.probes[index] is None:
+                record.probes[index] = len(request.tokens), draft
+            chances = self._calibrations[index].chances(draft, record.own[index])[ahead:]
+            if len(chances) and (best is None or chances.sum() > best[2].sum()):
+                best = draft, index, chances
+        return best
+
+    def _judge(self, request: Request, record: _Record) -> None:
+        """Compare older drafts, verified or not, with what was sampled."""
+        for index, probe in enumerate(record.probes):
+            if probe is None:
+                continue
+            base, draft = probe
+            tokens = draft.tokens[:MAX_DRAFTS]
+            said = request.tokens[base : base + len(tokens)]
+            held = next((n for n, (one, other) in enumerate(zip(said, tokens)) if one != other), len(said))
+            if held < len(said) or held == len(tokens):
+                self._calibrations[index].count(draft.kind, held, held < len(said), record.own[index])
+                record.probes[index] = None
