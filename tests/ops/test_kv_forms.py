@@ -171,7 +171,7 @@ def test_ops_are_chosen_by_the_caches_they_can_read(monkeypatch: pytest.MonkeyPa
         return Implementation(op="attention", name=name, fn=lambda: name, kv_forms=forms, rank=rank)
 
     offered = (make("plain", 0, "int8", "int4"), make("fast", 9), make("faster", 10, "int8"))
-    monkeypatch.setattr("tokenmill.ops.registry.implementations", lambda device: offered)
+    monkeypatch.setattr("tokenmill.ops.registry.implementations", lambda device, batch_invariant: offered)
     chosen = {form: select(Need("cpu", torch.float32, kv_form=form)) for form in (None, "int8", "int4")}
     assert [ops.chosen["attention"].name for ops in chosen.values()] == ["faster", "faster", "plain"]
     assert "not fast: no int4 KV cache" in chosen["int4"].reasons["attention"]

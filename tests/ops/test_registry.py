@@ -15,7 +15,7 @@ TORCH_ONLY = Need(device="cpu", dtype=torch.float64)  # what the native library 
 
 
 def offer(monkeypatch, *implementations):
-    monkeypatch.setattr(registry, "implementations", lambda device: implementations)
+    monkeypatch.setattr(registry, "implementations", lambda device, batch_invariant: implementations)
 
 
 def make(name, op="attention", **declared):

@@ -220,10 +220,20 @@ def route(
     normalize: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k] float32, experts [tokens, top_k] int64
-    weights, experts = linear(x.to(router.dtype), router).softmax(-1).topk(top_k, dim=-1)
+    return best_experts(linear(x.to(router.dtype), router), top_k, normalize, scale)
+
+
+def best_experts(
+    scores: torch.Tensor,  # [tokens, experts]
+    top_k: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of largest softmax, best first."""
+    weights, experts = scores.softmax(-1).topk(top_k, dim=-1)
     if normalize:
         total = weights[:, 0]
-        for place in range(1, top_k):
+        for place in range(1, top_k):  # a library's sum may follow the number of tokens
             total = total + weights[:, place]
         weights = weights / total[:, None]
     return weights * scale, experts

@@ -103,9 +103,7 @@ class Ops:
 def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
     """Choose an implementation for every op. `prefer` names one for all ops (where it exists) or per op."""
     by_op: dict[str, list[Implementation]] = {}
-    for implementation in implementations(need.device):
-        by_op.setdefault(implementation.op, []).append(implementation)
-    for implementation in invariant_implementations(need.device) if need.batch_invariant else ():
+    for implementation in implementations(need.device, need.batch_invariant):
         by_op.setdefault(implementation.op, []).append(implementation)
     names = {one.name for several in by_op.values() for one in several}
     if isinstance(prefer, str) and prefer not in names:
@@ -117,39 +115,32 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
         wanted = prefer.get(op) if isinstance(prefer, dict) else prefer
         misfits = [(op, one, why_not) for one in candidates if (why_not := _misfit(one, need))]
         if len(misfits) < len(candidates) or not all(one.optional for one in candidates):
-            chosen[op], reasons[op] = _choose(op, candidates, need, wanted, strict=isinstance(prefer, dict))
+            chosen[op], reasons[op] = _choose(op, candidates, misfits, wanted, strict=isinstance(prefer, dict))
             misfits = [one for one in misfits if one[1].rank > chosen[op].rank]
         refused += misfits if wanted is None else []
     return Ops(chosen, reasons, refused)
 
 
-def implementations(device: str) -> Iterable[Implementation]:
-    """Every implementation that can be imported for this device; modules load only when they may be used."""
+def implementations(device: str, batch_invariant: bool = False) -> Iterable[Implementation]:
+    """Every implementation that can be imported for this device; modules load only when they may be used.
+
+    Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
+    """
     modules = ["tokenmill.ops.reference", "tokenmill.ops.cpu"]
     modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.ops")
-    for module in modules:
-        yield from importlib.import_module(module).IMPLEMENTATIONS
-
-
-def invariant_implementations(device: str) -> Iterable[Implementation]:
-    """Those that are there for batch invariance: slower than others, so nobody gets them without asking for it."""
-    modules = ["tokenmill.ops.invariant"]
-    if device == "cuda":
+    if batch_invariant:
+        modules.append("tokenmill.ops.invariant")
+    if batch_invariant and device == "cuda":
         modules += ["tokenmill.ops.triton.attention.invariant", "tokenmill.ops.triton.moe.invariant"]
     for module in modules:
         yield from importlib.import_module(module).IMPLEMENTATIONS
 
 
 def _choose(
-    op: str, candidates: list[Implementation], need: Need, wanted: str | None, strict: bool
+    op: str, candidates: list[Implementation], misfits: list[Refused], wanted: str | None, strict: bool
 ) -> tuple[Implementation, str]:
-    fitting, refused = [], {}
-    for candidate in candidates:
-        why_not = _misfit(candidate, need)
-        if why_not:
-            refused[candidate.name] = why_not
-        else:
-            fitting.append(candidate)
+    refused = {one.name: why_not for _, one, why_not in misfits}
+    fitting = [one for one in candidates if one not in [misfit for _, misfit, _ in misfits]]
     for candidate in fitting:
         if candidate.name == wanted:
             return candidate, "asked for"

@@ -7,15 +7,8 @@ from tokenmill.ops.triton.gemm import quantize
 from tokenmill.ops.triton.moe import experts, route
 from tokenmill.ops.triton.sample import logprobs, sampler, shape
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    *norm.IMPLEMENTATIONS,
-    *quantize.IMPLEMENTATIONS,
-    *rope.IMPLEMENTATIONS,
-    *paged.IMPLEMENTATIONS,
-    *activation.IMPLEMENTATIONS,
-    *route.IMPLEMENTATIONS,
-    *experts.IMPLEMENTATIONS,
-    *sampler.IMPLEMENTATIONS,
-    *logprobs.IMPLEMENTATIONS,
-    *shape.IMPLEMENTATIONS,
+IMPLEMENTATIONS: tuple[Implementation, ...] = tuple(
+    one
+    for module in (norm, quantize, rope, paged, activation, route, experts, sampler, logprobs, shape)
+    for one in module.IMPLEMENTATIONS
 )

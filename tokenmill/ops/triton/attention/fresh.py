@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,14 +45,6 @@ def launch_shape(dim: int, device: torch.device) -> Launch:
     if dim in (64, 128) and usable(HOPPER_ATTENTION, device):
         return Launch(Tile(128, 128, 8, 2), hopper=True)
     return Launch(Tile(128, 64, 8, 3))
-
-
-@lru_cache
-def _hopper() -> Any:
-    """Imported only where it is used: it is written in a language of its own, which not every Triton has."""
-    from tokenmill.ops.triton.attention import hopper
-
-    return hopper
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,9 @@ def fresh_attention(
     cap_scale, score_scale = score_scales(scale, mask.softcap)
     tile, items = plan.launch.tile, kv_heads * plan.tiles.shape[0]
     if plan.launch.hopper and mask.window is None and mask.softcap is None:
-        _hopper().hopper_kernel[(min(items, multiprocessors(q.device)),)](
+        from tokenmill.ops.triton.attention.hopper import hopper_kernel  # in Gluon, which not every Triton has
+
+        hopper_kernel[(min(items, multiprocessors(q.device)),)](
             q, plan.hopper_rows, out, plan.tiles, *q.stride()[:2], *out.stride()[:2],
             kv_heads, plan.keys, items, score_scale, GROUP=q.shape[1] // kv_heads, DIM=dim, DIM_BLOCK=block,
             BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=4,
@@ -135,14 +128,19 @@ def _make_plan(q: torch.Tensor, kv_heads: int, dim: int, batch: AttentionBatch) 
     both = torch.from_numpy(np.concatenate([gather.ravel(), tiles.ravel()]))
     both = both.pin_memory().to(q.device, non_blocking=True) if q.device.type == "cuda" else both
     scratch = torch.empty(2 * kv_heads * keys, dim, dtype=q.dtype, device=q.device)
+    block, hopper_rows = [launch.tile.block_n, dim], None
+    if launch.hopper:
+        from tokenmill.ops.triton.gluon_names import tiled
+
+        hopper_rows = tiled(scratch, block)
     return FreshPlan(
         members=frozenset(members),
         gather=both[: gather.size].view(-1, 4),
         tiles=both[gather.size :].view(-1, _ENTRY),
         keys=keys,
         scratch=scratch,
-        rows=TensorDescriptor.from_tensor(scratch, [launch.tile.block_n, dim]),
-        hopper_rows=_hopper().hopper_descriptor(scratch, launch.tile.block_n) if launch.hopper else None,
+        rows=TensorDescriptor.from_tensor(scratch, block),
+        hopper_rows=hopper_rows,
         launch=launch,
     )
 

@@ -11,17 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.ops.triton.gluon_names import thread_barrier, tma_load
+from tokenmill.ops.triton.gluon_names import release, thread_barrier, tma_load
 from tokenmill.ops.triton.launch import quick_launch
-
-
-def hopper_descriptor(scratch, block_n: int):
-    """The scratch [rows, dim] as a descriptor of [block_n, dim] tiles."""
-    block = [block_n, scratch.shape[1]]
-    kind = gl.bfloat16 if str(scratch.dtype) == "torch.bfloat16" else gl.float16
-    return TensorDescriptor.from_tensor(scratch, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
 @quick_launch
@@ -138,17 +130,9 @@ def _attend(
     for turn in range(_turns(items)):
         head, first_token, count, before, first_pair, _, blocks, full = _item(tiles, kv_heads, turn, GROUP, BLOCK_N)
         offsets, inside = _places(
-            first_token,
-            count,
-            first_pair + HALF,
-            head,
-            stride_q_token,
-            stride_q_head,
-            GROUP,
-            DIM,
-            DIM_BLOCK,
+            first_token, count, first_pair + HALF, head, stride_q_token, stride_q_head, GROUP, DIM, DIM_BLOCK,
             load_layout,
-        )
+        )  # fmt: skip
         queries.store(gl.load(q + offsets, mask=inside, other=0.0))
         fence_async_shared()
         thread_barrier()
@@ -162,7 +146,7 @@ def _attend(
         mbarrier.wait(bars.index(bar), step // STAGES % 2)
         scores = _scores(queries, k_tiles.index(step % STAGES), BLOCK_N, s_layout)
         scores = warpgroup_mma_wait(0, [scores])
-        _release(bars.index(bar + 1))
+        release(bars.index(bar + 1))
         weights, top, total, _ = _soften(
             _masked(scores, (blocks - 1) * BLOCK_N, position, BLOCK_N, s_layout), top, total, score_scale
         )
@@ -187,7 +171,7 @@ def _attend(
         operand = gl.convert_layout(weights.to(queries.dtype), gl.DotOperandLayout(0, o_layout, 2))
         acc = warpgroup_mma(operand, v_tiles.index(step % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
-        _release(bars.index(bar + 3))
+        release(bars.index(bar + 3))
         step += 1
 
         # Through shared memory, where the queries were, so that whole lines are written.
@@ -236,7 +220,7 @@ def _overlap(
     operand = gl.convert_layout(weights.to(queries.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = warpgroup_mma(operand, v_tiles.index(step % STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, [scores])
-    _release(bars.index(next_bar + 1))
+    release(bars.index(next_bar + 1))
     return scores, acc
 
 
@@ -247,14 +231,8 @@ def _settle(step, bars, acc, total, shrink, STAGES: gl.constexpr, o_layout: gl.c
     # a barrier that was passed before ends the block of instructions that the assembler reorders.
     mbarrier.wait(bars.index(step % STAGES * 4 + 2), step // STAGES % 2)
     acc, total = warpgroup_mma_wait(0, [acc, total])
-    _release(bars.index(step % STAGES * 4 + 3))
+    release(bars.index(step % STAGES * 4 + 3))
     return acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None], total
-
-
-@gluon.jit
-def _release(bar):
-    thread_barrier()  # every warp of the group has to be through with the tile
-    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit

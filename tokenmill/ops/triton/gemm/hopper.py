@@ -8,8 +8,7 @@ there are too few tiles for the device, the inner dimension is cut into parts, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from triton.experimental import gluon
@@ -21,17 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.ops.device_facts import multiprocessors
-from tokenmill.ops.triton.gluon_names import thread_barrier, tma_load, tma_store
+from tokenmill.ops.triton.gluon_names import release, thread_barrier, tiled, tma_load, tma_store
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 
 BLOCK_M, BLOCK_K = 128, 128
-KINDS = {
-    torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
-}  # fmt: skip
 # What choose_hopper_shape counts, in turns of a wide tile's loop, about 0.6 us (scripts/gpu_w8a8.py).
 TURN = {256: 1.0, 128: 0.53}
 WRITE = {256: 6.6, 128: 2.6}  # to scale and write a tile; wide ones keep their registers longer
@@ -97,20 +92,11 @@ def hopper_gemm(
         partial = torch.empty(splits, tiles, BLOCK_M * shape.block_n, dtype=sums, device=values.device)
     items = tiles * splits
     _kernel[(min(items, multiprocessors(values.device)),)](
-        _tiled(values, [64, BLOCK_K]), _tiled(weight, [shape.block_n, BLOCK_K]), _tiled(out, [64, 128]),
+        tiled(values, [64, BLOCK_K]), tiled(weight, [shape.block_n, BLOCK_K]), tiled(out, [64, 128]),
         x_scale, scale, bias, partial, counters, rows, columns, row_tiles, items, turns,
         SPLITS=splits, BLOCK_N=shape.block_n, STAGES=shape.stages, GROUP=shape.group, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _tiled(matrix: torch.Tensor, block: list[int]) -> Any:
-    return TensorDescriptor.from_tensor(matrix, block, _layout(*block, matrix.dtype))
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], KINDS[dtype])
 
 
 @quick_launch
@@ -235,10 +221,10 @@ def _multiply(
             acc = warpgroup_mma(a_tile, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, [acc])  # the product before this one has ended
             if turn > begin:
-                _release(bars.index(2 * ((step - 1) % STAGES) + 1))
+                release(bars.index(2 * ((step - 1) % STAGES) + 1))
             step += 1
         acc = warpgroup_mma_wait(0, [acc])
-        _release(bars.index(2 * ((step - 1) % STAGES) + 1))
+        release(bars.index(2 * ((step - 1) % STAGES) + 1))
         halves = acc.reshape((64, 2, 128)).permute((0, 2, 1)).split() if BLOCK_N == 256 else (acc,)
         at = row + HALF * 64
         if SPLITS == 1:
@@ -261,12 +247,6 @@ def _multiply(
                         total += gl.load(mine + other * part + i * (64 * 128) + cells, cache_modifier=".cg")
                     _write(total, staging, out, x_scale, scale, bias, at, column + i * 128, rows, columns)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _release(bar):
-    thread_barrier()  # every warp of the group has to be through with the tile
-    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit

@@ -74,9 +74,26 @@ def small_gemm(
         itemsizes = x.dtype.itemsize, weight.dtype.itemsize
         shape = choose_shape(rows, columns, inner, *itemsizes, x.device, may_split=counters is not None)
     if isinstance(shape, GemvShape):
-        _launch_gemv(x, weight, bias, scale, x_scale, out, shape)
-    else:
-        _launch_gemm(x, weight, bias, scale, x_scale, out, counters, shape)
+        _gemv_kernel[(ceil_div(columns, shape.block_n),)](
+            x, weight, bias, scale, x_scale, out, columns, inner,
+            BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, EVEN_N=columns % shape.block_n == 0,
+            EVEN_K=inner % shape.block_k == 0, num_warps=shape.num_warps,
+        )  # fmt: skip
+        return out
+    block_m = _rows_of_a_tile(rows)
+    row_tiles, tiles = ceil_div(rows, block_m), ceil_div(columns, shape.block_n)
+    splits = shape.splits if row_tiles == 1 else 1  # more rows than a tile: there is enough to do
+    partial = None
+    if splits > 1:
+        assert counters is not None and counters.numel() >= tiles
+        sums = torch.int32 if x.dtype == torch.int8 else torch.float32
+        partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=sums, device=x.device)
+    turns = ceil_div(ceil_div(inner, shape.block_k), splits)
+    _gemm_kernel[(row_tiles, tiles, splits)](
+        x, weight, bias, scale, x_scale, out, partial, counters, rows, columns, inner, turns, x.stride(0),
+        SPLITS=splits, BLOCK_M=block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+        EVEN_K=inner % (shape.block_k * splits) == 0, num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -142,51 +159,6 @@ def _fp8_shape(rows: int, columns: int, inner: int, may_split: bool) -> GemmShap
 
 def _rows_of_a_tile(rows: int) -> int:
     return min(MOST_ROWS_OF_A_TILE, max(16, power_of_two(rows)))
-
-
-def _launch_gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    shape: GemvShape,
-) -> None:
-    columns, inner = weight.shape
-    _gemv_kernel[(ceil_div(columns, shape.block_n),)](
-        x, weight, bias, scale, x_scale, out, columns, inner,
-        BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, EVEN_N=columns % shape.block_n == 0,
-        EVEN_K=inner % shape.block_k == 0, num_warps=shape.num_warps,
-    )  # fmt: skip
-
-
-def _launch_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    counters: torch.Tensor | None,
-    shape: GemmShape,
-) -> None:
-    rows, inner = x.shape
-    columns = weight.shape[0]
-    block_m = _rows_of_a_tile(rows)
-    row_tiles, tiles = ceil_div(rows, block_m), ceil_div(columns, shape.block_n)
-    splits = shape.splits if row_tiles == 1 else 1  # more rows than a tile: there is enough to do
-    partial = None
-    if splits > 1:
-        assert counters is not None and counters.numel() >= tiles
-        sums = torch.int32 if x.dtype == torch.int8 else torch.float32
-        partial = torch.empty(splits, tiles * shape.block_n * block_m, dtype=sums, device=x.device)
-    turns = ceil_div(ceil_div(inner, shape.block_k), splits)
-    _gemm_kernel[(row_tiles, tiles, splits)](
-        x, weight, bias, scale, x_scale, out, partial, counters, rows, columns, inner, turns, x.stride(0),
-        SPLITS=splits, BLOCK_M=block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-        EVEN_K=inner % (shape.block_k * splits) == 0, num_warps=shape.num_warps, num_stages=shape.num_stages,
-    )  # fmt: skip
 
 
 @quick_launch
@@ -299,21 +271,7 @@ def _gemm_kernel(
         weights += BLOCK_K
         inputs += BLOCK_K
 
-    if SPLITS > 1:
-        tiles = tl.num_programs(1)
-        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        mine = partial + tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + cell
-        part = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
-        tl.store(mine + split * part, acc, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(counters + tile, 0)  # ready for the next launch
-            acc = tl.load(mine, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLITS):
-                acc += tl.load(mine + other * part, cache_modifier=".cg")
-            _finish(acc, bias, scale, x_scale, out, row, column, rows, columns)
-    else:
-        _finish(acc, bias, scale, x_scale, out, row, column, rows, columns)
+    finish_tile(acc, bias, scale, x_scale, out, row, column, rows, columns, partial, counters, tile, split, SPLITS)
 
 
 @triton.jit
@@ -329,8 +287,30 @@ def _as_input(w, dtype: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, bias, scale, x_scale, out, row, column, rows, columns):
-    """Scale, add the bias, and store the tile [columns, rows] where it belongs."""
+def finish_tile(
+    acc, bias, scale, x_scale, out, row, column, rows, columns, partial, counters, tile, split, SPLITS: tl.constexpr
+):
+    """Store a tile [columns, rows], which may be one of several parts of a sum: who ends last adds them up."""
+    if SPLITS > 1:
+        HEIGHT: tl.constexpr = acc.shape[0]
+        WIDTH: tl.constexpr = acc.shape[1]
+        cell = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        mine = partial + tile.to(tl.int64) * (HEIGHT * WIDTH) + cell
+        part = tl.num_programs(1).to(tl.int64) * (HEIGHT * WIDTH)
+        tl.store(mine + split * part, acc, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counters + tile, 0)  # ready for the next launch
+            acc = tl.load(mine, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                acc += tl.load(mine + other * part, cache_modifier=".cg")
+            _scale_and_store(acc, bias, scale, x_scale, out, row, column, rows, columns)
+    else:
+        _scale_and_store(acc, bias, scale, x_scale, out, row, column, rows, columns)
+
+
+@triton.jit
+def _scale_and_store(acc, bias, scale, x_scale, out, row, column, rows, columns):
     acc = acc.to(tl.float32)
     if scale is not None:
         acc *= tl.load(scale + column, mask=column < columns, other=0.0)[:, None]

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.triton.config import power_of_two
-from tokenmill.ops.triton.gemm.small import MAX_SPLITS, GemmShape
+from tokenmill.ops.triton.gemm.small import MAX_SPLITS, GemmShape, finish_tile
 from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, axis, in_order, lane_axis, parts_of, unpack
 from tokenmill.ops.triton.gemm.weight_only_few import FewShape, launch_few
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
@@ -234,21 +234,7 @@ def _gemm_kernel(
     acc = acc.permute(2, 3, 1, 4, 0, 5).reshape([BANDS * 16, BLOCK_M])
 
     column = first_band * 16 + tl.arange(0, BANDS * 16)
-    if SPLITS > 1:
-        CELLS: tl.constexpr = BANDS * 16 * BLOCK_M
-        cell = tl.arange(0, BANDS * 16)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = partial + block.to(tl.int64) * CELLS + cell
-        part_cells = tl.num_programs(1).to(tl.int64) * CELLS
-        tl.store(parts + split * part_cells, acc, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        if tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(counters + block, 0)  # ready for the next launch
-            acc = tl.load(parts, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLITS):
-                acc += tl.load(parts + other * part_cells, cache_modifier=".cg")
-            _finish(acc, bias, out, row, column, rows, bands * 16)
-    else:
-        _finish(acc, bias, out, row, column, rows, bands * 16)
+    finish_tile(acc, bias, None, None, out, row, column, rows, bands * 16, partial, counters, block, split, SPLITS)
 
 
 @triton.jit
@@ -302,16 +288,6 @@ def _view(part):
     """A matrix of the tensor cores as [t, g, bands, high, eights, two]."""
     part = part.reshape([part.shape[0] // 16, 2, 8, part.shape[1] // 8, 4, 2])
     return part.permute(4, 2, 0, 1, 3, 5)
-
-
-@triton.jit
-def _finish(acc, bias, out, row, column, rows, columns):
-    """Add the bias, and store the tile [columns, rows] where it belongs."""
-    if bias is not None:
-        acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
-    place = row.to(tl.int64)[None, :] * columns + column[:, None]
-    inside = (row < rows)[None, :] & (column < columns)[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @quick_launch

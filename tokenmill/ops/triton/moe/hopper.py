@@ -19,10 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.ops.device_facts import multiprocessors
-from tokenmill.ops.triton.gluon_names import copy_async, thread_barrier, tma_load
+from tokenmill.ops.triton.gluon_names import copy_async, release, thread_barrier, tiled, tma_load
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 from tokenmill.ops.triton.moe.route import ExpertGroups
 
@@ -55,7 +54,7 @@ def down_rows_hopper(
     down: torch.Tensor,  # [experts, hidden, inner]
 ) -> torch.Tensor:  # [choices, hidden], in the order of the tokens
     out = torch.empty(active.shape[0], down.shape[1], dtype=active.dtype, device=active.device)
-    _launch(_tiled(active, 64), groups, down, out, active.stride(0), down.shape[1], None, 1)
+    _launch(tiled(active, [64, BLOCK_K]), groups, down, out, active.stride(0), down.shape[1], None, 1)
     return out
 
 
@@ -73,17 +72,12 @@ def _launch(
     gated = silu is not None
     across = ceil_div(columns, BLOCK_N // 2 if gated else BLOCK_N)
     items = groups.max_tiles * across
+    weight_tiles = tiled(weights.flatten(0, 1), [128 if gated else 256, BLOCK_K])
     _kernel[(min(items, multiprocessors(out.device)),)](
-        rows, groups.order, groups.tiles, _tiled(weights.flatten(0, 1), 128 if gated else 256), out, stride_row, items,
+        rows, groups.order, groups.tiles, weight_tiles, out, stride_row, items,
         DEPTH=weights.shape[2], COLUMNS=columns, ACROSS=across, PLACES=places, GATED=gated, SILU=bool(silu),
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
-
-
-def _tiled(matrix: torch.Tensor, rows: int) -> Any:
-    block = [rows, BLOCK_K]
-    kind = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
 @quick_launch
@@ -219,10 +213,10 @@ def _multiply(
                 acc = warpgroup_mma(a_tile, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, [acc])  # the product before this one has ended
                 if i > 0:
-                    _release(bars.index(2 * ((step - 1) % STAGES) + 1))
+                    release(bars.index(2 * ((step - 1) % STAGES) + 1))
                 step += 1
             acc = warpgroup_mma_wait(0, [acc])
-            _release(bars.index(2 * ((step - 1) % STAGES) + 1))
+            release(bars.index(2 * ((step - 1) % STAGES) + 1))
             left, right = acc.reshape((64, 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
             if GATED:
                 _write(activate(left, SILU) * right, staging, out, to, inside, column * 128, COLUMNS, write_layout)
@@ -233,14 +227,8 @@ def _multiply(
         elif not empty:
             for _ in range(DEPTH // BLOCK_K):  # no rows for this half: the tiles are for the other one
                 mbarrier.wait(bars.index(2 * (step % STAGES)), step // STAGES % 2)
-                _release(bars.index(2 * (step % STAGES) + 1))
+                release(bars.index(2 * (step % STAGES) + 1))
                 step += 1
-
-
-@gluon.jit
-def _release(bar):
-    thread_barrier()  # every warp of the group has to be through with the tile
-    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit

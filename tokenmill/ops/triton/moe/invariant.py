@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.invariant import best_experts
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.config import declare
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
@@ -39,14 +40,7 @@ def route(
     normalize: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k] float32, experts [tokens, top_k] int64
-    """The experts of largest softmax, best first."""
-    weights, experts = invariant_gemm(x.to(router.dtype), router).softmax(-1).topk(top_k, dim=-1)
-    if normalize:
-        total = weights[:, 0]
-        for place in range(1, top_k):  # a library's sum may follow the number of tokens
-            total = total + weights[:, place]
-        weights = weights / total[:, None]
-    return weights * scale, experts
+    return best_experts(invariant_gemm(x.to(router.dtype), router), top_k, normalize, scale)
 
 
 def moe(
