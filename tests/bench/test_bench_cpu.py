@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tokenmill.bench.cpu import DECODE, PEAK, PREFILL, Row, Setup, batch_column, compare, prompts
+from tokenmill.bench.cpu import DECODE, PEAK, PREFILL, ContenderFigures, Setup, batch_column, compare, prompts
 from tokenmill.bench.cpu_scaling import draw, scaling
 from tokenmill.bench.cpu_table import notes, table
 from tokenmill.bench.peers import KINDS, Contender, contenders
 from tokenmill.bench.peers.host import SERVE, PeerWorker, WorkerFailed
-from tokenmill.bench.plot import Line, chart
+from tokenmill.bench.plot import Series, chart
 from tokenmill.cli.app import app
 from tokenmill.errors import ConfigError
 
@@ -204,7 +204,7 @@ def test_no_prompt_comes_twice_and_all_contenders_get_the_same(setup: Setup) -> 
 
 
 def test_the_table_compares_with_the_best_peer_of_each_column() -> None:
-    rows = [Row(OURS), Row(LLAMA), Row(VLLM)]
+    rows = [ContenderFigures(OURS), ContenderFigures(LLAMA), ContenderFigures(VLLM)]
     for row, decode, peak in zip(rows, (30.0, 20.0, 10.0), (300.0, 400.0, 200.0)):
         row.add(DECODE, decode - 1)
         row.add(DECODE, decode)
@@ -217,13 +217,17 @@ def test_the_table_compares_with_the_best_peer_of_each_column() -> None:
 
 
 def test_the_table_without_peers_has_no_ratio() -> None:
-    row = Row(OURS)
+    row = ContenderFigures(OURS)
     row.add(DECODE, 1)
     assert len(table([DECODE], [row])) == 3
 
 
 def test_notes_say_how_far_answers_agree() -> None:
-    rows = [Row(OURS, tokens=[1, 2, 3, 4]), Row(LLAMA, tokens=[1, 2, 9, 4]), Row(VLLM, tokens=[1, 2, 3, 4])]
+    rows = [
+        ContenderFigures(OURS, tokens=[1, 2, 3, 4]),
+        ContenderFigures(LLAMA, tokens=[1, 2, 9, 4]),
+        ContenderFigures(VLLM, tokens=[1, 2, 3, 4]),
+    ]
     assert [line.split(": ")[1] for line in notes(rows)[1:]] == [
         "first 2 of 4 tokens as ours",
         "first 4 of 4 tokens as ours",
@@ -262,7 +266,7 @@ def test_scaling_uses_each_thread_count_and_context(setup: Setup, tmp_path: Path
 
 
 def test_a_chart_keeps_points_inside_and_names_apart() -> None:
-    lines = [Line(f"<{number}>", [(128, 1.0), (8192, 3.0 + number / 100)]) for number in range(8)]
+    lines = [Series(f"<{number}>", [(128, 1.0), (8192, 3.0 + number / 100)]) for number in range(8)]
     root = ElementTree.fromstring(chart("a & b", "x", lines, logarithmic=True))
     width, height = (float(part) for part in root.attrib["viewBox"].split()[2:])
     circles = [item for item in root.iter() if item.tag.endswith("circle")]
@@ -275,7 +279,7 @@ def test_a_chart_keeps_points_inside_and_names_apart() -> None:
 
 
 def test_a_chart_of_nothing_is_still_a_chart() -> None:
-    ElementTree.fromstring(chart("empty", "x", [Line("none", []), Line("zero", [(1, 0)])]))
+    ElementTree.fromstring(chart("empty", "x", [Series("none", []), Series("zero", [(1, 0)])]))
 
 
 def test_the_command_measures_this_engine_and_writes_the_figures(default_model: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tokenmill.bench.figures import Run, of_point
 from tokenmill.bench.serve import Check, Load, alone, compare, drive
-from tokenmill.bench.serve_client import Place, run
+from tokenmill.bench.serve_client import ServerAddress, run
 from tokenmill.bench.serve_offline import Overhead
 from tokenmill.bench.table import lines
 from tokenmill.bench.workloads import Ask
@@ -51,7 +51,7 @@ async def say(writer: asyncio.StreamWriter, text: str, pause: float = 0.0) -> No
 
 
 @asynccontextmanager
-async def serving(reply: Reply) -> AsyncIterator[Place]:
+async def serving(reply: Reply) -> AsyncIterator[ServerAddress]:
     count = 0
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,7 +71,7 @@ async def serving(reply: Reply) -> AsyncIterator[Place]:
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        yield Place(f"http://127.0.0.1:{port}/v1")
+        yield ServerAddress(f"http://127.0.0.1:{port}/v1")
     finally:
         server.close()
 
@@ -125,7 +125,7 @@ def test_every_way_to_fail_has_its_name() -> None:
 
 
 def test_a_server_that_is_not_there_is_an_error_of_its_own() -> None:
-    result = run(drive(Place("http://127.0.0.1:9"), load(2, 2)))
+    result = run(drive(ServerAddress("http://127.0.0.1:9"), load(2, 2)))
     assert result.errors == {"connect": 2}
 
 
@@ -255,4 +255,4 @@ def test_wrong_use_is_told() -> None:
         result = CliRunner().invoke(app, ["bench", "serve", *words])
         assert result.exit_code == 2 and said in result.output
     with pytest.raises(ConfigError):
-        Place("127.0.0.1:8000")
+        ServerAddress("127.0.0.1:8000")

@@ -16,9 +16,9 @@ from tiny import write_tiny
 from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
-from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, Plan, Rung, Sizes, fitted, requests
+from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, LadderPlan, Rung, Sizes, fitted, requests
 from tokenmill.bench.ladder_process import RungWorker, workers
-from tokenmill.bench.ladder_run import Exactness, Row, climb, first_differences
+from tokenmill.bench.ladder_run import Exactness, RungResult, climb, first_differences
 from tokenmill.bench.ladder_show import cells, lines, page, waterfall
 from tokenmill.bench.peers.host import WorkerFailed
 from tokenmill.cli.app import app
@@ -37,7 +37,7 @@ def ladder(*words: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
-    plan = Plan(device, SIZES)
+    plan = LadderPlan(device, SIZES)
     rungs = plan.rungs()
     assert len({rung.name for rung in rungs}) == len(rungs) >= 12
     known, defaults = {field.name for field in fields(EngineConfig)}, vars(EngineConfig())
@@ -64,8 +64,8 @@ def test_every_op_but_the_experts_is_torchs_at_the_bottom() -> None:
 
 def test_a_rung_that_nobody_knows_is_named() -> None:
     with pytest.raises(ConfigError, match="'pagin'; did you mean 'paging'"):
-        Plan("cpu", SIZES).chosen("bottom,pagin")
-    assert [rung.name for rung in Plan("cpu", SIZES).chosen("paging,bottom")] == ["bottom", "paging"]
+        LadderPlan("cpu", SIZES).chosen("bottom,pagin")
+    assert [rung.name for rung in LadderPlan("cpu", SIZES).chosen("paging,bottom")] == ["bottom", "paging"]
 
 
 def test_reserved_requests_are_a_quarter_of_those_that_fit() -> None:
@@ -124,7 +124,7 @@ def test_one_worker_serves_all_rungs_until_it_fails(tmp_path: Path, monkeypatch:
     start = RungWorker.__init__
     monkeypatch.setattr(RungWorker, "__init__", lambda self: (started.append(self), start(self))[1])
     model = write_tiny(tmp_path / "tiny", max_position_embeddings=1024)
-    plan = Plan("cpu", SIZES, options={"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True})
+    plan = LadderPlan("cpu", SIZES, options={"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True})
     asks: list[Any] = [[[5, 6, 7], 4], [[8, 9], 4]]
     question = {"asks": asks, "warm": asks, "limit": 9.0, "single": False, "repeats": 1}
     with workers(shared=True) as asked:
@@ -173,7 +173,7 @@ def test_differences_are_judged_where_they_begin(monkeypatch: pytest.MonkeyPatch
     tokens = {"bottom": [same, same], "kv-cache": [same, other, same], "static": [third, same, other], "fused-ops": []}
     worker = Answers(tokens, gaps=[0.0005, 0.2, 0.02])
     stand_in(monkeypatch, worker)
-    plan = Plan("cpu", SIZES)
+    plan = LadderPlan("cpu", SIZES)
     rungs = [rung for rung in plan.rungs() if rung.name in tokens]
     asks: list[Any] = [([index], 4) for index in range(4)]
     kept: list[list[str | None]] = []
@@ -197,7 +197,7 @@ def test_differences_are_judged_where_they_begin(monkeypatch: pytest.MonkeyPatch
 def test_what_the_judge_had_no_time_for_is_neither_near_nor_different(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = {"bottom": [[1, 2], [1, 2]], "kv-cache": [[1, 3], [4, 2]]}
     stand_in(monkeypatch, Answers(tokens, gaps=[0.0005]))
-    plan = Plan("cpu", SIZES)
+    plan = LadderPlan("cpu", SIZES)
     rungs = [rung for rung in plan.rungs() if rung.name in tokens]
     asks: list[Any] = [([0], 2), ([1], 2)]
     rows = climb("m", plan, rungs, asks, [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)
@@ -207,7 +207,7 @@ def test_what_the_judge_had_no_time_for_is_neither_near_nor_different(monkeypatc
 
 @pytest.mark.parametrize(("name", "longest"), [("static", 25), ("recorded", 99), ("kv-cache", 4)])
 def test_a_gpu_warms_up_with_all_sizes_but_not_all_tokens(name: str, longest: int) -> None:
-    plan = Plan("cuda", SIZES)
+    plan = LadderPlan("cuda", SIZES)
     warm: list[Any] = [([1], 99)] * 64
     found = ladder_run._warm_up("cuda", plan.settings(name), warm, single=name == "kv-cache")
     assert max(tokens for _, tokens in found) == longest
@@ -217,23 +217,23 @@ def test_a_gpu_warms_up_with_all_sizes_but_not_all_tokens(name: str, longest: in
 def test_an_answer_that_ends_too_early_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = {"bottom": [[1, 2, 3]], "kv-cache": [[1, 2]], "static": [[1, 2, 3]]}
     stand_in(monkeypatch, Answers(tokens, gaps=[]))
-    plan = Plan("cpu", SIZES)
+    plan = LadderPlan("cpu", SIZES)
     rungs = [rung for rung in plan.rungs() if rung.name in tokens]
     rows = climb("m", plan, rungs, [([0], 3)], [], limit=1, repeats=1, dtype="float32", report=lambda *_: None)
     assert rows[1].exactness == Exactness(different=1, first=2) and rows[2].exactness == Exactness(equal=1)
 
 
 def test_rounding_on_purpose_is_judged_more_mildly_from_there_on() -> None:
-    plan = Plan("cpu", SIZES)
+    plan = LadderPlan("cpu", SIZES)
     names = [rung.name for rung in plan.rungs() if plan.rounds(rung.name)]
     assert names == ["quantized", "recorded", "kv-quantized"]
     assert next(rung for rung in plan.rungs() if rung.claim == BOUNDED).name == names[0]
 
 
-def made(speeds: list[float | None]) -> list[Row]:
+def made(speeds: list[float | None]) -> list[RungResult]:
     rows = []
     for number, speed in enumerate(speeds):
-        row = Row(Rung(f"r{number}", f"rung <{number}>", {}, "told"))
+        row = RungResult(Rung(f"r{number}", f"rung <{number}>", {}, "told"))
         if speed is None:
             row.error = "broken"
         else:

@@ -16,7 +16,7 @@ from sim_service import eventually, run
 from tokenmill.errors import ConfigError
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.api_keys import ApiKeys, add_key, hash_of, read_tenants
-from tokenmill.serve.http.tenants import Limits, Tenant
+from tokenmill.serve.http.tenants import Tenant, TenantLimits
 
 PATH = "/v1/completions"
 
@@ -44,7 +44,7 @@ def test_the_file_holds_no_keys(tmp_path: Path) -> None:
     assert read_tenants(file) == {"alice": {"keys": [hash_of(key), hash_of(other)], "concurrency": 2}}
     assert file.stat().st_mode & 0o077 == 0
     ring = ApiKeys(file)
-    assert ring.tenant_of(key) is ring.tenant_of(other) and ring.tenant_of(key).limits == Limits(concurrency=2)
+    assert ring.tenant_of(key) is ring.tenant_of(other) and ring.tenant_of(key).limits == TenantLimits(concurrency=2)
     for wrong in ("", None, "tm-guess", hash_of(key)):
         with pytest.raises(HttpError) as refused:
             ring.tenant_of(wrong)
@@ -99,7 +99,7 @@ def read_back(key: str) -> dict[str, Any]:
 
 def test_requests_per_minute() -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(requests_per_minute=60), clock=clock)
+    tenant = Tenant("a", TenantLimits(requests_per_minute=60), clock=clock)
     for _ in range(60):
         tenant.enter()
         tenant.leave(0)
@@ -114,7 +114,7 @@ def test_requests_per_minute() -> None:
 
 def test_tokens_per_minute_are_paid_afterwards() -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(tokens_per_minute=600), clock=clock)
+    tenant = Tenant("a", TenantLimits(tokens_per_minute=600), clock=clock)
     tenant.enter()
     tenant.leave(1200)
     with pytest.raises(HttpError) as refused:
@@ -132,7 +132,7 @@ def test_salts_keep_tenants_apart() -> None:
 
 
 def test_a_tenant_has_no_more_urgent_class_than_its_own() -> None:
-    tenant = Tenant("a", Limits(priority="batch"))
+    tenant = Tenant("a", TenantLimits(priority="batch"))
     assert tenant.priority(None) == 2 and tenant.priority("batch") == "batch"
     for asked in ("realtime", "api", 0, -5):
         with pytest.raises(HttpError) as refused:

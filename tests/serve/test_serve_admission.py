@@ -12,9 +12,9 @@ from tokenmill.errors import QueueFull
 from tokenmill.serve.engine_client.admission import (
     RETRY_LEAST,
     RETRY_MOST,
-    Admission,
+    AdmissionControl,
+    Backlog,
     CircuitBreaker,
-    Load,
     Overloaded,
 )
 from tokenmill.serve.settings import ServeSettings
@@ -25,9 +25,9 @@ SETTINGS = ServeSettings(
 )
 
 
-def learned(base: float = 0.01, per_token: float = 0.0001, step_tokens: int = 500) -> Admission:
+def learned(base: float = 0.01, per_token: float = 0.0001, step_tokens: int = 500) -> AdmissionControl:
     """An admission that has seen a machine with these costs."""
-    dice, admission = random.Random(1), Admission(SETTINGS)
+    dice, admission = random.Random(1), AdmissionControl(SETTINGS)
     admission.max_step_tokens = step_tokens
     for _ in range(300):
         decodes, prompt = dice.choice([(1, 0), (8, 0), (64, 0), (0, step_tokens), (8, step_tokens - 8)])
@@ -44,23 +44,23 @@ def test_the_cost_of_a_step_is_learned(base: float, per_token: float) -> None:
         true = base * steps + per_token * tokens
         assert admission.prefill_seconds(tokens) == pytest.approx(true, rel=0.25, abs=base)
     true = base * 100 + per_token * 6400
-    assert admission.drain_seconds(Load(0, 6400.0, 64)) == pytest.approx(true, rel=0.25, abs=base)
+    assert admission.drain_seconds(Backlog(0, 6400.0, 64)) == pytest.approx(true, rel=0.25, abs=base)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(1, 10_000), st.floats(1e-6, 10)), min_size=8, max_size=50))
 def test_a_prediction_is_never_negative(steps: list[tuple[int, int, float]]) -> None:
-    admission = Admission(SETTINGS)
+    admission = AdmissionControl(SETTINGS)
     for decodes, prompt, seconds in steps:
         admission.learn_step(decodes, prompt, seconds)
     prices = admission.step_time.linear
     assert prices.base >= 0 and prices.per_row >= 0 and prices.per_prefill >= 0
     assert prices.base + prices.per_row + prices.per_prefill > 0
-    assert admission.prefill_seconds(0) == 0.0 and admission.drain_seconds(Load()) == 0.0
+    assert admission.prefill_seconds(0) == 0.0 and admission.drain_seconds(Backlog()) == 0.0
 
 
 def test_a_machine_that_grew_slower_is_noticed() -> None:
-    admission = Admission(SETTINGS)
+    admission = AdmissionControl(SETTINGS)
     for _ in range(1000):
         admission.learn_step(10, 0, 0.01)
     for _ in range(1000):
@@ -74,12 +74,14 @@ def test_the_drain_time_of_a_simulated_backlog_is_predicted() -> None:
     prompts, answers = [100] * 40, [50] * 40
     # 8 at a time: 5 rounds, each a prefill of 800 tokens and 50 decode steps of 8
     true = 5 * (2 * base + 800 * per_token + 50 * (base + rows * per_token))
-    predicted = admission.drain_seconds(Load(sum(prompts), sum(answers), rows))
+    predicted = admission.drain_seconds(Backlog(sum(prompts), sum(answers), rows))
     assert predicted == pytest.approx(true, rel=0.1)
 
 
-def check(admission: Admission, queued: int, queued_tokens: int, tokens: int, timeout: float | None = None) -> None:
-    load = Load(queued_tokens, 50.0 * queued, 8)
+def check(
+    admission: AdmissionControl, queued: int, queued_tokens: int, tokens: int, timeout: float | None = None
+) -> None:
+    load = Backlog(queued_tokens, 50.0 * queued, 8)
     admission.check(queued, queued_tokens, tokens, 1, timeout, lambda: load)
 
 
@@ -95,9 +97,9 @@ def test_the_queue_is_bounded_in_tokens_and_requests() -> None:
 
 def test_retry_after_grows_with_the_backlog_and_stays_sane() -> None:
     admission = learned()
-    waits = [admission.retry_after(Load(1000, output, 8), 1.0) for output in (10, 5_000, 50_000, 1e9)]
+    waits = [admission.retry_after(Backlog(1000, output, 8), 1.0) for output in (10, 5_000, 50_000, 1e9)]
     assert waits == sorted(waits) and waits[0] == RETRY_LEAST and waits[-1] == RETRY_MOST and waits[1] < waits[2]
-    assert Admission(SETTINGS).retry_after(Load(1000, 1e9, 8), 1.0) == RETRY_LEAST  # nothing measured yet
+    assert AdmissionControl(SETTINGS).retry_after(Backlog(1000, 1e9, 8), 1.0) == RETRY_LEAST  # nothing measured yet
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
@@ -105,11 +107,11 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     check(admission, 5, 900, 100, timeout=1.0)
     with pytest.raises(Overloaded, match=r"the deadline is 0[.]05 s away"):
         check(admission, 5, 900, 100, timeout=0.05)
-    check(Admission(SETTINGS), 5, 900, 100, timeout=0.0001)  # without a measurement nobody is refused
+    check(AdmissionControl(SETTINGS), 5, 900, 100, timeout=0.0001)  # without a measurement nobody is refused
 
 
 def test_what_an_answer_will_still_say_is_bounded_and_learned() -> None:
-    admission = Admission(SETTINGS)
+    admission = AdmissionControl(SETTINGS)
     for _ in range(200):
         admission.learn_answer(300)
     assert admission.expected_output(0, 1000) == pytest.approx(300, rel=0.05)

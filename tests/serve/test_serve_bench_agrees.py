@@ -20,7 +20,7 @@ from paced_server import GAP
 
 from tokenmill.bench.figures import of_point
 from tokenmill.bench.serve import Load, drive
-from tokenmill.bench.serve_client import Place, run
+from tokenmill.bench.serve_client import ServerAddress, run
 from tokenmill.bench.workloads import Ask, Mix
 from tokenmill.plan.demand.workload import fixed
 
@@ -72,7 +72,7 @@ class Meter:
 
 
 def ours(url: str, load: Load) -> dict[str, float]:
-    found = of_point([run(drive(Place(url), load))])
+    found = of_point([run(drive(ServerAddress(url), load))])
     assert not found["errors"] and found["completed"] == len(load.asks)
     return figures(found)
 

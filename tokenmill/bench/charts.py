@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenmill.bench.figures import Run, samples, tokens_over_time
-from tokenmill.bench.plot import Line, chart
+from tokenmill.bench.plot import Series, chart
 from tokenmill.bench.stats import percentile
 from tokenmill.plan.demand.slo import Slo
 
@@ -40,19 +40,19 @@ def draw(folder: Path, named: Sequence[tuple[str, float | None, list[Run]]], pro
     return [folder / name for name in pictures]
 
 
-def _distribution(which: str, named: Sequence[tuple[str, float | None, list[Run]]]) -> list[Line]:
+def _distribution(which: str, named: Sequence[tuple[str, float | None, list[Run]]]) -> list[Series]:
     """Percent of values up to x, in milliseconds."""
     lines = []
     for name, _, runs in named:
         values = sorted(samples([answer for run in runs for answer in run.good])[which])
         points = [(1e3 * max(percentile(values, rank) or 0.0, SHORTEST), float(rank)) for rank in _RANKS if values]
-        lines.append(Line(name, points))
+        lines.append(Series(name, points))
     return lines
 
 
-def _over_time(named: Sequence[tuple[str, float | None, list[Run]]]) -> list[Line]:
+def _over_time(named: Sequence[tuple[str, float | None, list[Run]]]) -> list[Series]:
     width = max((run.seconds for _, _, runs in named for run in runs), default=1.0) / SLICES
-    return [Line(name, tokens_over_time(runs, width)) for name, _, runs in named]
+    return [Series(name, tokens_over_time(runs, width)) for name, _, runs in named]
 
 
 def _against_rate(title: str, which: str, rates: Sequence[tuple[float, list[Run]]]) -> str:
@@ -62,7 +62,7 @@ def _against_rate(title: str, which: str, rates: Sequence[tuple[float, list[Run]
         for rate, runs in rates:
             value = percentile(samples([answer for run in runs for answer in run.good])[which], share)
             points += [] if value is None else [(rate, 1e3 * value)]
-        lines.append(Line(f"p{share}", points))
+        lines.append(Series(f"p{share}", points))
     return chart(title, "requests per second sent", lines)
 
 
@@ -70,7 +70,7 @@ def _goodput(rates: Sequence[tuple[float, list[Run]]], promise: Slo | None) -> s
     def per_second(counts: Sequence[int], runs: list[Run]) -> float:
         return sum(counts) / sum(run.seconds for run in runs)
 
-    done = Line("done", [(rate, per_second([len(run.good) for run in runs], runs)) for rate, runs in rates])
+    done = Series("done", [(rate, per_second([len(run.good) for run in runs], runs)) for rate, runs in rates])
     if promise is None:
         return chart("Requests per second that ended well", "requests per second sent", [done])
     kept = [
@@ -78,4 +78,4 @@ def _goodput(rates: Sequence[tuple[float, list[Run]]], promise: Slo | None) -> s
         for rate, runs in rates
     ]
     title = f"Requests per second within {promise.text}"
-    return chart(title, "requests per second sent", [done, Line("within", kept)])
+    return chart(title, "requests per second sent", [done, Series("within", kept)])

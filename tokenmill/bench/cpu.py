@@ -74,7 +74,7 @@ class Setup:
 
 
 @dataclass
-class Row:
+class ContenderFigures:
     """What was measured of one contender: by column, a figure per round (of single streams: several)."""
 
     contender: Contender
@@ -101,8 +101,8 @@ class Row:
 
 
 def compare(
-    setup: Setup, who: list[Contender], tell: Tell, keep: Callable[[list[Row]], None] | None = None
-) -> list[Row]:
+    setup: Setup, who: list[Contender], tell: Tell, keep: Callable[[list[ContenderFigures]], None] | None = None
+) -> list[ContenderFigures]:
     """The table's rows. A contender that fails keeps what it has, with the reason, and the others go on.
 
     `keep` is called with what there is after each round: a run takes long, and may be ended before its time.
@@ -115,9 +115,9 @@ def compare(
     return rows
 
 
-def prepare(setup: Setup, who: list[Contender], tell: Tell) -> list[Row]:
+def prepare(setup: Setup, who: list[Contender], tell: Tell) -> list[ContenderFigures]:
     """Have every contender make its form of the weights, if it has not before."""
-    rows = [Row(contender, setup.form if contender.variant == AS_IS else "") for contender in who]
+    rows = [ContenderFigures(contender, setup.form if contender.variant == AS_IS else "") for contender in who]
     setup.forms.mkdir(parents=True, exist_ok=True)
     for row in rows:
         workers = Workers()
@@ -139,12 +139,12 @@ def prompts(setup: Setup, count: int, length: int, *key: object) -> list[list[in
     return [[dice.randrange(margin, setup.vocab - margin) for _ in range(length)] for _ in range(count)]
 
 
-def start(setup: Setup, row: Row) -> PeerWorker:
+def start(setup: Setup, row: ContenderFigures) -> PeerWorker:
     name = row.contender.name
     return PeerWorker(setup.pythons[name], KINDS[name].driver, setup.threads, name=name, serve=setup.serve)
 
 
-def load(setup: Setup, row: Row, worker: PeerWorker, requests: int, length: int) -> None:
+def load(setup: Setup, row: ContenderFigures, worker: PeerWorker, requests: int, length: int) -> None:
     settings = {"variant": row.contender.variant, "threads": setup.threads, "rows": requests, "length": length}
     row.version = worker.ask("load", setup.timeout, model=row.model, **settings)["version"]
 
@@ -162,12 +162,12 @@ def speeds(prompt: int, times: list[float]) -> tuple[float, float]:
     return prompt / times[0], (len(times) - 1) / (times[-1] - times[0])
 
 
-def standing(rows: list[Row]) -> list[Row]:
+def standing(rows: list[ContenderFigures]) -> list[ContenderFigures]:
     return [row for row in rows if row.failure is None]
 
 
 @contextmanager
-def whose_turn(row: Row, workers: Workers, tell: Tell) -> Iterator[None]:
+def whose_turn(row: ContenderFigures, workers: Workers, tell: Tell) -> Iterator[None]:
     """Runs one contender while the others are frozen. If it fails, it is over with it, but not with the others."""
     worker = workers.get(row.contender)
     if worker is not None:
@@ -192,7 +192,7 @@ def close(workers: Workers) -> None:
     workers.clear()
 
 
-def _round(setup: Setup, rows: list[Row], number: int, tell: Tell) -> None:
+def _round(setup: Setup, rows: list[ContenderFigures], number: int, tell: Tell) -> None:
     workers = Workers()
     told = f"round {number + 1}/{setup.rounds}  "
     try:
@@ -210,7 +210,7 @@ def _round(setup: Setup, rows: list[Row], number: int, tell: Tell) -> None:
         close(workers)
 
 
-def _singles(setup: Setup, row: Row, worker: PeerWorker, number: int) -> None:
+def _singles(setup: Setup, row: ContenderFigures, worker: PeerWorker, number: int) -> None:
     """Cold start, prefill, decode and peak memory of a process that serves one request at a time."""
     load(setup, row, worker, 1, setup.length)
     single(setup, worker, prompts(setup, 1, COLD_PROMPT, "cold", number)[0], 1)
@@ -226,7 +226,7 @@ def _singles(setup: Setup, row: Row, worker: PeerWorker, number: int) -> None:
     row.add(PEAK, worker.ask("peak", setup.timeout)["bytes"] / 1e6)
 
 
-def _batch(setup: Setup, row: Row, worker: PeerWorker, number: int, requests: int) -> None:
+def _batch(setup: Setup, row: ContenderFigures, worker: PeerWorker, number: int, requests: int) -> None:
     """Many requests at once: what comes out per second, the time for reading the prompts included."""
     load(setup, row, worker, requests, setup.length)
     warm = prompts(setup, requests, COLD_PROMPT, "warm", number, requests)
@@ -238,7 +238,7 @@ def _batch(setup: Setup, row: Row, worker: PeerWorker, number: int, requests: in
     row.add(batch_column(requests), requests * setup.new / answer["seconds"])
 
 
-def _latest(row: Row, columns: list[Column]) -> str:
+def _latest(row: ContenderFigures, columns: list[Column]) -> str:
     """The last round's medians."""
     medians = [(one.title, statistics.median(row.figures[one.key][-one.per_round :])) for one in columns]
     return f"{row.contender.label}: " + ", ".join(f"{title} {middle:.4g}" for title, middle in medians)

@@ -9,7 +9,7 @@ from typing import Any
 from tokenmill.bench.cpu import (
     COLD_PROMPT,
     Column,
-    Row,
+    ContenderFigures,
     Setup,
     Tell,
     Workers,
@@ -25,7 +25,7 @@ from tokenmill.bench.cpu import (
     whose_turn,
 )
 from tokenmill.bench.peers import Contender
-from tokenmill.bench.plot import Line, chart
+from tokenmill.bench.plot import Series, chart
 from tokenmill.errors import ConfigError
 
 TIMED = 16  # tokens whose time makes the figure at a context length
@@ -35,7 +35,7 @@ TIMED = 16  # tokens whose time makes the figure at a context length
 class Scaling:
     """Medians, by contender: against threads, and against tokens of context."""
 
-    threads: dict[int, list[Row]]
+    threads: dict[int, list[ContenderFigures]]
     contexts: dict[int, dict[str, tuple[float, float]]]  # context -> label -> prefill tok/s, decode ms per token
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Scaling:
 def scaling(setup: Setup, who: list[Contender], contexts: tuple[int, ...], tell: Tell) -> Scaling:
     if min(contexts) < 2 * TIMED:
         raise ConfigError(f"the shortest context is {min(contexts)} tokens; it must be {2 * TIMED} or more")
-    by_threads: dict[int, list[Row]] = {}
+    by_threads: dict[int, list[ContenderFigures]] = {}
     for threads in _thread_counts(setup.threads):
         tell(f"threads: {threads}")
         by_threads[threads] = compare(replace(setup, threads=threads), who, tell)
@@ -79,7 +79,7 @@ def draw(results: Scaling, columns: list[Column], folder: Path) -> list[Path]:
 def _write(
     path: Path, title: str, below: str, lines: dict[str, list[tuple[float, float]]], *, logarithmic: bool
 ) -> Path:
-    drawn = [Line(label, points) for label, points in lines.items()]
+    drawn = [Series(label, points) for label, points in lines.items()]
     path.write_text(chart(title, below, drawn, logarithmic=logarithmic))
     return path
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.cpu import SINGLES, Column, Row, Setup
+from tokenmill.bench.cpu import SINGLES, Column, ContenderFigures, Setup
 from tokenmill.bench.peers import OURS
 
 # What of a CPU's features decides how fast small models run; the names are Linux's.
 FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
 
 
-def table(columns: list[Column], rows: list[Row]) -> list[str]:
+def table(columns: list[Column], rows: list[ContenderFigures]) -> list[str]:
     """A Markdown table: medians with their spread, then our median over the best peer's."""
     lines = ["| engine, weights | " + " | ".join(column.title for column in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
@@ -34,7 +34,7 @@ def legend(rounds: int) -> str:
     )
 
 
-def notes(rows: list[Row]) -> list[str]:
+def notes(rows: list[ContenderFigures]) -> list[str]:
     """Versions, failures, and how far each first answer agrees with ours."""
     ours = next((row.tokens for row in rows if row.contender.name == OURS), [])
     lines = []
@@ -64,14 +64,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def as_json(setup: Setup, rows: list[Row], before: dict[str, Any]) -> dict[str, Any]:
+def as_json(setup: Setup, rows: list[ContenderFigures], before: dict[str, Any]) -> dict[str, Any]:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(setup).items()}
     best = {column.key: _ratio(rows, column) for column in setup.columns}
     figures = [row.as_dict() for row in rows]
     return {"machine": before, "setup": settings, "rows": figures, "tokenmill / best peer": best}
 
 
-def _cell(row: Row, column: Column) -> str:
+def _cell(row: ContenderFigures, column: Column) -> str:
     middle = row.median(column)
     if middle is None:
         return "-"
@@ -79,7 +79,7 @@ def _cell(row: Row, column: Column) -> str:
     return f"{_short(middle)} ({_short(min(figures))}-{_short(max(figures))})" if len(figures) > 1 else _short(middle)
 
 
-def _ratio(rows: list[Row], column: Column) -> str:
+def _ratio(rows: list[ContenderFigures], column: Column) -> str:
     """Ours over the best peer's, and who that is; where less is better, so is a smaller ratio."""
     medians = {row.contender: row.median(column) for row in rows}
     ours = [value for one, value in medians.items() if one.name == OURS and value is not None]

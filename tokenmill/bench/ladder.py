@@ -57,7 +57,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LadderPlan:
     """What a machine and a model make of the ladder."""
 
     device: str  # cpu or cuda

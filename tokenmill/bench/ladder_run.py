@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from tokenmill.bench.ladder import Plan, Rung
+from tokenmill.bench.ladder import LadderPlan, Rung
 from tokenmill.bench.ladder_process import Asked, Report, workers
 from tokenmill.bench.peers.host import WorkerFailed
 from tokenmill.bench.stats import spread
@@ -46,7 +46,7 @@ class Exactness:
 
 
 @dataclass
-class Row:
+class RungResult:
     """What came of one rung. Times in seconds."""
 
     rung: Rung
@@ -78,7 +78,7 @@ class Row:
 
 def climb(
     model: str,
-    plan: Plan,
+    plan: LadderPlan,
     rungs: Sequence[Rung],
     asks: list[Ask],
     warm: list[Ask],
@@ -87,17 +87,17 @@ def climb(
     repeats: int,
     dtype: str,
     report: Report,
-    keep: Callable[[list[Row]], None] = lambda rows: None,
-) -> list[Row]:
+    keep: Callable[[list[RungResult]], None] = lambda rows: None,
+) -> list[RungResult]:
     """Measure the rungs from the bottom up. `limit`: seconds after which a rung begins no further request.
 
     `keep` is called after each rung. On a GPU one process serves all rungs, where memory is counted by the device.
     """
-    rows: list[Row] = []
+    rows: list[RungResult] = []
     with workers(shared=plan.device == "cuda") as asked:
         for number, rung in enumerate(rungs, 1):
             options = plan.settings(rung.name)
-            row = Row(rung, single=options["max_num_seqs"] == 1, asked=len(asks))
+            row = RungResult(rung, single=options["max_num_seqs"] == 1, asked=len(asks))
             below = next((row.seconds for row in reversed(rows) if row.error is None), limit)
             title = f"{number}/{len(rungs)} {rung.title}, about {min(below, limit):.0f} s or less"
             question = {
@@ -127,7 +127,7 @@ def _warm_up(device: str, options: dict[str, Any], warm: list[Ask], single: bool
     return warm  # sizes are recorded as they come up, so the work is like the one that is timed
 
 
-def _take_in(row: Row, found: dict[str, Any], asks: list[Ask]) -> None:
+def _take_in(row: RungResult, found: dict[str, Any], asks: list[Ask]) -> None:
     answers = found["answers"]
     row.ran, tokens = len(answers), sum(len(one["tokens"]) for one in answers)
     row.tokens_per_second = tokens / found["seconds"]
@@ -152,10 +152,10 @@ def _one_by_one(
     return spread([start + first for start in [0.0, *ends[:-1]]]), spread(ends)
 
 
-def first_differences(rows: Sequence[Row]) -> list[tuple[Row, int, int | None]]:
+def first_differences(rows: Sequence[RungResult]) -> list[tuple[RungResult, int, int | None]]:
     """Of every answer but the first to a request: where it leaves that one, of the lowest rung (None: nowhere)."""
     reference: dict[int, list[int]] = {}
-    found: list[tuple[Row, int, int | None]] = []
+    found: list[tuple[RungResult, int, int | None]] = []
     for row in rows:
         for index, (_, tokens) in row.answers.items():
             if index not in reference:
@@ -168,7 +168,9 @@ def first_differences(rows: Sequence[Row]) -> list[tuple[Row, int, int | None]]:
     return found
 
 
-def _compare(model: str, plan: Plan, rows: list[Row], dtype: str, limit: float, report: Report, asked: Asked) -> None:
+def _compare(
+    model: str, plan: LadderPlan, rows: list[RungResult], dtype: str, limit: float, report: Report, asked: Asked
+) -> None:
     """Count equal answers, and ask the bottom's settings how near the others were."""
     lowest: dict[int, tuple[list[int], list[int]]] = {}
     for row in reversed(rows):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from tokenmill.bench.ladder_run import Row
+from tokenmill.bench.ladder_run import RungResult
 from tokenmill.bench.plot import COLORS, STYLE, log_ticks, svg_text
 
 WIDTH, LINE, TOP, BOTTOM = 860, 30, 52, 40
@@ -20,7 +20,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
+def cells(rows: Sequence[RungResult]) -> Iterator[tuple[str, list[str]]]:
     """A name and the figures of each rung; ~ marks those of fewer requests."""
     good = [row for row in rows if row.error is None]
     below = good[0] if good else None
@@ -49,7 +49,7 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
         below = row
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
+def lines(rows: Sequence[RungResult]) -> Iterator[str]:
     """For a terminal, and as it is for a Markdown page."""
     table = [("rung", list(HEADS)), *cells(rows)]
     widths = [max(len(name) for name, _ in table)]
@@ -62,7 +62,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield from notes(rows)
 
 
-def notes(rows: Sequence[Row]) -> Iterator[str]:
+def notes(rows: Sequence[RungResult]) -> Iterator[str]:
     """What the table cannot say."""
     for row in rows:
         if row.error is not None:
@@ -85,7 +85,7 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def waterfall(title: str, rows: Sequence[Row]) -> str:
+def waterfall(title: str, rows: Sequence[RungResult]) -> str:
     """An SVG document: a bar per rung on a logarithmic axis of tokens per second, from the rung below to this one."""
     good = [row for row in rows if row.error is None]
     speeds = [row.tokens_per_second for row in good] or [1.0]
@@ -123,7 +123,7 @@ def waterfall(title: str, rows: Sequence[Row]) -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
-def page(title: str, told: Sequence[str], rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> str:
+def page(title: str, told: Sequence[str], rows: Sequence[RungResult], settings: Sequence[dict[str, Any]]) -> str:
     """One HTML document that needs nothing else."""
     head = "".join(f"<th>{escape(one)}</th>" for one in ("rung", *HEADS))
     body = "".join(

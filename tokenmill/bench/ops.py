@@ -40,7 +40,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Line:
+class OpTiming:
     name: str
     seconds: float
     bytes_share: float  # of the measured bytes per second
@@ -66,7 +66,9 @@ class Line:
         return ""
 
 
-def bench_ops(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Line]:
+def bench_ops(
+    spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell: Callable[[str], None]
+) -> list[OpTiming]:
     ops = select(Need(device.type, dtype, spec.attention_head_dim, BLOCK_SIZE))
     measure = ceilings_of(device, dtype, packed(device, dtype))
     best = measure(0.3)
@@ -88,9 +90,9 @@ def bench_ops(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, tell:
     return lines
 
 
-def line_of(case: Case, took: float, best: Ceilings) -> Line:
+def line_of(case: Case, took: float, best: Ceilings) -> OpTiming:
     shares = case.bytes / took / best.bytes_per_s, case.flops / took / best.flops_per_s
-    return Line(case.name, took, *shares, held=case.bytes * len(case.variants))
+    return OpTiming(case.name, took, *shares, held=case.bytes * len(case.variants))
 
 
 def cases(spec: DecoderSpec, ops: Ops, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:

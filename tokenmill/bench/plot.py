@@ -18,12 +18,12 @@ STYLE = """text{font:12px system-ui,sans-serif;fill:#333}.title{font-size:14px;f
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     name: str
     points: list[tuple[float, float]]
 
 
-def chart(title: str, below: str, lines: list[Line], *, logarithmic: bool = False) -> str:
+def chart(title: str, below: str, lines: list[Series], *, logarithmic: bool = False) -> str:
     """An SVG document: `lines` over an x axis named `below`, which may be logarithmic; y starts at 0."""
     xs = sorted({x for line in lines for x, _ in line.points}) or [1.0]
     step = _step(max((y for line in lines for _, y in line.points), default=1.0) or 1.0)

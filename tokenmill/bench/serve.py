@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.bench.figures import Answer, Run
-from tokenmill.bench.serve_client import Connection, Exchange, Heard, Place, read
+from tokenmill.bench.serve_client import Connection, Exchange, Heard, ServerAddress, read
 from tokenmill.bench.workloads import Ask
 from tokenmill.errors import TokenmillError
 
@@ -48,7 +48,7 @@ class Check:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-async def drive(place: Place, load: Load, watch: Watch | None = None) -> Run:
+async def drive(place: ServerAddress, load: Load, watch: Watch | None = None) -> Run:
     """Put the load on the server. Nothing is parsed before the last answer has ended."""
     _allow_files((len(load.asks) if _is_open(load) else min(load.streams, len(load.asks))) + _FILES)
     asked = [place.post("/v1/completions", _body(load, ask)) for ask in load.asks]
@@ -96,7 +96,7 @@ async def drive(place: Place, load: Load, watch: Watch | None = None) -> Run:
     return Run(seconds, [_placed(exchange, began) for exchange in found if exchange is not None])
 
 
-async def alone(place: Place, load: Load, watch: Watch | None = None) -> list[str]:
+async def alone(place: ServerAddress, load: Load, watch: Watch | None = None) -> list[str]:
     """The answer to each prompt when nothing else runs. Raises what the server said if one fails."""
     asks = [replace(ask, at=None) for ask in load.asks]
     run = await drive(place, replace(load, asks=asks, streams=1), watch)

@@ -38,7 +38,7 @@ class Exchange:
     failure: str | None = None  # of the connection: connect, disconnected, timeout
 
 
-class Place:
+class ServerAddress:
     """Where a server is."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -84,7 +84,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 class Connection(asyncio.BufferedProtocol):
     """One connection, kept open; one request at a time."""
 
-    def __init__(self, place: Place, heard: Heard) -> None:
+    def __init__(self, place: ServerAddress, heard: Heard) -> None:
         self._place = place
         self._heard = heard
         self._buffer = memoryview(bytearray(_PIECE))

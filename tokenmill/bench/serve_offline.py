@@ -17,7 +17,7 @@ from typing import Any
 from tokenmill.bench.figures import Run
 from tokenmill.bench.peers.serve import answer_lines
 from tokenmill.bench.serve import Load, Report, drive
-from tokenmill.bench.serve_client import Place, run
+from tokenmill.bench.serve_client import ServerAddress, run
 from tokenmill.bench.serve_started import started_server
 from tokenmill.bench.workloads import Mix
 from tokenmill.errors import TokenmillError
@@ -89,7 +89,7 @@ def overhead(
                 return float(asked["tokens"] / asked["seconds"])
 
             def served(load: Load) -> Run:
-                result = run(drive(Place(server.url), load))
+                result = run(drive(ServerAddress(server.url), load))
                 if result.errors:
                     raise TokenmillError(f"answers failed under load: {dict(result.errors)}")
                 return result

@@ -9,7 +9,7 @@ from typing import Any
 from tokenmill.bench.achieved import Roof, work_of
 from tokenmill.bench.figures import Run, of_point
 from tokenmill.bench.serve import Check, Load, Watch, alone, compare, drive
-from tokenmill.bench.serve_client import Place, run
+from tokenmill.bench.serve_client import ServerAddress, run
 from tokenmill.bench.serve_started import Started, counters
 from tokenmill.bench.workloads import Mix
 from tokenmill.plan.demand.slo import Slo
@@ -21,7 +21,7 @@ WatchOf = Callable[[str], Watch]  # what is under way -> whom to tell how far it
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """How a load is measured."""
 
     repeats: int = 1
@@ -41,7 +41,7 @@ class Point:
 
 
 def measure(
-    place: Place, load: Load, mix: Mix, plan: Plan, watch: WatchOf, roof: Roof | None, own: Started | None
+    place: ServerAddress, load: Load, mix: Mix, plan: LoadPlan, watch: WatchOf, roof: Roof | None, own: Started | None
 ) -> Point:
     """Put one load on a server, as often as the plan says. `load` says everything but the requests."""
     runs: list[Run] = []

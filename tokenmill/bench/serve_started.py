@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.bench.peers.serve import peak_bytes, processes
-from tokenmill.bench.serve_client import Place
+from tokenmill.bench.serve_client import ServerAddress
 from tokenmill.errors import TokenmillError
 from tokenmill.option import as_words
 
@@ -77,7 +77,7 @@ def _address(process: subprocess.Popen[str], seconds: float) -> str:
     return url
 
 
-def counters(place: Place) -> dict[str, float]:
+def counters(place: ServerAddress) -> dict[str, float]:
     """What a server of ours tells at /metrics, by name; nothing where it is another's, or tells nobody."""
     kind = http.client.HTTPConnection if place.tls is None else http.client.HTTPSConnection
     connection = kind(place.host, place.port, timeout=10)

@@ -20,7 +20,7 @@ Prompt = str | list[dict[str, Any]]  # text as it is, or messages for the chat t
 
 
 @dataclass(frozen=True)
-class Answer:
+class StreamedAnswer:
     """What came back, and the times as the person at the terminal felt them."""
 
     text: str = ""
@@ -44,9 +44,9 @@ class Answer:
         return text
 
 
-def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
+def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> StreamedAnswer:
     """Write the answer to stdout as it comes; Ctrl-C ends it early, and the engine stays usable."""
-    answer = Answer()
+    answer = StreamedAnswer()
     started = time.monotonic()
     with _interrupt_flag() as interrupted:
         stream = llm.stream(prompt, params)
@@ -56,7 +56,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
                 completion = output.outputs[0]
                 write(completion.text[len(answer.text) :])
                 tokens = len(completion.token_ids)
-                answer = Answer(
+                answer = StreamedAnswer(
                     text=completion.text,
                     prompt_tokens=len(output.prompt_token_ids),
                     tokens=tokens,

@@ -83,8 +83,8 @@ def serve(
     """
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.serve import Load
-    from tokenmill.bench.serve_client import Place
-    from tokenmill.bench.serve_run import POINT_STRIDE, Plan, measure
+    from tokenmill.bench.serve_client import ServerAddress
+    from tokenmill.bench.serve_run import POINT_STRIDE, LoadPlan, measure
     from tokenmill.bench.serve_started import started_server
     from tokenmill.plan.demand.slo import parse_slo
 
@@ -107,15 +107,15 @@ def serve(
     if against_offline:
         _compare(model, engine, mixes[0], load, rounds, seed, json)
         return
-    place = None if url is None else Place(url, key)  # what is wrong with it is told first
-    plan = Plan(repeats, min(8, streams) if warmup is None else warmup, check, promise, seed)
+    place = None if url is None else ServerAddress(url, key)  # what is wrong with it is told first
+    plan = LoadPlan(repeats, min(8, streams) if warmup is None else warmup, check, promise, seed)
     roof = None if url is not None or not ceilings else _roof(model, engine)
     with ExitStack() as stack:
         if place is None:
             with progress() as report:
                 report(0, 0, "starting the server")
                 own = stack.enter_context(started_server(model, engine))
-            place = Place(own.url, key)
+            place = ServerAddress(own.url, key)
         else:
             own = None
         watch = stack.enter_context(live())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokenmill.cli import options, slash
-from tokenmill.cli.answer import Answer, stream_answer
+from tokenmill.cli.answer import StreamedAnswer, stream_answer
 from tokenmill.cli.conversation import Conversation
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.lines import LineReader
@@ -50,7 +50,7 @@ class Chat:
         self.llm = llm
         self.conversation = conversation
         self.verbose = verbose
-        self.last: Answer | None = None
+        self.last: StreamedAnswer | None = None
         self.total_tokens = 0
         self._attempt = 0  # how often the last message was answered again
 
@@ -94,7 +94,7 @@ class Chat:
         """Stream an answer to a message; if not a word of it came, the message is taken back."""
         conversation = self.conversation
         conversation.say("user", message)
-        answer = Answer()
+        answer = StreamedAnswer()
         try:
             answer = stream_answer(self.llm, conversation.messages(), self._params())
         finally:
@@ -112,7 +112,7 @@ class Chat:
             return params
         return replace(params, seed=params.seed + self._attempt)
 
-    def _comment(self, answer: Answer) -> None:
+    def _comment(self, answer: StreamedAnswer) -> None:
         if answer.interrupted:
             note("(stopped)")
         elif answer.cut_short:

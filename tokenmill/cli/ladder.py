@@ -13,8 +13,8 @@ from tokenmill.cli.options import DEFAULT_MODEL, MODEL_HELP, CacheDir, Device, D
 from tokenmill.cli.terminal import note, progress
 
 if TYPE_CHECKING:
-    from tokenmill.bench.ladder import Plan
-    from tokenmill.bench.ladder_run import Row
+    from tokenmill.bench.ladder import LadderPlan
+    from tokenmill.bench.ladder_run import RungResult
     from tokenmill.plan.demand.workload import Workload
 
 _WHAT = "What is asked"
@@ -69,10 +69,10 @@ def ladder(
         warm = [(ask.prompt, ask.max_tokens) for ask in mix.asks(~seed)]
         told = [_told(plan, work, used)]
 
-        def data(rows: list[Row]) -> dict[str, Any]:
+        def data(rows: list[RungResult]) -> dict[str, Any]:
             return {"model": model, "told": told, "workload": work.summary(), "rungs": [row.as_data() for row in rows]}
 
-        def keep(rows: list[Row]) -> None:  # a run that is cut short is not lost
+        def keep(rows: list[RungResult]) -> None:  # a run that is cut short is not lost
             if json is not None and json != given.STDOUT:
                 json.write_text(dumps(data(rows), indent=1) + "\n")
 
@@ -95,9 +95,9 @@ def ladder(
 
 def _planned(
     model: str, options: dict[str, Any], sizes: tuple[int | None, int | None, int | None], seed: int, report: Any
-) -> tuple[Plan, Workload, int, str]:
+) -> tuple[LadderPlan, Workload, int, str]:
     """The ladder for this model and machine, the requests, the vocabulary's size, and the dtype's name."""
-    from tokenmill.bench.ladder import Plan, fitted, requests
+    from tokenmill.bench.ladder import LadderPlan, fitted, requests
     from tokenmill.config import EngineConfig
     from tokenmill.engine.build import choose_device, choose_dtype, open_checkpoint
     from tokenmill.model.families import spec_from_config
@@ -112,11 +112,11 @@ def _planned(
     count, prompt, output = (one or usual for one, usual in zip(sizes, USUAL[device.type]))
     work = requests(count, prompt, output, seed)
     fits = fitted(work, device.type, spec.kv_bytes_per_token(dtype.itemsize), spec.max_positions)
-    plan = Plan(device.type, fits, isinstance(checkpoint, BlockCheckpoint), options)
+    plan = LadderPlan(device.type, fits, isinstance(checkpoint, BlockCheckpoint), options)
     return plan, work, spec.vocab_size, str(dtype).removeprefix("torch.")
 
 
-def _told(plan: Plan, work: Workload, dtype: str) -> str:
+def _told(plan: LadderPlan, work: Workload, dtype: str) -> str:
     return (
         f"{len(work)} requests, all there from the start: prompts of {min(work.prompts)} to {max(work.prompts)} tokens "
         f"that share their first {work.hash_block}, answers of {min(work.outputs)} to {max(work.outputs)}; greedy, "

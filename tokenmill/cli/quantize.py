@@ -15,7 +15,7 @@ import typer
 
 from tokenmill.cli import options
 from tokenmill.cli.options import option
-from tokenmill.cli.quantize_inputs import Opened, open_model, spread_pieces, token_ids
+from tokenmill.cli.quantize_inputs import OpenedModel, open_model, spread_pieces, token_ids
 from tokenmill.cli.quantize_report import Wanted, print_report
 from tokenmill.cli.terminal import EVERY, note, progress, size
 from tokenmill.errors import ConfigError
@@ -180,7 +180,7 @@ def _suiting(layout: Layout, calibrate: Path | None) -> str:
     return "gptq" if kind == "int4" else "smoothquant"
 
 
-def _dtype(wanted: str | None, opened: Opened) -> torch.dtype:
+def _dtype(wanted: str | None, opened: OpenedModel) -> torch.dtype:
     import torch
 
     name = wanted or opened.source.spec.dtype or "bfloat16"

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     files: ModelFiles
     checkpoint: Checkpoint
     source: LayerSource
     tokenizer: Tokenizer
 
 
-def open_model(model: str) -> Opened:
+def open_model(model: str) -> OpenedModel:
     from tokenmill.config import EngineConfig
     from tokenmill.engine.build import load_tokenizer, open_checkpoint
     from tokenmill.model.families import spec_from_config
@@ -39,7 +39,7 @@ def open_model(model: str) -> Opened:
     checkpoint, config = open_checkpoint(EngineConfig(model=model), files)
     assert checkpoint is not None  # only dummy weights have none
     source = LayerSource(spec_from_config(config), checkpoint)
-    return Opened(files, checkpoint, source, load_tokenizer(files, checkpoint))
+    return OpenedModel(files, checkpoint, source, load_tokenizer(files, checkpoint))
 
 
 def read_text(path: Path) -> str:

@@ -16,7 +16,7 @@ from tokenmill.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from tokenmill.cli.quantize_inputs import Opened
+    from tokenmill.cli.quantize_inputs import OpenedModel
     from tokenmill.quant.forms import Layout
     from tokenmill.quant.tool.quantize import Method
     from tokenmill.quant.tool.report import Candidate, Line
@@ -74,7 +74,7 @@ def print_report(wanted: Wanted) -> None:
     typer.echo(json.dumps(as_json(lines), indent=1) if wanted.as_json else "\n".join(table(lines, count)))
 
 
-def _with_a_head(opened: Opened, wanted: Wanted) -> Opened:
+def _with_a_head(opened: OpenedModel, wanted: Wanted) -> OpenedModel:
     """A head that is the embedding cannot be rounded in a model that is written; here it can, on its own."""
     from tokenmill.quant.tool.layer_source import untied
 
@@ -116,7 +116,7 @@ def _method(one: Candidate, how: dict[str, Any]) -> Method:
     return replace(one.method, **how | fits)
 
 
-def _texts(wanted: Wanted, opened: Opened) -> tuple[torch.Tensor, torch.Tensor]:
+def _texts(wanted: Wanted, opened: OpenedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """What is predicted, and what is calibrated with: another text, or the part of the same one that is not judged."""
     assert wanted.text is not None
     window = min(WINDOW, wanted.tokens, opened.source.spec.max_positions)
@@ -127,7 +127,7 @@ def _texts(wanted: Wanted, opened: Opened) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, spread_pieces(other, wanted.samples, min(wanted.length, opened.source.spec.max_positions), path)
 
 
-def _with_speed(model: str, opened: Opened, lines: list[Line]) -> list[Line]:
+def _with_speed(model: str, opened: OpenedModel, lines: list[Line]) -> list[Line]:
     """Methods differ in codes, not in form: each form is measured once."""
     from tokenmill.quant.tool.report import speed
 
@@ -142,7 +142,7 @@ def _with_speed(model: str, opened: Opened, lines: list[Line]) -> list[Line]:
 
 
 def _with_questions(
-    model: str, opened: Opened, lines: list[Line], calibration: torch.Tensor, asked: list[dict[str, str]]
+    model: str, opened: OpenedModel, lines: list[Line], calibration: torch.Tensor, asked: list[dict[str, str]]
 ) -> list[Line]:
     """The answers of every form, if the model as it is can answer any."""
     from tokenmill.quant.tool.questions import solved, solved_by

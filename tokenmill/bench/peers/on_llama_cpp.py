@@ -29,7 +29,7 @@ def prepare(source: Path, variant: str, folder: Path) -> Path:
     return target
 
 
-class Engine:
+class PeerEngine:
     def __init__(self, model: str, variant: str, threads: int, rows: int, length: int) -> None:
         llama = self._llama = import_module("llama_cpp")
         self._numpy = import_module("numpy")

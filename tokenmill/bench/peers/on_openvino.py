@@ -27,7 +27,7 @@ def prepare(source: Path, variant: str, folder: Path) -> Path:
     return target
 
 
-class Engine:
+class PeerEngine:
     def __init__(self, model: str, variant: str, threads: int, rows: int, length: int) -> None:
         self._openvino, self._numpy = import_module("openvino"), import_module("numpy")
         self._genai = import_module("openvino_genai")

@@ -12,7 +12,7 @@ def prepare(source: Path, variant: str, folder: Path) -> Path:
     return source
 
 
-class Engine:
+class PeerEngine:
     def __init__(self, model: str, variant: str, threads: int, rows: int, length: int) -> None:
         from tokenmill import LLM, SamplingParams, __version__
 

@@ -25,7 +25,7 @@ def prepare(source: Path, variant: str, folder: Path) -> Path:
     return target
 
 
-class Engine:
+class PeerEngine:
     def __init__(self, model: str, variant: str, threads: int, rows: int, length: int) -> None:
         self._torch, transformers = import_module("torch"), import_module("transformers")
         self._torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ def prepare(source: Path, variant: str, folder: Path) -> Path:
     return made
 
 
-class Engine:
+class PeerEngine:
     def __init__(self, model: str, variant: str, threads: int, rows: int, length: int) -> None:
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))

@@ -4,11 +4,11 @@ Run as `python serve.py DRIVER THREADS` by the Python that has the engine. Impor
 beside it (on_*.py) import nothing but their engine, so the environment needs nothing else. A driver module has
 
     prepare(source, variant, folder) -> model      make the form of the weights that is wanted, once; returns its path
-    Engine(model, variant, threads, rows, length)  load it for `rows` requests of `length` tokens
-    Engine.version                                 what is measured, such as "engine 1.2.3"
-    Engine.rows (optional)                         it can take this many requests: no need to load it again for fewer
-    Engine.single(prompt, new) -> tokens, times    greedy, EOS ignored; the clock (perf_counter) after each token
-    Engine.batch(prompts, new) -> tokens           all at once; one list per prompt
+    PeerEngine(model, variant, threads, rows, length)  load it for `rows` requests of `length` tokens
+    PeerEngine.version                                 what is measured, such as "engine 1.2.3"
+    PeerEngine.rows (optional)                         it takes this many requests: no need to load it again for fewer
+    PeerEngine.single(prompt, new) -> tokens, times    greedy, EOS ignored; the clock (perf_counter) after each token
+    PeerEngine.batch(prompts, new) -> tokens           all at once; one list per prompt
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DrivenEngine:
         if getattr(self._engine, "rows", 0) < rows:
             self._engine = None  # the memory of the one before goes first
             gc.collect()
-            self._engine = self._driver.Engine(model, variant, threads, rows, length)
+            self._engine = self._driver.PeerEngine(model, variant, threads, rows, length)
         return {"version": self._engine.version}
 
     def single(self, prompt: list[int], new: int) -> dict[str, Any]:

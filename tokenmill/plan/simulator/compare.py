@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tokenmill.bench.plot import Line, chart
+from tokenmill.bench.plot import Series, chart
 from tokenmill.engine.scheduler.policy import Fcfs, Policy, ShortestFirst
 from tokenmill.errors import ConfigError
 from tokenmill.plan.demand.slo import Slo
@@ -158,10 +158,10 @@ def picture(what: str, rows: Sequence[Variant], outcomes: Sequence[SimulationRes
     if what in AXES:
         good = [(case.x, outcome.goodput(slo)) for case, outcome in zip(rows, outcomes)]
         first = [(case.x, outcome.figures(slo)["requests_per_second"]) for case, outcome in zip(rows, outcomes)]
-        lines = [Line("good", sorted(good)), Line("all", sorted(first))]
+        lines = [Series("good", sorted(good)), Series("all", sorted(first))]
         return chart(f"Requests per second, {slo.text}", AXES[what], lines)
     lines = []
     for case, outcome in zip(rows, outcomes):
         ttfts = [one.ttft for one in outcome.served]
-        lines.append(Line(case.name, [(100 * share, percentile(ttfts, share)) for share in PERCENTILES]))
+        lines.append(Series(case.name, [(100 * share, percentile(ttfts, share)) for share in PERCENTILES]))
     return chart(f"Seconds to the first token, {rows[0].workload.name}", "percentile of requests", lines)

@@ -1,4 +1,4 @@
-"""Admission: who may come in, judged by what waits, how fast it drains, and how the engine fares."""
+"""AdmissionControl: who may come in, judged by what waits, how fast it drains, and how the engine fares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Unavailable(TokenmillError):
 
 
 @dataclass(frozen=True)
-class Load:
+class Backlog:
     """What was accepted and is not finished."""
 
     queued_tokens: int = 0  # prompts that no engine has begun
@@ -41,7 +41,7 @@ class Load:
     rows: int = 1  # that would run at once
 
 
-class Admission:
+class AdmissionControl:
     """The bounded queue: refuses with the time after which there should be room."""
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -61,7 +61,7 @@ class Admission:
         """Tokens that a sequence will still say: an answer that outgrew the typical one is taken to double."""
         return min(max_tokens - said, max(self._answer - said, said * 0.5, 1.0))
 
-    def drain_seconds(self, load: Load) -> float | None:
+    def drain_seconds(self, load: Backlog) -> float | None:
         """Predicted time to finish everything accepted; None: nothing measured yet."""
         steps = load.output_tokens / max(1, load.rows) + math.ceil(load.queued_tokens / self.max_step_tokens)
         return self._seconds(steps, load.output_tokens, load.queued_tokens)
@@ -85,7 +85,7 @@ class Admission:
         tokens: int,
         sequences: int,
         timeout: float | None,
-        load: Callable[[], Load],
+        load: Callable[[], Backlog],
     ) -> None:
         """Raise Overloaded if a request of `tokens` prompt tokens may not come in. `load` is asked when one may not."""
         limit, most = self._settings.max_queued_tokens, self._settings.max_queued_requests
@@ -111,7 +111,7 @@ class Admission:
                 "deadline_too_close",
             )
 
-    def retry_after(self, load: Load, share: float) -> float:
+    def retry_after(self, load: Backlog, share: float) -> float:
         """Seconds until this share of what is accepted is done."""
         drain = self.drain_seconds(load)
         return RETRY_LEAST if drain is None else min(max(drain * min(share, 1.0), RETRY_LEAST), RETRY_MOST)

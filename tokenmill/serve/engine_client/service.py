@@ -17,7 +17,7 @@ from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
 from tokenmill.request_state import RequestState
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
-from tokenmill.serve.engine_client.admission import Admission, CircuitBreaker, Load, Unavailable
+from tokenmill.serve.engine_client.admission import AdmissionControl, Backlog, CircuitBreaker, Unavailable
 from tokenmill.serve.engine_client.events import EngineEvent, EventBus, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.remote_model import Progress, load_tokenizer
@@ -54,7 +54,7 @@ class Service:
         self._supervisor = Supervisor(config, self.settings, self)
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
-        self._admission = Admission(self.settings)
+        self._admission = AdmissionControl(self.settings)
         self._breaker = CircuitBreaker(self.settings)
         self._counters = ServiceCounters()
         self._dispatcher = Dispatcher(self._remote, self._ended, self._admission.prefill_seconds)
@@ -67,7 +67,7 @@ class Service:
         self.startup = StartupProgress()
         self._last_step = 0.0
         self._failures_in_a_row = 0  # engines in a row that were lost without having said anything
-        self._load: tuple[float, Load] = (float("-inf"), Load())
+        self._load: tuple[float, Backlog] = (float("-inf"), Backlog())
         self._probe: str | None = None  # the request that the half-open breaker let in
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Service:
         if self._state == "starting":
             raise Unavailable(f"the server is starting ({self.startup.now}); try again later", 5.0)
 
-    def _current_load(self) -> Load:
+    def _current_load(self) -> Backlog:
         """Computed anew a few times per second at most: a storm of refusals must not cost more than the work."""
         now = self._remote.clock()
         if now - self._load[0] > 0.1:
@@ -351,5 +351,5 @@ class Service:
             expected = self._admission.expected_output
             output = sum(expected(sequence.request.num_output, sequence.request.max_tokens) for sequence in sequences)
             rows = min(len(sequences), self.facts.max_rows) if sequences else 1
-            self._load = now, Load(self._remote.queued_tokens, output, max(1, rows))
+            self._load = now, Backlog(self._remote.queued_tokens, output, max(1, rows))
         return self._load[1]

@@ -17,12 +17,12 @@ from tokenmill.compat import did_you_mean
 from tokenmill.errors import ConfigError
 from tokenmill.processor import PRIORITIES
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.tenants import Limits, Tenant
+from tokenmill.serve.http.tenants import Tenant, TenantLimits
 
 log = logging.getLogger("tokenmill.serve")
 
 PREFIX = "tm-"
-_LIMITS = {field.name for field in fields(Limits)}
+_LIMITS = {field.name for field in fields(TenantLimits)}
 _LOOK_AGAIN = 1.0  # seconds between two looks at the file
 
 
@@ -90,7 +90,7 @@ class ApiKeys:
         version = _version_of(file)
         tenants, by_hash = {}, {}
         for name, entry in read_tenants(file).items():
-            limits = Limits(**{key: value for key, value in entry.items() if key != "keys"})
+            limits = TenantLimits(**{key: value for key, value in entry.items() if key != "keys"})
             known = self._tenants.get(name)
             # Who has not changed keeps what it has used of its limits.
             tenant = known if known and known.limits == limits else Tenant(name, limits, clock=self._clock)

@@ -16,7 +16,7 @@ LONGEST_SALT = 1024  # characters
 
 
 @dataclass(frozen=True)
-class Limits:
+class TenantLimits:
     """None: no limit."""
 
     requests_per_minute: float | None = None
@@ -58,10 +58,14 @@ class Tenant:
     """One customer of a server."""
 
     def __init__(
-        self, name: str, limits: Limits | None = None, salted: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        limits: TenantLimits | None = None,
+        salted: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self.limits = limits or Limits()
+        self.limits = limits or TenantLimits()
         self.running = 0
         self.open_requests: set[str] = set()  # ids of the requests that are open
         self._salted = salted
