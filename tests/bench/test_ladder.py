@@ -16,7 +16,7 @@ from tiny import write_tiny
 from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
-from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, LadderPlan, Rung, Sizes, fitted, requests
+from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, LadderPlan, LadderSizes, Rung, fitted, requests
 from tokenmill.bench.ladder_process import RungWorker, workers
 from tokenmill.bench.ladder_run import Exactness, RungResult, climb, first_differences
 from tokenmill.bench.ladder_show import cells, lines, page, waterfall
@@ -26,7 +26,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.ops.registry import implementations
 
-SIZES = Sizes(rows=8, max_len=256, kv_bytes=1 << 20, whole_step=2048)
+SIZES = LadderSizes(rows=8, max_len=256, kv_bytes=1 << 20, whole_step=2048)
 TINY = ["--load-format", "dummy", "--device", "cpu", "--requests", "8", "--input", "24", "--output", "8"]
 
 

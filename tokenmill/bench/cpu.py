@@ -28,8 +28,6 @@ Workers = dict[Contender, PeerWorker]
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of the table."""
-
     key: str
     title: str
     more_is_better: bool = True
@@ -239,6 +237,5 @@ def _batch(setup: Setup, row: ContenderFigures, worker: PeerWorker, number: int,
 
 
 def _latest(row: ContenderFigures, columns: list[Column]) -> str:
-    """The last round's medians."""
     medians = [(one.title, statistics.median(row.figures[one.key][-one.per_round :])) for one in columns]
     return f"{row.contender.label}: " + ", ".join(f"{title} {middle:.4g}" for title, middle in medians)

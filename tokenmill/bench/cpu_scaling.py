@@ -54,7 +54,6 @@ def scaling(setup: Setup, who: list[Contender], contexts: tuple[int, ...], tell:
 
 
 def draw(results: Scaling, columns: list[Column], folder: Path) -> list[Path]:
-    """The charts of `results`, as SVG files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for column in (column for column in columns if column.more_is_better):

@@ -77,7 +77,6 @@ class Run:
 
 
 def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """The values behind each latency."""
     return {
         "ttft": [answer.times[0] for answer in answers if answer.times],
         "tpot": [answer.tpot for answer in answers if answer.tpot is not None],

@@ -43,7 +43,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LadderSizes:
     """Settings that all rungs share, fitted to the requests."""
 
     rows: int  # requests at once, from the first batch on
@@ -61,7 +61,7 @@ class LadderPlan:
     """What a machine and a model make of the ladder."""
 
     device: str  # cpu or cuda
-    sizes: Sizes
+    sizes: LadderSizes
     stored_packed: bool = False  # the file holds quantized weights that a CPU computes with
     options: dict[str, Any] = field(default_factory=dict)  # of the user: device, dtype, load_format
 
@@ -132,7 +132,7 @@ def _gpu_kernels() -> list[Rung]:
     return [Rung("fused-ops", "fused kernels", {"ops": None}, "Triton kernels; below, plain torch.")]
 
 
-def _together(sizes: Sizes) -> list[Rung]:
+def _together(sizes: LadderSizes) -> list[Rung]:
     """Batches, and the memory for them."""
     return [
         Rung(
@@ -235,7 +235,7 @@ def requests(count: int, prompt: int, output: int, seed: int) -> Workload:
     )
 
 
-def fitted(work: Workload, device: str, kv_bytes_per_token: int, longest: int) -> Sizes:
+def fitted(work: Workload, device: str, kv_bytes_per_token: int, longest: int) -> LadderSizes:
     """Sizes for these requests; `longest` is the model's limit."""
     whole = max(prompt + output for prompt, output in zip(work.prompts, work.outputs)) + BLOCK
     if whole > longest:
@@ -245,4 +245,4 @@ def fitted(work: Workload, device: str, kv_bytes_per_token: int, longest: int) -
     tokens = max(max_len, rows * max_len // LONGER) + BLOCK
     # A hundredth of the blocks is kept free for those who run.
     kv_bytes = int(1.02 * tokens * kv_bytes_per_token) + 2 * BLOCK * kv_bytes_per_token
-    return Sizes(rows, max_len, kv_bytes, max(WHOLE_STEP[device], max_len, rows))
+    return LadderSizes(rows, max_len, kv_bytes, max(WHOLE_STEP[device], max_len, rows))

@@ -23,8 +23,6 @@ PASSING = 24  # tokens of the longest answer of a warm-up: on its way a batch en
 
 @dataclass
 class Exactness:
-    """Answers against those of the lowest rung that gave them."""
-
     equal: int = 0
     near: int = 0
     different: int = 0

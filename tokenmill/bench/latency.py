@@ -33,7 +33,6 @@ class Batch:
 
 
 def answer(llm: LLM, asks: list[Ask]) -> Batch:
-    """Answer a batch, and time its steps."""
     llm.reset_prefix_cache()
     processor = llm._processor
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=asks[0].max_tokens)

@@ -45,7 +45,6 @@ def answer_of(output: RequestOutput, began: float) -> Answer:
 
 
 def steps_of(llm: LLM) -> int:
-    """Steps that the engine has computed so far."""
     return llm._built.engine.scheduler.kv.pool.settled
 
 

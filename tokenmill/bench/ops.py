@@ -49,7 +49,6 @@ class OpTiming:
 
     @property
     def share(self) -> float:
-        """How near the op is to the ceiling that binds it."""
         return max(self.bytes_share, self.flops_share)
 
     def text(self) -> str:

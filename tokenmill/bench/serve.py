@@ -107,7 +107,6 @@ async def alone(place: ServerAddress, load: Load, watch: Watch | None = None) ->
 
 
 def compare(answers: list[Answer], expected: list[str]) -> Check:
-    """Sort answers by what became of them."""
     check, whose = Check(), Counter(expected)
     for answer, right in zip(answers, expected, strict=True):
         if answer.error is not None:

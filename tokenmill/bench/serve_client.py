@@ -39,8 +39,6 @@ class Exchange:
 
 
 class ServerAddress:
-    """Where a server is."""
-
     def __init__(self, url: str, key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -57,7 +57,6 @@ class Overhead:
         }
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
         yield f"{'':12}{'served':>10}{'offline':>10}{'overhead':>10}   output tokens/s"
         for number, (served, offline, percent) in enumerate(zip(self.served, self.offline, self.percent), 1):
             yield f"round {number:<6}{served:>10.1f}{offline:>10.1f}{percent:>8.1f} %"
@@ -111,8 +110,6 @@ def overhead(
 
 
 class Offline:
-    """The worker's side."""
-
     def load(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
         from tokenmill import LLM
 

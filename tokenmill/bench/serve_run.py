@@ -22,8 +22,6 @@ WatchOf = Callable[[str], Watch]  # what is under way -> whom to tell how far it
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a load is measured."""
-
     repeats: int = 1
     warm_up: int = 0  # requests
     check: bool = False  # every answer alone first
@@ -33,8 +31,6 @@ class LoadPlan:
 
 @dataclass
 class Point:
-    """One load, measured."""
-
     mix: Mix
     runs: list[Run]
     figures: dict[str, Any]

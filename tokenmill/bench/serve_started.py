@@ -22,8 +22,6 @@ from tokenmill.option import as_words
 
 @dataclass(frozen=True)
 class Started:
-    """A server that runs."""
-
     url: str
     process: int
 

@@ -31,7 +31,6 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles by name."""
     found: dict[str, float | None] = {"mean": statistics.fmean(values) if values else None}
     return found | {f"p{share}": percentile(values, share) for share in SHARES}
 
@@ -58,7 +57,6 @@ def resampled(requests: Sequence[T], figure: Callable[[Sequence[T]], float | Non
 
 
 def student(freedom: int) -> float:
-    """The 97.5 % point of Student's t."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = _NORMAL

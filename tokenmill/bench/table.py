@@ -52,7 +52,6 @@ def lines(found: dict[str, Any], how: str, promise: Slo | None = None) -> Iterat
 
 
 def against_rate(points: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line per rate that was asked for."""
     promised = any("goodput" in point for point in points)
     slow = any(point["timed_out"] for point in points)
     heads = ["rate/s", "done/s", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99 ms"]

@@ -18,8 +18,6 @@ COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran, in microseconds."""
-
     name: str
     start: float
     end: float
@@ -51,7 +49,6 @@ class Timeline:
 
 
 def read(trace: Path) -> Timeline:
-    """The spans of a trace that torch's profiler wrote."""
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
 
     def spans(*categories: str) -> list[Span]:

@@ -25,8 +25,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ask:
-    """One request as it will be sent."""
-
     prompt: str | list[int]
     max_tokens: int
     at: float | None = None  # seconds after the start at which it is meant to be sent; None: when a stream is free

@@ -4,7 +4,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its status."""
     try:
         from tokenmill.cli.app import app
         from tokenmill.cli.terminal import forgive_encodings

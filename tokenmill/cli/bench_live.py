@@ -53,8 +53,6 @@ class _Bar:
 
 
 class _Log:
-    """A plain line now and then."""
-
     def __init__(self) -> None:
         self._told = time.monotonic()
 

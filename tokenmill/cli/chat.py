@@ -67,7 +67,6 @@ class Chat:
                 note(f"error: {error}")
 
     def take(self, line: str) -> None:
-        """Do what one line asks for."""
         if line.startswith("/"):
             slash.obey(self, line)
         elif line:

@@ -42,7 +42,6 @@ class Conversation:
         self.turns.append({"role": role, "content": text})
 
     def set(self, name: str, text: str) -> None:
-        """Change one sampling setting from what a person typed."""
         if name not in SETTINGS:
             raise InvalidRequest(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
         changed: dict[str, Any] = {name: _value(name, text)}

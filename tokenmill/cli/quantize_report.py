@@ -26,8 +26,6 @@ WINDOW = 512  # tokens that are predicted together
 
 @dataclass(frozen=True)
 class Wanted:
-    """The options of the command, as they were given."""
-
     model: str
     layout: Layout  # nothing in it: every form
     method: str | None

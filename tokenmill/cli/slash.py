@@ -24,7 +24,6 @@ class Command:
 
 
 def obey(chat: Chat, line: str) -> None:
-    """Carry out one line that starts with a slash."""
     name, _, argument = line.partition(" ")
     name = ALIASES.get(name, name)
     if name not in COMMANDS:

@@ -25,7 +25,7 @@ from tokenmill.serve.api.page import add_pages
 from tokenmill.serve.api.responses import respond
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape, shape_at
-from tokenmill.serve.http.access_log import RequestRecord
+from tokenmill.serve.http.access_log import AccessRecord
 from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
 from tokenmill.serve.http.origin_guard import OriginGuard
@@ -207,7 +207,7 @@ async def _not_here(request: Request, problem: Exception) -> Response:
     else:
         message = str(found.detail)
     error = HttpError(found.status_code, message, "not_found" if found.status_code == 404 else None)
-    record = RequestRecord(server_of(request), request)
+    record = AccessRecord(server_of(request), request)
     record.end(error.status, error=error)
     return error_response(error, _shape_of(request), record.headers() | dict(found.headers or {}))
 

@@ -34,7 +34,7 @@ class PeerEngine:
         self.version = f"transformers {transformers.__version__}, torch {self._torch.__version__}"
 
     def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-        clock = _Clock()
+        clock = _TokenTimes()
         return self._generate([prompt], new, streamer=clock)[0], clock.times[1:]  # the first put is the prompt
 
     def batch(self, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -55,7 +55,7 @@ class PeerEngine:
         return tokens
 
 
-class _Clock:
+class _TokenTimes:
     """A streamer that notes when each token came."""
 
     def __init__(self) -> None:

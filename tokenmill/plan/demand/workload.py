@@ -106,7 +106,6 @@ class Workload:
         return replace(self, arrivals=tuple(at * factor for at in self.arrivals))
 
     def summary(self) -> str:
-        """One line for people."""
         rate = "all at once" if math.isinf(self.rate) else f"{self.rate:.2f}/s over {self.seconds:,.0f} s"
         text = (
             f"{len(self):,} requests, {rate}; prompts {_spread(self.prompts)}, answers {_spread(self.outputs)} tokens"
@@ -122,7 +121,6 @@ def fixed(name: str, count: int, prompt: int, output: int, rate: float = math.in
 
 
 def poisson(count: int, rate: float, seed: int = 0) -> tuple[float, ...]:
-    """Arrival times of a Poisson process, from a seed."""
     source = random.Random(seed)
     at, found = 0.0, [0.0]
     for _ in range(count - 1):

@@ -63,8 +63,6 @@ class Placement:
 
 
 class Fleet(Protocol):
-    """Machines to plan for."""
-
     @property
     def name(self) -> str: ...
 

@@ -42,7 +42,6 @@ def explain(plan: Plan) -> list[str]:
 
 
 def reasons(plan: Plan) -> list[tuple[str, str, str]]:
-    """Every setting with its value and why."""
     ask, best = plan.ask, plan.best
     layout, room, split = best.layout, best.placement.room, best.layout.split
     kv_losses = [one.layout.kv.loss for one in plan.others]
@@ -89,7 +88,6 @@ def price_per_million(plan: Plan, choice: Choice) -> float | None:
 
 
 def lacks(plan: Plan, other: Choice) -> str:
-    """Why a runner-up lost, in a few words."""
     best = plan.best
     carries = f"carries {other.rate:.2f}/s"
     if other.rate <= 0:

@@ -58,8 +58,6 @@ def demand_of(work: Workload, share: float, cached_share: float = 0.0) -> Demand
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one copy has room for."""
-
     max_rows: int
     step_tokens: int
     kv_tokens: int

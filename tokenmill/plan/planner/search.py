@@ -65,7 +65,6 @@ class PlanRequest:
 
     @property
     def longest(self) -> int:
-        """The longest request that has to fit."""
         if self.max_len is not None:
             return self.limit
         return max(prompt + output for prompt, output in zip(self.load.prompts, self.load.outputs))

@@ -61,7 +61,6 @@ class Cluster:
         self._report = report
 
     def run(self, jobs: list[SimulatedJob]) -> SimulationResult:
-        """Serve all jobs to their end."""
         total = self._left = len(jobs)
         horizon = jobs[-1].arrival
         if self.spec.failures is not None:
@@ -180,7 +179,6 @@ class Cluster:
             self._send(job, now, with_kv)
 
     def _autoscale(self, now: float) -> None:
-        """Autoscaling: start or let go of replicas."""
         scale = self.spec.autoscale
         assert scale is not None
         present = sum(self._open) + self._starting

@@ -25,8 +25,6 @@ FAILURES = (None, 600.0, 120.0, 30.0)  # mean seconds between the failures of on
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a table."""
-
     name: str
     spec: ClusterSpec
     workload: Workload
@@ -34,7 +32,6 @@ class Variant:
 
 
 def variants(what: str, spec: ClusterSpec, workload: Workload, slo: Slo) -> list[Variant]:
-    """The rows of a comparison by name."""
     if what not in COMPARISONS:
         raise ConfigError(f"there is no comparison {what!r}; it may be one of {', '.join(COMPARISONS)}")
     return [Variant(name, one, workload, x) for name, one, x in COMPARISONS[what](spec, slo)]
@@ -96,7 +93,6 @@ COMPARISONS = {
 
 
 def run_variants(rows: Sequence[Variant], workers: int, report: Report) -> list[SimulationResult]:
-    """Simulate all cases, each in one process."""
     if workers == 1 or len(rows) == 1:
         return [simulate(case.spec, case.workload, _named(report, case.name)) for case in rows]
     found: list[SimulationResult] = []

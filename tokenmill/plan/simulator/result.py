@@ -25,8 +25,6 @@ Gaps = np.ndarray[tuple[int], np.dtype[np.float32]]  # four bytes per token are 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request that ended."""
-
     arrival: float
     prompt: int
     output: int
@@ -95,7 +93,6 @@ class SimulationResult:
         return float(_EDGES[min(place, len(_EDGES) - 1)])
 
     def goodput(self, slo: Slo) -> float:
-        """Good requests per second."""
         return self._good(slo) / self.seconds if self.seconds else 0.0
 
     def _good(self, slo: Slo) -> int:

@@ -10,8 +10,6 @@ from tokenmill.model.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class Split:
-    """How one copy of a model is divided over GPUs."""
-
     tensor: int = 1  # every layer's matrices and heads
     pipeline: int = 1  # layers, in stages
     expert: int = 1  # experts, over ranks that otherwise hold copies of everything else

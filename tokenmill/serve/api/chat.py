@@ -97,8 +97,6 @@ def _logprobs_json(context: RequestContext, body: ChatRequest, tokens: list[int]
 
 
 class _ChatEncoder(SSEEncoder):
-    """The events of a chat."""
-
     def __init__(self, context: RequestContext, body: ChatRequest, stream: Stream, tools: RequestTools, n: int) -> None:
         self.streams = [stream]
         self._context = context

@@ -144,8 +144,6 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
 
 
 class _CompletionEncoder(SSEEncoder):
-    """The events of a completion."""
-
     def __init__(self, context: RequestContext, body: CompletionRequest, streams: list[Stream], n: int) -> None:
         self.streams = streams
         self._context = context

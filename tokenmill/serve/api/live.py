@@ -32,6 +32,10 @@ SECONDS = 120  # seconds of token rates that a snapshot tells of
 MOST_WATCHERS = 64
 MOST_CELLS = 8192  # squares in the map of blocks; a larger pool has several blocks per square
 MOST_ROWS = 100  # requests that are listed; the others are counted
+_TOLD = (
+    "state", "breaker", "restarts", "active", "queued", "queued_tokens", "accepted", "refused", "finished", "cache_hit",
+    "cache_queried", "preemptions",
+)  # fmt: skip
 ID_LENGTH = 32  # characters of a request's id, with which the ids of its sequences begin
 
 
@@ -157,20 +161,9 @@ class Live:
         self._ids = list(rows)
         return {
             "model": self._server.name_of(service),
-            "state": stats.state,
             "stage": None if service.startup.now is None else str(service.startup.now),
             "degraded": service.route() is not service,
-            "breaker": stats.breaker,
-            "restarts": stats.restarts,
-            "active": stats.active,
-            "queued": stats.queued,
-            "queued_tokens": stats.queued_tokens,
-            "accepted": stats.accepted,
-            "refused": stats.refused,
-            "finished": stats.finished,
-            "cache_hit": stats.cache_hit,
-            "cache_queried": stats.cache_queried,
-            "preemptions": stats.preemptions,
+            **{name: getattr(stats, name) for name in _TOLD},
             "evicted": stats.evicted_blocks,
             "memory": stats.engine.memory + stats.engine.device_memory,
             "pool": None if view is None else _pool(view.blocks, stats.engine.block_size),

@@ -181,8 +181,6 @@ def _block(block: ContentBlock) -> dict[str, Any]:
 
 
 class _MessageEncoder(SSEEncoder):
-    """The events of a message."""
-
     def __init__(self, context: RequestContext, stream: Stream, tools: RequestTools) -> None:
         self.streams = [stream]
         self._context = context

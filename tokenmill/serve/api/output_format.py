@@ -18,8 +18,6 @@ LEAST = -9999.0  # a log-probability of minus infinity, which JSON cannot say
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one sequence said since the last time."""
-
     index: int
     text: str
     token_ids: list[int]

@@ -44,7 +44,6 @@ class RequestTools:
         return restriction(self._tools if self._only else None, self._parallel, self._format)
 
     async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
-        """The token ids of a conversation."""
         context = self._context
         shown, options = await context.in_thread(
             template_input, messages, self._given, self._choice, self._template, variables

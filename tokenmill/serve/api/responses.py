@@ -247,7 +247,6 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 
 
 def _item(context: RequestContext, block: ContentBlock, status: str = "completed") -> dict[str, Any]:
-    """A block as an output item."""
     if block.name is None:
         content = [_part(block)] if status == "completed" else []
         id = f"msg_{context.id}_{block.index}"

@@ -17,8 +17,6 @@ VERSION = 4  # both processes come from one installation; this catches the one t
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
-    """One sequence of a request."""
-
     key: int
     seed: int
     output: list[int] = []  # what it has said already: not empty when it goes on after a restart

@@ -15,8 +15,6 @@ log = logging.getLogger("tokenmill.serve")
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """One turn of the engine's loop."""
-
     number: int
     at: float  # when the engine sent it, in the front's monotonic clock
     lag: float  # seconds from there to the front

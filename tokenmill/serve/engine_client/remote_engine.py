@@ -23,9 +23,7 @@ CRASHES, CRASHES_ALONE = 2, 1  # at the same spot, before a request is run alone
 
 
 class RemoteSequence:
-    """One sequence as the front knows it."""
-
-    __slots__ = ("admitted", "group", "key", "request", "restarts", "sent")
+    __slots__ = ("admitted", "group", "key", "request", "sent")
 
     def __init__(self, key: int, request: Request, group: list[RemoteSequence]) -> None:
         self.key = key
@@ -33,13 +31,10 @@ class RemoteSequence:
         self.group = group  # its siblings and itself, leader first; as long as none was let in they travel together
         self.sent = False  # to the engine that runs now
         self.admitted = False  # an engine has let it in
-        self.restarts = 0
 
 
 @dataclass(frozen=True)
 class EngineLoss:
-    """How an engine ended."""
-
     cause: str
     weight: float = CRASH_WEIGHT
     in_flight: tuple[int, ...] = ()  # keys
@@ -113,7 +108,6 @@ class RemoteEngine:
         engine dies with it again."""
         self._send = None
         for sequence in self.sequences.values():
-            sequence.restarts += sequence.sent
             sequence.sent = False
         in_company = not self._isolation.suspects
         for key in dict.fromkeys(loss.in_flight):  # who was in two launched steps is named twice, and blamed once

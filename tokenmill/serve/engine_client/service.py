@@ -206,7 +206,6 @@ class Service:
     # -- to watch -------------------------------------------------------------------------------------------
 
     def stats(self) -> ServiceStats:
-        """Counters and gauges; asks nobody."""
         return self._counters.stats(
             state=self._state,
             breaker=self._breaker.state(self._remote.clock()),

@@ -38,8 +38,6 @@ class ServiceStats:
 
 
 class ServiceCounters:
-    """What a service counts."""
-
     def __init__(self) -> None:
         self.engine = wire.EngineStats()
         self.past: Counter[str] = Counter()  # counters of engines that are gone
@@ -48,7 +46,6 @@ class ServiceCounters:
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
 
     def close(self, reason: str, prompt: int, output: int, cached: int) -> None:
-        """A request has ended."""
         self.finished[reason] += 1
         self.prompt_tokens += prompt
         self.output_tokens += output

@@ -70,7 +70,6 @@ class Dispatcher:
                     self._close(state)
 
     def drop(self, state: StreamState, why: Finish = Finish.CANCELLED) -> None:
-        """End a request from this side."""
         if self.active.get(state.request_state.id) is not state:
             return
         for sequence in state.request_state.sequences:

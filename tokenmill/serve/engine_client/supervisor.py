@@ -100,7 +100,6 @@ class Supervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor itself is at work."""
         return self._task is not None and not self._task.done()
 
     def expect_work(self, busy: bool) -> None:
@@ -126,7 +125,6 @@ class Supervisor:
             raise
 
     async def _one_engine(self, ready: asyncio.Future[None]) -> tuple[EngineLoss, Exception | None]:
-        """The life of one engine process."""
         assert self._folder is not None and self._context is not None
         self.generation += 1
         folder = Path(self._folder.name)

@@ -1,4 +1,4 @@
-"""RequestRecord: what operators get to see of one request: its line in the access log, its counts, its trace."""
+"""AccessRecord: what operators get to see of one request: its line in the access log, its counts, its trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("tokenmill.serve.access")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class RequestRecord:
+class AccessRecord:
     """Begun with a request's head, ended once with its answer."""
 
     def __init__(self, server: ServerState, request: Request) -> None:

@@ -9,7 +9,6 @@ from tokenmill.serve.storage.journal import JournalFull
 
 
 def http_error_of(error: Exception, request_id: str) -> HttpError:
-    """What to tell of an error that somebody raised."""
     match error:
         case HttpError():
             return error

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.serve.errors import HttpError, shape_at
-from tokenmill.serve.http.access_log import RequestRecord
+from tokenmill.serve.http.access_log import AccessRecord
 from tokenmill.serve.http.request_context import error_response
 from tokenmill.serve.http.server_state import server_of
 from tokenmill.serve.settings import HttpSettings
@@ -38,7 +38,7 @@ class OriginGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
             request = Request(scope)
-            record = RequestRecord(server_of(request), request)
+            record = AccessRecord(server_of(request), request)
             record.end(problem.status, error=problem)
             await error_response(problem, shape_at(scope["path"]), record.headers())(scope, receive, send)
             return

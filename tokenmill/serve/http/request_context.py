@@ -23,7 +23,7 @@ from tokenmill.processor import Prompt
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
-from tokenmill.serve.http.access_log import RequestRecord
+from tokenmill.serve.http.access_log import AccessRecord
 from tokenmill.serve.http.error_mapping import http_error_of
 from tokenmill.serve.http.request_body import RequestBody, read_request
 from tokenmill.serve.http.server_state import ServerState, server_of
@@ -47,7 +47,7 @@ class RequestContext:
     """A request of a tenant that has been let in. Somebody must `close` it; that ends whatever still runs for it."""
 
     def __init__(
-        self, server: ServerState, request: Request, tenant: Tenant, shape: Shape, record: RequestRecord
+        self, server: ServerState, request: Request, tenant: Tenant, shape: Shape, record: AccessRecord
     ) -> None:
         self.server = server
         self.request = request
@@ -71,10 +71,6 @@ class RequestContext:
     @property
     def model(self) -> str:
         return self.server.name_of(self.service)
-
-    def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked not in self.server.names():
-            raise self.server.no_model(asked)
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
@@ -209,11 +205,12 @@ def endpoint(
 
     async def handle(request: Request) -> Response:
         server = server_of(request)
-        record, context = RequestRecord(server, request), None
+        record, context = AccessRecord(server, request), None
         try:
             context = RequestContext(server, request, server.tenant_of(request), shape, record)
             body, context.ignored = await read_request(request, kind, server.settings)
-            context.check_model(getattr(body, "model", None))
+            if (asked := getattr(body, "model", None)) is not None and asked not in server.names():
+                raise server.no_model(asked)
             response = await handler(context, body)
         except Exception as problem:
             error = logged_http_error(problem, record.id)
@@ -240,7 +237,7 @@ def reader(handler: Reader, shape: Shape = openai_shape) -> Callable[[Request], 
 
     async def handle(request: Request) -> Response:
         server = server_of(request)
-        record, error = RequestRecord(server, request), None
+        record, error = AccessRecord(server, request), None
         try:
             tenant = server.tenant_of(request)
             response = await handler(server, request, tenant)

@@ -30,22 +30,22 @@ class TokenBucket:
     """So many per minute, at most a minute's worth at once. May go below zero for what was not known beforehand."""
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float]) -> None:
-        self._per_minute = per_minute
+        self.per_minute = per_minute
         self._clock = clock
         self._level = per_minute or 0.0
         self._seen = clock()
 
     def wait(self, amount: float) -> float:
         """Seconds until `amount` may be taken; 0: now."""
-        if self._per_minute is None:
+        if self.per_minute is None:
             return 0.0
-        self._fill(self._per_minute)
-        missing = min(amount, self._per_minute) - self._level
-        return max(0.0, missing * 60 / self._per_minute)
+        self._fill(self.per_minute)
+        missing = min(amount, self.per_minute) - self._level
+        return max(0.0, missing * 60 / self.per_minute)
 
     def take(self, amount: float) -> None:
-        if self._per_minute is not None:
-            self._fill(self._per_minute)
+        if self.per_minute is not None:
+            self._fill(self.per_minute)
             self._level -= amount
 
     def _fill(self, per_minute: float) -> None:
@@ -55,8 +55,6 @@ class TokenBucket:
 
 
 class Tenant:
-    """One customer of a server."""
-
     def __init__(
         self,
         name: str,
@@ -74,20 +72,10 @@ class Tenant:
 
     def enter(self) -> None:
         """Begin a request. Raises HttpError 429; who enters must leave."""
-        if (wait := self._requests.wait(1)) > 0:
-            raise HttpError(
-                429,
-                f"{self.limits.requests_per_minute:g} requests per minute are allowed; try again in {wait:.1f} s",
-                "rate_limit_exceeded",
-                retry_after=wait,
-            )
-        if (wait := self._tokens.wait(1)) > 0:
-            raise HttpError(
-                429,
-                f"{self.limits.tokens_per_minute:g} tokens per minute are allowed; try again in {wait:.1f} s",
-                "rate_limit_exceeded",
-                retry_after=wait,
-            )
+        for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if (wait := bucket.wait(1)) > 0:
+                why = f"{bucket.per_minute:g} {what} per minute are allowed; try again in {wait:.1f} s"
+                raise HttpError(429, why, "rate_limit_exceeded", retry_after=wait)
         if self.limits.concurrency is not None and self.running >= self.limits.concurrency:
             raise HttpError(
                 429,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tokenmill import __version__
@@ -13,7 +15,6 @@ from tokenmill.engine.request import Finish
 from tokenmill.serve.engine_client.events import EngineEvent, Event, RequestEvent, StepEvent
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import GONE
-from tokenmill.serve.observe.histogram import FastHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -181,3 +182,31 @@ class _StatsCollector(Collector):
         model = self._service.facts.model if hasattr(self._service, "facts") else ""  # not before it is loaded
         build.add_metric([__version__, model], 1)
         yield build
+
+
+class FastHistogram(Collector):
+    """For what happens per token, where a lock and a loop over buckets would show.
+
+    For one thread: values are noted on the event loop, and that is where somebody asks for them.
+    """
+
+    def __init__(self, name: str, what: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._what, self._bounds = name, what, bounds
+        self._names = [*map(str, bounds), "+Inf"]
+        self._counts = [0] * len(self._names)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        counts, bounds = self._counts, self._bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        buckets = list(zip(self._names, map(float, accumulate(self._counts))))
+        yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)

@@ -130,8 +130,6 @@ class Tracing:
 
 
 class Trace:
-    """The spans of one request."""
-
     def __init__(self, tracing: Tracing, span: Any, id: str) -> None:
         context = span.get_span_context()
         self.span = span

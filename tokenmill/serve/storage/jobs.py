@@ -54,8 +54,6 @@ _decoder: msgspec.msgpack.Decoder[JobRecord] = msgspec.msgpack.Decoder(JobRecord
 
 @dataclass
 class Job:
-    """A batch of items and their answers so far."""
-
     id: str
     created: float
     owner: str
@@ -66,7 +64,6 @@ class Job:
     how: str | None = None  # completed, cancelled, failed, expired; None while it runs
 
     def open_items(self) -> Iterator[tuple[int, bytes]]:
-        """What is still to be done."""
         return ((index, item) for index, item in enumerate(self.items) if index not in self.answers)
 
     @property

@@ -92,7 +92,6 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return self._end
 
     @property
@@ -106,11 +105,12 @@ class Journal:
         if self._lost is not None:
             raise self._full(self._lost)
         try:
-            self._write(data, self._end)
+            _write_all(self._file, data, self._end)
             if self._fsync == "always":
                 os.fsync(self._file)
         except OSError as error:
-            self._cut_to(self._end)
+            with contextlib.suppress(OSError):  # what cannot be cut off now is overwritten, or cut when it is opened
+                os.ftruncate(self._file, self._end)
             raise self._full(error) from None
         self._end += len(data)
         self._appended += 1
@@ -276,7 +276,7 @@ class Journal:
         elif found.records:
             self._replace(found.records)
         else:
-            self._write(MAGIC, 0)
+            _write_all(self._file, MAGIC, 0)
             os.ftruncate(self._file, len(MAGIC))
 
     def _set_aside(self) -> None:
@@ -319,14 +319,6 @@ class Journal:
         if self._fsync != "never":
             os.fsync(self._file)
             _sync_folder(self.path.parent)
-
-    def _write(self, data: bytes, at: int) -> None:
-        _write_all(self._file, data, at)
-
-    def _cut_to(self, end: int) -> None:
-        """Best effort: what cannot be cut off now is overwritten by the next append, and cut when it is opened."""
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._file, end)
 
 
 def _checked(record: bytes) -> bytes:

@@ -91,7 +91,6 @@ class StoredResponses:
         return stored
 
     def found(self, tenant: str, id: str) -> StoredResponse:
-        """Raises HttpError 404."""
         stored = self.get(tenant, id)
         if stored is None:
             raise HttpError(

@@ -18,8 +18,6 @@ Choice = str  # "auto", "none", "required", or "=" and the name of a tool
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the client offers."""
-
     name: str
     parameters: Mapping[str, Any]  # a JSON schema
 

@@ -162,7 +162,6 @@ class _CallParser(ABC):
         self._space += text[len(kept) :]
 
     def _add(self, fragment: CallFragment) -> None:
-        """A part of the call that is being scanned."""
         index = self._count
         if fragment.name is not None:
             self._space = ""

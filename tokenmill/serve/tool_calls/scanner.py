@@ -109,7 +109,6 @@ class CallScanner:
         return True
 
     def _value_character(self, character: str) -> None:
-        """A character of a key or of a value."""
         if self._key not in _ARGUMENTS or self._has_arguments:
             self._text += character
             return
