@@ -1,0 +1,216 @@
+"""On-policy text: a model writes questions and answers itself, from the headers of its own chat template."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tokenmill.errors import ConfigError, ModelError, TokenmillError
+from tokenmill.llm import LLM
+from tokenmill.model.chat_template import render
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.tokenizer import Tokenizer
+from tokenmill.params import SamplingParams
+
+SENTINEL = "THE-QUESTION"  # stands for the user's text while the template is rendered
+QUESTION_TOKENS = (4, 200)  # shorter ones are dropped, longer ones cut
+ANSWER_TOKENS = 384
+ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)  # of every three answers
+QUESTION_TEMPERATURES = (1.0, 1.0, 1.0, 0.8)
+ROUND = 8192  # texts that are written together; the last of them run in ever smaller batches
+TYPICAL_TOKENS = 250  # of a question and its answer, for the size of the first round
+LOOP = 24  # tokens that come a second time: from there on an answer goes in circles, which needs no trained drafter
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Conversations one after the other, and which of their tokens the model has written."""
+
+    tokens: torch.Tensor  # [tokens] int32
+    starts: torch.Tensor  # [texts + 1] int64: where each begins
+    questions: torch.Tensor  # [texts, 2] int64: first token of the written question and the one behind it, in the text
+    answers: torch.Tensor  # [texts, 2] int64
+    temperatures: torch.Tensor  # [texts] float32: of the answer; 0 is greedy
+    seeds: torch.Tensor  # [texts] int64: of the answer's noise
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    @property
+    def num_written(self) -> int:
+        return int((self.questions[:, 1] - self.questions[:, 0] + self.answers[:, 1] - self.answers[:, 0]).sum())
+
+    def part(self, first: int, last: int) -> Texts:
+        begin, end = int(self.starts[first]), int(self.starts[last])
+        rest = {field.name: getattr(self, field.name)[first:last] for field in fields(self)[2:]}
+        return Texts(self.tokens[begin:end], self.starts[first : last + 1] - begin, **rest)
+
+    def answer_counts(self, vocab: int) -> torch.Tensor:  # [vocab] int64
+        """How often each token stands in the answers."""
+        place = torch.arange(len(self.tokens)) - self.starts[:-1].repeat_interleave(self.starts.diff())
+        first, last = (self.answers[:, side].repeat_interleave(self.starts.diff()) for side in (0, 1))
+        return torch.bincount(self.tokens[(place >= first) & (place < last)].long(), minlength=vocab)
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        tensors = {field.name: getattr(self, field.name).contiguous() for field in fields(self)}
+        save_file(tensors, path, {"texts": json.dumps({"fingerprint": fingerprint})})
+
+    @classmethod
+    def load(cls, path: Path, spec: DecoderSpec, fingerprint: str) -> Texts:
+        """Texts that `save` has written for the same model."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                known = json.loads((file.metadata() or {})["texts"])
+                texts = cls(**{field.name: file.get_tensor(field.name) for field in fields(cls)})
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{path} holds no generated texts ({error}); remove it, and they are made anew") from None
+        if known.get("fingerprint") != fingerprint or int(texts.tokens.max()) >= spec.vocab_size:
+            raise ModelError(f"the texts in {path} were written by another model; name another file, or remove it")
+        return texts
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the texts: tokens before the question, and between question and answer."""
+
+    before: list[int]
+    between: list[int] | None  # None: there are no questions
+
+
+def frame_of(tokenizer: Tokenizer | None, spec: DecoderSpec) -> Frame:
+    """Of the chat template; a model without one goes on from a text's beginning."""
+    if tokenizer is not None and tokenizer.chat_template:
+        text = render(
+            tokenizer.chat_template,
+            [{"role": "user", "content": SENTINEL}],
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+        )
+        before, found, between = text.partition(SENTINEL)
+        if found:
+            return Frame(*(tokenizer.encode(part, add_special_tokens=False) for part in (before, between)))
+    begin = [tokenizer.bos_id if tokenizer is not None else None, spec.bos_id, *spec.eos_ids, 0]
+    return Frame([next(token for token in begin if token is not None)], None)
+
+
+def write_texts(llm: LLM, spec: DecoderSpec, tokens: int, seed: int, max_len: int, tell: Tell) -> Texts:
+    """At least so many tokens of questions and answers, in rounds."""
+    writer = _Writer(llm, frame_of(llm.get_tokenizer(), spec), seed, max_len)
+    rows: list[_Row] = []
+    written, typical = 0, TYPICAL_TOKENS
+    while written < tokens:
+        wanted = min(ROUND, max(16, -(-(tokens - written) // typical)))
+        made = [row for row in writer.write(wanted) if row.answer[1] - row.answer[0] > 1]
+        if not made:
+            raise TokenmillError(f"of {wanted} texts the model has ended all at once; there is nothing to train on")
+        rows += made
+        written += sum(row.num_written for row in made)
+        typical = max(1, written // len(rows))
+        tell(f"{len(rows)} texts, {written} of {tokens} tokens")
+    return _joined(rows)
+
+
+def draft_vocabulary(texts: Texts, spec: DecoderSpec, ends: Sequence[int], size: int) -> torch.Tensor:  # [size] int32
+    """The most frequent tokens of the answers, and those that end them, in the order of their ids."""
+    counts = texts.answer_counts(spec.vocab_size)
+    counts[list(ends)] += int(counts.sum()) + 1
+    best = counts.argsort(descending=True, stable=True)[: min(size, spec.vocab_size)]
+    return best.sort().values.int()
+
+
+@dataclass(frozen=True)
+class _Row:
+    tokens: list[int]
+    question: tuple[int, int]
+    answer: tuple[int, int]
+    temperature: float
+    seed: int
+
+    @property
+    def num_written(self) -> int:
+        return self.question[1] - self.question[0] + self.answer[1] - self.answer[0]
+
+
+class _Writer:
+    def __init__(self, llm: LLM, frame: Frame, seed: int, max_len: int) -> None:
+        self._llm, self._frame, self._random = llm, frame, random.Random(seed)
+        room = max_len - len(frame.before) - len(frame.between or [])
+        self._question_tokens = min(QUESTION_TOKENS[1], room // 3)
+        self._answer_tokens = min(ANSWER_TOKENS, room - self._question_tokens)
+        if self._question_tokens < QUESTION_TOKENS[0]:
+            raise ConfigError(f"max_model_len is {max_len}, too short for a question and an answer; raise it")
+
+    def write(self, count: int) -> Iterator[_Row]:
+        prompts = [(list(self._frame.before), len(self._frame.before))] * count
+        if self._frame.between is not None:
+            prompts = list(self._questions(count, self._frame.between))
+        params = [
+            self._params(ANSWER_TEMPERATURES[index % len(ANSWER_TEMPERATURES)], self._answer_tokens)
+            for index in range(len(prompts))
+        ]
+        answers = self._generate([ids for ids, _ in prompts], params)
+        for (ids, question_end), one, answer in zip(prompts, params, answers, strict=True):
+            answer = answer[: loop_start(answer)]
+            span = (len(ids), len(ids) + len(answer))
+            assert one.seed is not None
+            yield _Row(ids + answer, (len(self._frame.before), question_end), span, one.temperature, one.seed)
+
+    def _questions(self, count: int, between: list[int]) -> Iterator[tuple[list[int], int]]:
+        """Prompts for answers, and where their questions end."""
+        before = self._frame.before
+        params = [
+            self._params(QUESTION_TEMPERATURES[index % len(QUESTION_TEMPERATURES)], self._question_tokens)
+            for index in range(count)
+        ]
+        for question in self._generate([before] * count, params, without_end=True):
+            question = question[: loop_start(question)]
+            if len(question) >= QUESTION_TOKENS[0]:
+                yield [*before, *question, *between], len(before) + len(question)
+
+    def _params(self, temperature: float, max_tokens: int) -> SamplingParams:
+        seed = self._random.getrandbits(62)
+        return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, detokenize=False)
+
+    def _generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], without_end: bool = False
+    ) -> list[list[int]]:
+        found = []
+        for output in self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False):
+            answer = output.outputs[0]
+            tokens = list(answer.token_ids) if answer.finish_reason != "error" else []
+            found.append(tokens[:-1] if without_end and answer.finish_reason == "stop" else tokens)
+        return found
+
+
+def loop_start(tokens: Sequence[int]) -> int:
+    """Where a text begins to say the same again; its length where it never does."""
+    words = np.asarray(tokens, dtype=np.int32).tobytes()
+    seen: set[bytes] = set()
+    for first in range(len(tokens) - LOOP + 1):
+        window = words[4 * first : 4 * (first + LOOP)]
+        if window in seen:
+            return first
+        seen.add(window)
+    return len(tokens)
+
+
+def _joined(rows: list[_Row]) -> Texts:
+    lengths = torch.tensor([0, *(len(row.tokens) for row in rows)])
+    return Texts(
+        tokens=torch.from_numpy(np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in rows])),
+        starts=lengths.cumsum(0),
+        questions=torch.tensor([row.question for row in rows]),
+        answers=torch.tensor([row.answer for row in rows]),
+        temperatures=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+        seeds=torch.tensor([row.seed for row in rows]),
+    )
