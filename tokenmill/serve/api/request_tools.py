@@ -8,7 +8,7 @@ from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.api.chat_messages import Messages, template_input
 from tokenmill.serve.http.request_context import RequestContext
 from tokenmill.serve.tool_calls.allowed_tools import allowed_tools, restriction
-from tokenmill.serve.tool_calls.definitions import Choice, checked_choice, checked_tools, structured_from_choice
+from tokenmill.serve.tool_calls.definitions import Choice, Tool, checked_choice, checked_tools, structured_from_choice
 from tokenmill.serve.tool_calls.parsers import ToolCallParser, format_of, parser_for
 
 
@@ -24,24 +24,26 @@ class RequestTools:
     ) -> None:
         self._context = context
         self._given = tools
-        offered = checked_tools(tools)
-        plain, self._tools = allowed_tools(choice, offered)
-        self._only = len(self._tools) < len(offered)  # the model is told of tools that it may not call
-        self._choice: Choice = checked_choice(plain, self._tools)
         tokenizer = context.service.tokenizer
         self._template = tokenizer.chat_template if tokenizer is not None else None
-        self._format = format_of(self._template)
         self._parallel = parallel is not False
-        self.structured = structured_from_choice(
-            self._tools, self._choice, self._parallel
-        )  # that the answer must have; None: any
+        self._tools: list[Tool] = []  # that may be called
+        self._only = False  # the model is told of tools that it may not call
+        self._choice: Choice = "none"
+        self.structured: StructuredOutput | None = None  # that the answer must have; None: any
+        if tools is not None or choice is not None:
+            offered = checked_tools(tools)
+            plain, self._tools = allowed_tools(choice, offered)
+            self._only = len(self._tools) < len(offered)
+            self._choice = checked_choice(plain, self._tools)
+            self.structured = structured_from_choice(self._tools, self._choice, self._parallel)
 
     @property
     def restriction(self) -> StructuredOutput | None:
         """What holds calls to what is allowed, for an answer that nobody asked to have another form."""
         if self._choice != "auto":
             return None
-        return restriction(self._tools if self._only else None, self._parallel, self._format)
+        return restriction(self._tools if self._only else None, self._parallel, format_of(self._template))
 
     async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
         context = self._context
@@ -51,4 +53,6 @@ class RequestTools:
         return await context.service.chat_ids(shown, **options)
 
     def parser(self) -> ToolCallParser | None:
-        return parser_for(self._tools, self._choice, self._format, only=self._only)
+        if not self._tools:
+            return None
+        return parser_for(self._tools, self._choice, format_of(self._template), only=self._only)

@@ -169,7 +169,8 @@ class RemoteEngine:
             self._finish(sequence, Finish(update.finish))
         self._deltas.append(Delta(request, update.tokens, logprobs, update.finish is not None))
         # The token that it was lost at is there.
-        if update.tokens and self._isolation.seen_working(request, len(request.tokens) - 1):
+        looked_at = update.tokens and self._isolation.cases
+        if looked_at and self._isolation.seen_working(request, len(request.tokens) - 1):
             self._release_suspect(sequence)
 
     def _note_admitted(self, sequence: RemoteSequence, admitted: wire.Admitted) -> None:
@@ -201,10 +202,11 @@ class RemoteEngine:
         del self.sequences[sequence.key]
         if self._keys.get(request.id) == sequence.key:
             del self._keys[request.id]
-        suspect = self._isolation.is_suspect(request)
-        self._isolation.forget(request)
-        if suspect:
-            self._send_unsent()
+        if self._isolation.cases:
+            suspect = self._isolation.is_suspect(request)
+            self._isolation.forget(request)
+            if suspect:
+                self._send_unsent()
 
     def _release_suspect(self, sequence: RemoteSequence) -> None:
         """It got past the point where engines died with it."""

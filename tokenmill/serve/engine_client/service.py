@@ -240,6 +240,7 @@ class Service:
     # -- what the supervisor tells ----------------------------------------------------------------------------
 
     _send: Callable[[wire.ToEngine], None] | None = None
+    _processor: Processor  # there once an engine has told its facts
 
     def engine_loading(self, message: wire.Loading) -> None:
         if self._state in ("starting", "restarting"):
@@ -250,8 +251,8 @@ class Service:
         self._admission.max_step_tokens = facts.max_step_tokens
         if self._state == "starting":
             vocabulary = facts.vocab_size, facts.eos_ids
-            processor = Processor(self._remote, self.tokenizer, *vocabulary, facts.max_len, seed=self.config.seed)
-            self._dispatcher.processor = processor
+            self._processor = Processor(self._remote, self.tokenizer, *vocabulary, facts.max_len, seed=self.config.seed)
+            self._dispatcher.processor = self._processor
         if self._state in ("starting", "restarting"):
             self._state = "ready"
         self.startup.ready()
@@ -303,10 +304,6 @@ class Service:
         return min(self.settings.backoff_seconds * doubled, self.settings.backoff_most)
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    @property
-    def _processor(self) -> Processor:
-        return self._dispatcher.processor
 
     def _ended(self, state: StreamState) -> None:
         """A request has ended: count it, and learn from it."""

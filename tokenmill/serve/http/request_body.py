@@ -96,7 +96,7 @@ def parse(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     if not body.strip():
         raise HttpError(400, "the body is empty; send a JSON object", "invalid_json")
     try:
-        content = large_json.decode(body)
+        content = msgspec.json.decode(body) if len(body) <= _LARGE else large_json.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise HttpError(400, f"the body is not valid JSON: {reason}", "invalid_json") from None
