@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenmill.model.layers import WeightStore
+    from tokenmill.model.spec import DecoderSpec
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,3 +37,18 @@ def write_tiny(folder: Path, **changes: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY | changes))
     return str(folder)
+
+
+def logits_of(spec: DecoderSpec, weights: WeightStore, ids: torch.Tensor) -> torch.Tensor:  # [rows, length, vocab]
+    """Of texts of one length, from their beginnings, in torch's own ops."""
+    import torch
+
+    from tokenmill.model.decoder import Decoder
+    from tokenmill.ops.registry import Need
+    from tokenmill.quant.tool.calibrate import plain_ops
+    from tokenmill.quant.tool.evaluate import hidden_of
+
+    ops = plain_ops(Need("cpu", torch.float32, spec.attention_head_dim))
+    hidden = hidden_of(spec, weights, ids)
+    with torch.inference_mode():
+        return Decoder(spec, weights, ops, max_len=1).logits(hidden)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from small_models import checkpoint, text
+from tiny import logits_of
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.quant.forms import parse_form, parse_layout
 from tokenmill.quant.tool.awq import best_scale, product_error, scale_for_inputs
 from tokenmill.quant.tool.calibrate import Moments
-from tokenmill.quant.tool.evaluate import StoreBuilder, logits_of
+from tokenmill.quant.tool.evaluate import StoreBuilder
 from tokenmill.quant.tool.joints import Joint, joints
 from tokenmill.quant.tool.layer_source import LayerSource
 from tokenmill.quant.tool.quantize import Method, Quantized, plan_forms, quantize_model

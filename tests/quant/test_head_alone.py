@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import CONFIG, checkpoint, text, write
+from tiny import logits_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from tokenmill.cli.app import app
 from tokenmill.model.families import spec_from_config
-from tokenmill.quant.tool.evaluate import StoreBuilder, logits_of
+from tokenmill.quant.tool.evaluate import StoreBuilder
 from tokenmill.quant.tool.layer_source import LayerSource, untied
 from tokenmill.quant.tool.report import Candidate, measure
 

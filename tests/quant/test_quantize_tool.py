@@ -228,7 +228,7 @@ def test_the_judge_measures_what_it_says():
     same = judge.judge(store)
     assert same.change == 0 and same.divergence == 0 and same.agreement == 1
     # Logits that are halved have a divergence that can be written down.
-    from tokenmill.quant.tool.evaluate import logits_of
+    from tiny import logits_of
 
     logits = logits_of(source.spec, store, ids)[:, :-1]
     halved = StoreBuilder(source).build()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from small_models import MemoryCheckpoint, checkpoint, text
+from tiny import logits_of
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.quant.forms import parse_layout
 from tokenmill.quant.tool.calibrate import Calibration, round_inputs
-from tokenmill.quant.tool.evaluate import StoreBuilder, logits_of
+from tokenmill.quant.tool.evaluate import StoreBuilder
 from tokenmill.quant.tool.layer_source import LayerSource
 from tokenmill.quant.tool.quantize import Method, plan_forms, quantize_model
 from tokenmill.quant.tool.smooth import smoothing_scale

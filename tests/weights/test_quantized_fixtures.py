@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import logits_of
 
 from tokenmill.engine.choices import linear_shapes
 from tokenmill.model.families import spec_from_config
@@ -16,7 +17,6 @@ from tokenmill.model.weights.quantized import open_quantized
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
 from tokenmill.quant.forms import Layout, WeightForm
 from tokenmill.quant.schemes.choose import Place, choose_schemes
-from tokenmill.quant.tool.evaluate import logits_of
 
 DATA = Path(__file__).parent / "data"
 INT4, INT4_ZEROS = WeightForm("int4", 32), WeightForm("int4", 32, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.errors import ModelError
@@ -109,8 +109,9 @@ class Family:
     mla: Callable[[ConfigReader], MLASpec] | None = None
 
 
+_ATTENTION_BIAS = Family((), qkv_bias="attention_bias", o_bias="attention_bias")
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_GEMMA = {
+_GEMMA_DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -122,9 +123,16 @@ _GEMMA = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
+_GEMMA = replace(
+    _ATTENTION_BIAS,
+    norms="sandwich",
+    norm_offset=True,
+    activation_key="hidden_activation",
+    scaled_embedding=True,
+)
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(("llama",), qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "LlamaForCausalLM": replace(_ATTENTION_BIAS, model_types=("llama",), mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(
         ("mistral",), {"num_key_value_heads": 8, "sliding_window": 4096}, windows=_window_everywhere
     ),
@@ -134,29 +142,25 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         windows=_window_by_layer(lambda layer, config: layer < config.whole("max_window_layers", low=0)),
     ),
-    "Qwen3ForCausalLM": Family(
-        ("qwen3",),
-        _QWEN_WINDOWS | {"head_dim": 128},
+    "Qwen3ForCausalLM": replace(
+        _ATTENTION_BIAS,
+        model_types=("qwen3",),
+        defaults=_QWEN_WINDOWS | {"head_dim": 128},
         qk_norm="head",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
         windows=_window_by_layer(lambda layer, config: layer < config.whole("max_window_layers", low=0)),
     ),
     "Phi3ForCausalLM": Family(("phi3",), {"rms_norm_eps": 1e-5}, windows=_window_everywhere),
-    "Gemma2ForCausalLM": Family(
-        ("gemma2",),
-        _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "max_position_embeddings": 8192},
-        norms="sandwich",
-        norm_offset=True,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        activation_key="hidden_activation",
-        scaled_embedding=True,
+    "Gemma2ForCausalLM": replace(
+        _GEMMA,
+        model_types=("gemma2",),
+        defaults=_GEMMA_DEFAULTS
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "max_position_embeddings": 8192},
         windows=_window_by_layer(lambda layer, config: layer % 2 == 1),
     ),
-    "Gemma3ForCausalLM": Family(
-        ("gemma3_text", "gemma3"),
-        _GEMMA
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        model_types=("gemma3_text", "gemma3"),
+        defaults=_GEMMA_DEFAULTS
         | {
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
@@ -164,22 +168,11 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
         },
-        norms="sandwich",
-        norm_offset=True,
         qk_norm="head",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        activation_key="hidden_activation",
-        scaled_embedding=True,
         windows=_window_by_layer(lambda layer, config: (layer + 1) % config.whole("sliding_window_pattern") == 0),
     ),
-    "Olmo2ForCausalLM": Family(
-        ("olmo2",),
-        {"rms_norm_eps": 1e-5},
-        norms="post",
-        qk_norm="full",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+    "Olmo2ForCausalLM": replace(
+        _ATTENTION_BIAS, model_types=("olmo2",), defaults={"rms_norm_eps": 1e-5}, norms="post", qk_norm="full"
     ),
     "MixtralForCausalLM": Family(
         ("mixtral",),
@@ -193,12 +186,11 @@ FAMILIES: dict[str, Family] = {
         windows=_window_everywhere,
         moe=_mixtral_moe,
     ),
-    "Qwen3MoeForCausalLM": Family(
-        ("qwen3_moe",),
-        {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "Qwen3MoeForCausalLM": replace(
+        _ATTENTION_BIAS,
+        model_types=("qwen3_moe",),
+        defaults={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         qk_norm="head",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
         windows=_window_everywhere,
         moe=_qwen3_moe,
     ),

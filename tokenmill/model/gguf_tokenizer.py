@@ -102,36 +102,26 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     pre = str(vocabulary.get("pre", "default"))
     backend = Tokenizer(_bpe(vocabulary, vocabulary.merges(), ignore_merges=pre in _WHOLE_WORDS))
     if pre in _GPT2_STYLE:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        first = []
     elif pre in _SINGLE_DIGITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
+        first = [pre_tokenizers.Digits(individual_digits=True)]
     elif pre == "default":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated"),
-                pre_tokenizers.Split(Regex(r"[0-9][0-9][0-9]"), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
+        first = [_isolated(r"[\p{P}\$\+<=>\^~\|]+"), _isolated(r"[0-9][0-9][0-9]")]
     elif pre in _PATTERNS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        first = [_isolated(_PATTERNS[pre])]
     else:
         known = ", ".join(["default", *_GPT2_STYLE, *_SINGLE_DIGITS, *_PATTERNS])
         raise ModelError(f"{vocabulary.path} cuts words by the unknown rule {pre!r}; known are {known}")
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _PATTERNS)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, by_bytes]) if first else by_bytes
     if pre in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _isolated(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:

@@ -66,14 +66,6 @@ def dense_need(
     )  # fmt: skip
 
 
-def _fits(need: MatmulNeed) -> str:
-    return ""
-
-
-def _never(need: MatmulNeed) -> Sequence[Span]:
-    return ()
-
-
 @dataclass(frozen=True)
 class MatmulKernel:
     """One way to multiply rows with a stored weight, with what it declares it can do."""
@@ -85,9 +77,9 @@ class MatmulKernel:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = FLOATS
     requires: Requirement | None = None  # of the GPU and of Triton
-    shape_misfit: Callable[[MatmulNeed], str] = _fits  # why it cannot have this weight; empty where it can
+    shape_misfit: Callable[[MatmulNeed], str] = lambda need: ""  # why it cannot have this weight; empty where it can
     rows: Span = ANY_ROWS  # that it can multiply
-    fastest: Callable[[MatmulNeed], Sequence[Span]] = _never  # rows for which it was measured to be
+    fastest: Callable[[MatmulNeed], Sequence[Span]] = lambda need: ()  # rows for which it was measured to be
     inputs: torch.dtype | None = None  # codes that inputs are rounded to; None: they are multiplied as they are
     quantize: Quantize | None = None  # makes such inputs
     # As `run`, for one row: with the norm before it (x is Unnormed), and the activation behind it, named by the last.

@@ -73,24 +73,19 @@ def _int8(need: MatmulNeed, x: QuantizedRows, storage: Storage, bias: Bias) -> t
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def _float8_misfit(need: MatmulNeed) -> str:
-    return "rounds no inputs" if need.static_inputs else ""
-
-
-def _rounded_float8_misfit(need: MatmulNeed) -> str:
-    return "" if need.static_inputs else "rounds inputs with a scale of the checkpoint"
-
-
 KERNELS = (
     MatmulKernel("the matrix library", ("dense",), multiply_dense, fastest=lambda need: (ANY_ROWS,)),
     MatmulKernel(  # slower: only for who asks for it
         "batch-invariant torch", ("dense",), _invariant, devices=("cpu",), batch_invariant=True, rank=-1
     ),
     MatmulKernel("dequantized by torch", ("int4", "int8", "grouped fp8"), _words),
-    MatmulKernel("dequantized by torch", ("fp8",), multiply_float8, shape_misfit=_float8_misfit),
     MatmulKernel(
-        "dequantized by torch, inputs rounded", ("fp8",), multiply_float8, shape_misfit=_rounded_float8_misfit,
-        inputs=FLOAT8, quantize=quantize_rows,
+        "dequantized by torch", ("fp8",), multiply_float8,
+        shape_misfit=lambda need: "rounds no inputs" if need.static_inputs else "",
+    ),
+    MatmulKernel(
+        "dequantized by torch, inputs rounded", ("fp8",), multiply_float8, inputs=FLOAT8, quantize=quantize_rows,
+        shape_misfit=lambda need: "" if need.static_inputs else "rounds inputs with a scale of the checkpoint",
     ),
     MatmulKernel(
         "exact sums in torch", ("w8a8",), _int8, inputs=torch.int8, quantize=quantize_rows, batch_invariant=True

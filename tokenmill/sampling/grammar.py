@@ -190,7 +190,10 @@ def check_grammar(structured: StructuredOutput) -> None:
 
 def grammar_text(structured: StructuredOutput) -> str:
     """The grammar as llguidance reads it. Raises InvalidRequest for one that it would not survive."""
-    _need_library()
+    if importlib.util.find_spec("llguidance") is None:
+        raise InvalidRequest(
+            f"structured output needs the llguidance package, which is not installed; {pip_install('structured')}"
+        )
     check_levels(structured)
     from llguidance import LLMatcher, regex_to_lark
 
@@ -202,7 +205,8 @@ def grammar_text(structured: StructuredOutput) -> str:
         # Nobody who writes \d means the digits of all scripts.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(structured['regex'], use_ascii='d')}/")
     if "choice" in structured:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, structured["choice"])))
+        quoted = (json.dumps(text, ensure_ascii=False) for text in structured["choice"])
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     return LLMatcher.grammar_from_lark(structured["grammar"])
 
 
@@ -277,18 +281,7 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _said(message: str) -> str:
     """The parser's message in one line of bounded length."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     return text if len(text) <= 400 else text[:397] + "..."
-
-
-def _need_library() -> None:
-    if importlib.util.find_spec("llguidance") is None:
-        raise InvalidRequest(
-            f"structured output needs the llguidance package, which is not installed; {pip_install('structured')}"
-        )

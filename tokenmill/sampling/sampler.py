@@ -193,7 +193,18 @@ class Sampler:
                 logits = logits.float()
             elif traits.best is not None:
                 logits = logits.clone()
-            self.ops.shape(logits, self._shape_batch(rows, positions, words, numbers))
+            shape_batch = ShapeBatch(
+                rows=rows,
+                positions=positions,
+                tokens=self.tokens,
+                edits=self._edits,
+                edits_at=self._edits_at.index_select(0, rows),
+                masks=self._masks,
+                counters=self._counters,
+                **{name: words[name] for name in ("prompt_len", "stops_from")},
+                **{name: numbers[name] for name in ("repetition", "presence", "frequency")},
+            )
+            self.ops.shape(logits, shape_batch)
         batch = SampleBatch(
             temperature=numbers["temperature"],
             top_k=words["top_k"],
@@ -223,28 +234,6 @@ class Sampler:
         if self.device.type == "cpu" or width > LOGPROB_BUCKETS[-1]:
             return min(width, self.vocab_size)
         return next(bucket for bucket in LOGPROB_BUCKETS if width <= bucket)
-
-    def _shape_batch(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        words: dict[str, torch.Tensor],
-        numbers: dict[str, torch.Tensor],
-    ) -> ShapeBatch:
-        return ShapeBatch(
-            rows=rows,
-            positions=positions,
-            tokens=self.tokens,
-            prompt_len=words["prompt_len"],
-            repetition=numbers["repetition"],
-            presence=numbers["presence"],
-            frequency=numbers["frequency"],
-            stops_from=words["stops_from"],
-            edits=self._edits,
-            edits_at=self._edits_at.index_select(0, rows),
-            masks=self._masks,
-            counters=self._counters,
-        )
 
     def _make_tables(self) -> None:
         """What shaping on a GPU needs, once and for all: a recording serves batches with any of these settings, and is

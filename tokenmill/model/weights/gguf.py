@@ -154,31 +154,23 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 
+
+def _expert_names(block: str, gate: str, up: str, down: str) -> dict[str, str]:
+    names = {"gate": gate, "up": up, "down": down}
+    stacked = {f"ffn_{part}_exps": f"{block}.experts.{{expert}}.{name}" for part, name in names.items()}
+    return {"ffn_gate_inp": f"{block}.gate", **stacked}
+
+
 _EXTRA_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = _Family(names={**_EXTRA_NORMS, "ffn_norm": "pre_feedforward_layernorm"}, norms_shifted=True)
 
 _FAMILIES = {
     "llama": _Family(interleaved_rope=True),
     "mistral": _Family(interleaved_rope=True),
-    "mixtral": _Family(
-        names={
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
-            "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
-        },
-        interleaved_rope=True,
-    ),
+    "mixtral": _Family(_expert_names("block_sparse_moe", "w1", "w3", "w2"), interleaved_rope=True),
     "qwen2": _Family(),
     "qwen3": _Family(),
-    "qwen3_moe": _Family(
-        names={
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
-            "ffn_up_exps": "mlp.experts.{expert}.up_proj",
-            "ffn_down_exps": "mlp.experts.{expert}.down_proj",
-        }
-    ),
+    "qwen3_moe": _Family(_expert_names("mlp", "gate_proj", "up_proj", "down_proj")),
     "phi3": _Family(names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections import Counter
@@ -164,10 +165,7 @@ class _Reader:
         values, size = layout
         if shape[-1] % values:
             raise self._corrupt(f"tensor {name!r} has rows of {shape[-1]} values in blocks of {values}")
-        count = 1
-        for dim in shape:
-            count *= dim
-        num_bytes = count // values * size
+        num_bytes = math.prod(shape) // values * size
         if offset + num_bytes > self._size:
             raise self._corrupt(f"tensor {name!r} ends at byte {offset + num_bytes} of a file of {self._size} bytes")
         return TensorInfo(name, shape, type_id, offset, num_bytes)

@@ -60,12 +60,6 @@ def hidden_of(
     return torch.stack(found)
 
 
-def logits_of(spec: DecoderSpec, weights: WeightStore, ids: torch.Tensor) -> torch.Tensor:  # [rows, length, vocab]
-    hidden = hidden_of(spec, weights, ids)
-    with torch.inference_mode():
-        return _head(spec, weights).logits(hidden)
-
-
 @dataclass(frozen=True)
 class Quality:
     """Of a candidate against the baseline, over every predicted token of a text."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tokenmill.model.weights.quantized.checkpoint import Format
 from tokenmill.model.weights.quantized.matrix import Kind, Matrix, centred
 from tokenmill.model.weights.quantized.parts import FLOATS, Parts
 from tokenmill.model.weights.quantized.settings import Settings, within_any
@@ -14,7 +15,7 @@ from tokenmill.model.weights.quantized.settings import Settings, within_any
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # output 8 w + i lies at place _PLACES[i] of word w
 
 
-class AWQ:
+class AWQ(Format):
     method = "awq"
     parts = frozenset({"qweight", "qzeros", "scales"})
 
@@ -36,13 +37,6 @@ class AWQ:
 
     def covers(self, module: str) -> bool:
         return not within_any(self._left_out, module)
-
-    def expects(self, module: str) -> bool:
-        """Layers outside the blocks are floats without further notice."""
-        return False
-
-    def note(self) -> str | None:
-        return None
 
     def kind(self, parts: Parts) -> Kind:
         columns, packed = parts.take("qweight", (torch.int32,)).shape  # [columns, rows / 8]

@@ -37,12 +37,12 @@ class Format(Protocol):
         ...
 
     def expects(self, module: str) -> bool:
-        """Whether a linear layer of floats is worth a note."""
-        ...
+        """Whether a linear layer of floats is worth a note; not where tools leave some without further notice."""
+        return False
 
     def note(self) -> str | None:
         """What of the config is not followed to the letter."""
-        ...
+        return None
 
     def kind(self, parts: Parts) -> Kind:
         """How a covered layer is stored, without reading its codes."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tokenmill.errors import ModelError
+from tokenmill.model.weights.quantized.checkpoint import Format
 from tokenmill.model.weights.quantized.matrix import Kind, Matrix, centred, fields
 from tokenmill.model.weights.quantized.parts import FLOATS, Parts
 from tokenmill.model.weights.quantized.settings import Settings, fits_regular
@@ -15,7 +16,7 @@ from tokenmill.model.weights.quantized.settings import Settings, fits_regular
 _HINT = "use a checkpoint of 4 or 8 bits, a GGUF file, or the original one"
 
 
-class GPTQ:
+class GPTQ(Format):
     method = "gptq"
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
@@ -42,13 +43,6 @@ class GPTQ:
 
     def covers(self, module: str) -> bool:
         return self._of(module) is not None
-
-    def expects(self, module: str) -> bool:
-        """Layers outside the blocks, and those that the tool was told to leave, are floats without further notice."""
-        return False
-
-    def note(self) -> str | None:
-        return None
 
     def kind(self, parts: Parts) -> Kind:
         settings = self._settings(parts)

@@ -18,7 +18,7 @@ from tokenmill.ops.triton.attention.kv_codes import (
     whole_values,
 )
 from tokenmill.ops.triton.attention.kv_transposed import attend_transposed
-from tokenmill.ops.triton.attention.paging import finite_or_zero, merged, padded_block
+from tokenmill.ops.triton.attention.paging import merged, padded_block
 from tokenmill.ops.triton.attention.shared_prefix import prefix_attention
 from tokenmill.ops.triton.attention.tile import attend_tile, cached_head, paged_arguments
 from tokenmill.ops.triton.config import (
@@ -403,7 +403,7 @@ def _joined(
             mask=known[:, :, None] & (dim < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(tops, 0))
-        base = finite_or_zero(new_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(tops - base[None, :])
         shrink = tl.exp2(top - base)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)

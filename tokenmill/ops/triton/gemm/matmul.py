@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,17 +32,9 @@ _COUNTED_ROW_TILES = 4  # sums of eight bits on both sides are cut into parts up
 
 
 @cache
-def _hopper_gemm() -> Any:
-    from tokenmill.ops.triton.gemm.hopper import hopper_gemm  # in Gluon, which not every Triton has
-
-    return hopper_gemm
-
-
-@cache
-def _one_row_gemm() -> Any:
-    from tokenmill.ops.triton.gemm.one_row import one_row_gemm  # in Gluon, which not every Triton has
-
-    return one_row_gemm
+def _gluon(name: str) -> Any:
+    """A module of kernels in Gluon, which not every Triton has."""
+    return importlib.import_module(f"tokenmill.ops.triton.gemm.{name}")
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype, fixed: torch.Tensor | None) -> QuantizedRows:  # [rows, in]
@@ -58,10 +51,6 @@ def _dense_misfit(need: MatmulNeed) -> str:
     if need.weight_dtype not in (None, need.dtype):
         return f"its weight is {str(need.weight_dtype).removeprefix('torch.')}"
     return f"its {need.in_features} inputs are no multiple of 64" if need.in_features % 64 else ""
-
-
-def _dense_fastest(need: MatmulNeed) -> tuple[Span, ...]:
-    return small.fastest_rows(need.out_features, need.in_features)
 
 
 def _invariant(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
@@ -98,7 +87,7 @@ def _fused_row(
     need: MatmulNeed, x: torch.Tensor | Unnormed, storage: Storage, bias: Bias, act: str = ""
 ) -> torch.Tensor:
     x = x if isinstance(x, Unnormed) else x.contiguous()
-    out: torch.Tensor = _one_row_gemm()(x, _codes(need, storage), bias, act)
+    out: torch.Tensor = _gluon("one_row").one_row_gemm(x, _codes(need, storage), bias, act)
     return out
 
 
@@ -130,7 +119,7 @@ def _eight_bits_hopper(need: MatmulNeed, x: QuantizedRows, storage: Storage, bia
     if not values.is_contiguous() or values.data_ptr() % 16:  # as the copy engine needs them; ours always are
         values = values.clone(memory_format=torch.contiguous_format)
     weight, scale, counters = storage["weight"], storage["scale"], storage["counters"]
-    out: torch.Tensor = _hopper_gemm()(values, x.scale, weight, scale, bias, counters, x.dtype)
+    out: torch.Tensor = _gluon("hopper").hopper_gemm(values, x.scale, weight, scale, bias, counters, x.dtype)
     return out
 
 
@@ -160,13 +149,12 @@ def _float8_library_misfit(need: MatmulNeed) -> str:
     return ""
 
 
-def _split_k_counters(out_features: int) -> int:
-    return small.counters_for(_COUNTED_ROW_TILES * out_features)
-
-
 _GPU = MatmulKernel("", (), _dense, devices=("cuda",), requires=GEMM, counters=small.counters_for)
 _WORDS = replace(_GPU, weights=tuple(WORDS), dtypes=HALVES, shape_misfit=_words_misfit, rows=(1, NO_LIMIT))
-_BOTH_SIDES = replace(_GPU, rows=(1, NO_LIMIT), quantize=quantize_rows, counters=_split_k_counters)
+_BOTH_SIDES = replace(
+    _GPU, rows=(1, NO_LIMIT), quantize=quantize_rows,
+    counters=lambda out_features: small.counters_for(_COUNTED_ROW_TILES * out_features),
+)  # fmt: skip
 _SMALL_TILES = replace(
     _BOTH_SIDES, name="eight bits on both sides, small tiles", run=_eight_bits, rank=10,
     fastest=lambda need: ((1, TILED_ROWS - 1),),
@@ -179,7 +167,7 @@ _HOPPER_TILES = replace(
 KERNELS = (
     replace(
         _GPU, name="few rows", weights=("dense",), run=_dense, rank=5, dtypes=HALVES, shape_misfit=_dense_misfit,
-        rows=(1, small.MOST_FASTEST_ROWS), fastest=_dense_fastest,
+        rows=(1, small.MOST_FASTEST_ROWS), fastest=lambda need: small.fastest_rows(need.out_features, need.in_features),
     ),
     replace(  # slower: only for who asks for it
         _GPU, name="batch-invariant", weights=("dense",), run=_invariant, rank=-1, dtypes=THREE_FLOATS,
