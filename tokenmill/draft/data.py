@@ -22,6 +22,7 @@ from tokenmill.params import SamplingParams
 
 SENTINEL = "THE-QUESTION"  # stands for the user's text while the template is rendered
 QUESTION_TOKENS = (4, 200)  # shorter ones are dropped, longer ones cut
+OPENING_TOKENS = 32  # of texts without questions, for as many different beginnings
 ANSWER_TOKENS = 384
 ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)  # of every three answers
 QUESTION_TEMPERATURES = (1.0, 1.0, 1.0, 0.8)
@@ -84,7 +85,7 @@ class Frame:
     """What stands around the texts: tokens before the question, and between question and answer."""
 
     before: list[int]
-    between: list[int] | None  # None: there are no questions
+    between: list[int]  # empty: the answer goes on where the question stops
 
 
 def frame_of(tokenizer: Tokenizer | None, spec: DecoderSpec) -> Frame:
@@ -100,7 +101,7 @@ def frame_of(tokenizer: Tokenizer | None, spec: DecoderSpec) -> Frame:
         if found:
             return Frame(*(tokenizer.encode(part, add_special_tokens=False) for part in (before, between)))
     begin = [tokenizer.bos_id if tokenizer is not None else None, spec.bos_id, *spec.eos_ids, 0]
-    return Frame([next(token for token in begin if token is not None)], None)
+    return Frame([next(token for token in begin if token is not None)], [])
 
 
 def write_texts(llm: LLM, spec: DecoderSpec, tokens: int, seed: int, max_len: int, tell: Tell) -> Texts:
@@ -144,16 +145,14 @@ class _Row:
 class _Writer:
     def __init__(self, llm: LLM, frame: Frame, seed: int, max_len: int) -> None:
         self._llm, self._frame, self._random = llm, frame, random.Random(seed)
-        room = max_len - len(frame.before) - len(frame.between or [])
-        self._question_tokens = min(QUESTION_TOKENS[1], room // 3)
+        room = max_len - len(frame.before) - len(frame.between)
+        self._question_tokens = min(QUESTION_TOKENS[1] if frame.between else OPENING_TOKENS, room // 3)
         self._answer_tokens = min(ANSWER_TOKENS, room - self._question_tokens)
         if self._question_tokens < QUESTION_TOKENS[0]:
             raise ConfigError(f"max_model_len is {max_len}, too short for a question and an answer; raise it")
 
     def write(self, count: int) -> Iterator[_Row]:
-        prompts = [(list(self._frame.before), len(self._frame.before))] * count
-        if self._frame.between is not None:
-            prompts = list(self._questions(count, self._frame.between))
+        prompts = list(self._questions(count))
         params = [
             self._params(ANSWER_TEMPERATURES[index % len(ANSWER_TEMPERATURES)], self._answer_tokens)
             for index in range(len(prompts))
@@ -165,9 +164,9 @@ class _Writer:
             assert one.seed is not None
             yield _Row(ids + answer, (len(self._frame.before), question_end), span, one.temperature, one.seed)
 
-    def _questions(self, count: int, between: list[int]) -> Iterator[tuple[list[int], int]]:
+    def _questions(self, count: int) -> Iterator[tuple[list[int], int]]:
         """Prompts for answers, and where their questions end."""
-        before = self._frame.before
+        before, between = self._frame.before, self._frame.between
         params = [
             self._params(QUESTION_TEMPERATURES[index % len(QUESTION_TEMPERATURES)], self._question_tokens)
             for index in range(count)

@@ -1,0 +1,294 @@
+"""Training of draft heads: the texts, the hidden states, the loss, and what a few seconds of it are good for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import write_tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.draft.data import (
+    ANSWER_TEMPERATURES,
+    LOOP,
+    Frame,
+    Texts,
+    draft_vocabulary,
+    frame_of,
+    loop_start,
+    write_texts,
+)
+from tokenmill.draft.evaluate import acceptance, evaluate
+from tokenmill.draft.optimize import Schedule, Sizes, new_head, optimize, soft_cross_entropy
+from tokenmill.draft.states import embeddings, head_rows, logits_parts, runner_of, states_of
+from tokenmill.draft.train import TrainOptions, count, main, train_draft
+from tokenmill.errors import ConfigError, ModelError
+from tokenmill.model.draft_head import DraftHead, fingerprint
+from tokenmill.ops.noise import gumbel_noise
+
+TOKENS = 6000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """With a tokenizer for the words w0, w1, ... and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    words = {f"w{number}": number for number in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "w1 w5 {{ messages[0].content }} w6 w7 w8"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return write_tiny(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, load_format="dummy", skip_tokenizer_init=True, device="cpu", seed=3) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def texts(llm):
+    return write_texts(llm, llm._built.spec, TOKENS, seed=1, max_len=128, tell=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def states(llm, texts):
+    return states_of(llm._built, texts)
+
+
+def test_texts_without_a_template_begin_with_bos_and_all_else_is_written(texts, llm):
+    assert texts.num_written >= TOKENS
+    assert len(texts.tokens) == texts.num_written + len(texts)
+    assert (texts.tokens[texts.starts[:-1]] == llm._built.spec.bos_id).all()
+    assert (texts.questions[:, 1] == texts.answers[:, 0]).all()
+    assert set(texts.temperatures.tolist()) == {float(torch.tensor(one)) for one in ANSWER_TEMPERATURES}
+
+
+def test_texts_with_a_template_are_questions_and_answers_in_its_frame(model):
+    with LLM(model, load_format="dummy", device="cpu") as llm:
+        texts = write_texts(llm, llm._built.spec, 500, seed=1, max_len=128, tell=lambda text: None)
+    for one in range(len(texts)):
+        text = texts.part(one, one + 1)
+        tokens, (first, last), (begin, end) = text.tokens.tolist(), text.questions[0].tolist(), text.answers[0].tolist()
+        assert tokens[:first] == [1, 5] and tokens[last:begin] == [6, 7, 8] and end == len(tokens)
+        assert 4 <= last - first <= 200 and 2 not in tokens[first:last] and 2 not in tokens[begin : end - 1]
+
+
+def test_texts_are_what_the_model_says_again(texts, llm):
+    one = int((texts.temperatures == 1.0).nonzero()[0])
+    text = texts.part(one, one + 1)
+    begin = int(text.answers[0, 0])
+    params = SamplingParams(temperature=1.0, seed=int(text.seeds[0]), max_tokens=20, detokenize=False)
+    again = llm.generate([text.tokens[:begin].tolist()], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert list(again) == text.tokens[begin : begin + 20].tolist()
+
+
+def test_texts_of_the_same_seed_are_the_same(texts, llm):
+    again = write_texts(llm, llm._built.spec, TOKENS, seed=1, max_len=128, tell=lambda text: None)
+    assert torch.equal(again.tokens, texts.tokens)
+
+
+def test_states_are_those_that_the_tokens_were_sampled_from(states, llm):
+    decoder = runner_of(llm._built).decoder
+    logits = torch.cat([part for _, part in logits_parts(decoder, states.hidden)])
+    torch.testing.assert_close(states.log_z, logits.logsumexp(-1))
+    greedy = states.temperatures == 0
+    noise = gumbel_noise(states.seeds, states.positions, logits.shape[1])
+    sampled = (logits / states.temperatures.clamp_min(0.1)[:, None] + noise).argmax(-1)
+    chosen = torch.where(greedy, logits.argmax(-1), sampled)
+    same = (chosen == states.tokens)[states.is_answer]
+    assert same.float().mean() > 0.999  # products of other shapes may break a tie
+
+
+def test_questions_and_answers_have_states_and_what_stands_between_them_has_none(llm):
+    frame = 3, 2  # tokens before the question, and between it and the answer
+    lengths = [(5, 7), (4, 1)]
+    texts = Texts(
+        tokens=torch.cat([torch.arange(sum(frame) + sum(one)) + 10 * row for row, one in enumerate(lengths)]).int(),
+        starts=torch.tensor([0, 17, 27]),
+        questions=torch.tensor([[3, 8], [3, 7]]),
+        answers=torch.tensor([[10, 17], [9, 10]]),
+        temperatures=torch.tensor([0.0, 1.0]),
+        seeds=torch.tensor([5, 6]),
+    )
+    states = states_of(llm._built, texts)
+    assert states.tokens.tolist() == [*range(3, 8), *range(10, 17), *range(13, 17), 19]
+    assert states.is_answer.tolist() == [False] * 5 + [True] * 7 + [False] * 4 + [True]
+    assert states.spans.tolist() == [0] * 5 + [1] * 7 + [2] * 4 + [3]
+    assert states.positions.tolist() == [*range(3, 8), *range(10, 17), *range(3, 7), 9]
+    assert texts.answer_counts(128).nonzero()[:, 0].tolist() == [*range(10, 17), 19]
+    alone = states_of(llm._built, texts.part(1, 2))  # another row's text changes nothing
+    torch.testing.assert_close(alone.hidden, states.hidden[12:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_chat_template_is_cut_where_the_users_text_stands(llm):
+    class Chat:
+        chat_template = "{{ bos_token }}<user>{{ messages[0].content }}</user><model>"
+        bos_token, eos_token, bos_id = "<s>", "</s>", 1
+
+        def encode(self, text, add_special_tokens):
+            assert not add_special_tokens
+            return [ord(letter) for letter in text]
+
+    frame = frame_of(Chat(), llm._built.spec)
+    assert frame == Frame([ord(one) for one in "<s><user>"], [ord(one) for one in "</user><model>"])
+    assert frame_of(None, llm._built.spec) == Frame([1], [])
+
+
+def test_the_draft_vocabulary_has_the_commonest_tokens_and_all_that_end_a_text(texts, llm):
+    counts = texts.answer_counts(128)
+    rarest = int(counts.argmin())
+    ids = draft_vocabulary(texts, llm._built.spec, [rarest], 10)
+    commonest = counts.argsort(descending=True, stable=True)[:9].tolist()
+    assert ids.tolist() == sorted([rarest, *commonest]) and ids.dtype == torch.int32
+    assert len(draft_vocabulary(texts, llm._built.spec, [], 1000)) == 128
+
+
+def test_a_text_ends_where_it_begins_to_go_in_circles():
+    once = list(range(40))
+    assert loop_start(once) == 40
+    assert loop_start([*once, *once]) == 40
+    assert loop_start([1, 2] * 100) == 2
+    assert loop_start([*once, *once[: LOOP - 1]]) == 40 + LOOP - 1
+    assert loop_start([]) == 0
+
+
+def test_texts_come_back_from_their_file_and_only_for_their_model(texts, llm, tmp_path):
+    path, spec = tmp_path / "texts.safetensors", llm._built.spec
+    texts.save(path, "mark")
+    assert torch.equal(Texts.load(path, spec, "mark").tokens, texts.tokens)
+    with pytest.raises(ModelError, match="written by another model"):
+        Texts.load(path, spec, "other mark")
+    path.write_text("nothing")
+    with pytest.raises(ModelError, match="holds no generated texts"):
+        Texts.load(path, spec, "mark")
+
+
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch):
+    monkeypatch.setattr("tokenmill.draft.optimize.PROBABILITY_BYTES", 4 * 5 * 11)  # one piece at a time
+    x = torch.randn(3, 5, 7, dtype=torch.float32, requires_grad=True)
+    weight = torch.randn(11, 7, requires_grad=True)
+    target, share = torch.rand(3, 5, 11) / 11, torch.rand(3, 5)
+    plain = (-(target * (x @ weight.T).log_softmax(-1)).sum(-1) * share).sum()
+    expected = torch.autograd.grad(plain / 2, (x, weight))
+    loss = soft_cross_entropy(x, weight, target, share)
+    torch.testing.assert_close(loss, plain, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(loss / 2, (x, weight))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_the_head_and_embeddings_are_those_of_the_model(llm):
+    decoder = runner_of(llm._built).decoder
+    ids, hidden = torch.tensor([5, 3, 99]), torch.randn(4, 32)
+    torch.testing.assert_close(hidden @ head_rows(decoder, ids).T, decoder.logits(hidden)[:, ids], rtol=1e-3, atol=1e-3)
+    assert torch.equal(embeddings(decoder, ids[None])[0], decoder.weights.embedding(ids))
+
+
+def test_training_makes_a_head_that_agrees_with_its_target(llm, texts, states):
+    decoder, spec = runner_of(llm._built).decoder, llm._built.spec
+    ids = draft_vocabulary(texts, spec, spec.eos_ids, 100)
+    schedule = Schedule(steps=120, depths=3, batch=512, learning_rate=1e-2)
+    head = new_head(decoder, states, ids, Sizes(spec.hidden, 64), seed=0)
+    lines: list[str] = []
+    trained, told = optimize(head, decoder, states, schedule, lines.append)
+    assert told["steps"] == 120 and told["losses"][-1] < told["losses"][0]
+    assert "loss" in lines[-1]
+    before, after = evaluate(head, decoder, states, 3), evaluate(trained, decoder, states, 3)
+    assert set(after) == {"greedy", "sampled", "coupled"}
+    for kind, gain in (("greedy", 0.1), ("coupled", 0.03)):
+        found = after[kind]
+        assert found.held[0] > before[kind].held[0] + gain, kind
+        assert found.lengths == sorted(found.lengths) and 1 <= found.lengths[0] <= 2
+    assert not any(one.requires_grad for one in trained.tensors().values())
+    assert after["coupled"].held[0] > 2 * after["sampled"].held[0]
+
+
+def test_training_of_the_same_seed_gives_the_same_head(llm, texts, states):
+    decoder, spec = runner_of(llm._built).decoder, llm._built.spec
+    head = new_head(decoder, states, draft_vocabulary(texts, spec, (), 50), Sizes(16, 24), seed=0)  # a narrow state
+    first, again = (optimize(head, decoder, states, Schedule(steps=3, batch=256), lambda text: None)[0] for _ in "12")
+    assert torch.equal(first.head_weight, again.head_weight)
+    assert not torch.equal(first.head_weight, head.head_weight)
+
+
+def test_acceptance_counts_chains_of_drafts(llm, states):
+    """A head that knows the answer: its state is the number of drafts, and the token is looked up by hand."""
+    decoder = runner_of(llm._built).decoder
+    start = int((states.spans[:-3] == states.spans[3:]).nonzero()[0])
+    right = states.tokens[start + 1 : start + 4].tolist()
+
+    class Known:
+        def __init__(self, tokens):
+            self.tokens, self.ids, self.depth = tokens, torch.arange(128, dtype=torch.int32), 0
+
+        def enter(self, hidden):
+            self.depth = 0
+            return hidden
+
+        def step(self, state, embedding):
+            self.depth += 1
+            return state
+
+        def logits(self, state):
+            return torch.nn.functional.one_hot(torch.tensor([self.tokens[self.depth - 1]]), 128).float()
+
+    at = torch.tensor([start])
+    assert acceptance(Known(right), decoder, states, at, 3).lengths == [2.0, 3.0, 4.0]
+    wrong = [right[0], (right[1] + 1) % 128, right[2]]
+    found = acceptance(Known(wrong), decoder, states, at, 3)
+    assert (found.held, found.lengths) == ([1.0, 0.0, 0.0], [2.0, 2.0, 2.0])
+
+
+def test_the_command_writes_a_head_for_the_model(model, tmp_path, capsys):
+    out, data = tmp_path / "head.safetensors", tmp_path / "texts.safetensors"
+    words = [model, "--out", str(out), "--data", str(data), "--tokens", "1k", "--steps", "5", "--inner", "32"]
+    words += ["--vocabulary", "64", "--batch", "128", "--device", "cpu", "--load-format", "dummy", "--depths", "2"]
+    main(words)
+    printed = capsys.readouterr().out
+    assert "as stored greedy" in printed and "TFLOP" in printed
+    with LLM(model, load_format="dummy", device="cpu", skip_tokenizer_init=True) as llm:
+        norm = runner_of(llm._built).decoder.weights.final_norm
+        head = DraftHead.load(out, llm._built.spec, norm)
+    assert head.target.fingerprint == fingerprint(norm)
+    assert len(head.ids) == 64 and head.recipe["training"]["steps"] == 5
+    assert len(head.recipe["acceptance"]["greedy"]["lengths"]) == 2
+    main(words)
+    assert f"from {data}" in capsys.readouterr().out
+
+
+def test_a_head_is_kept_though_its_judgement_fails(model, tmp_path, monkeypatch):
+    calls = []
+
+    def fails_after_training(*given, **options):
+        calls.append(given)
+        if len(calls) > 1:
+            raise RuntimeError("no memory")
+        return {}
+
+    monkeypatch.setattr("tokenmill.draft.train.evaluate", fails_after_training)
+    options = TrainOptions(
+        model, tmp_path / "head.safetensors", tokens=1000, inner=32, vocabulary=64, load_format="dummy"
+    )
+    with pytest.raises(RuntimeError):
+        train_draft(replace(options, schedule=Schedule(steps=2, batch=128)), lambda text: None)
+    assert options.out.exists()
+
+
+@pytest.mark.parametrize(("text", "number"), [("20000", 20000), ("20k", 20000), ("1.5M", 1500000)])
+def test_a_number_of_tokens_may_be_short(text, number):
+    assert count(text) == number
+
+
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="no number of tokens"):
+        count("many")
+    with pytest.raises(ConfigError, match="--tokens is 0"):
+        train_draft(TrainOptions("missing", tmp_path / "head", tokens=0), lambda text: None)
+    with pytest.raises(ConfigError, match="no such folder"):
+        train_draft(TrainOptions("missing", tmp_path / "none" / "head"), lambda text: None)
