@@ -195,9 +195,8 @@ class EngineConfig:
     )
     speculation: str | None = option(
         None,
-        "drafts of how answers go on, verified several tokens at a time: suffix (what followed the same words), or off",
+        "drafts of how answers go on: suffix (what followed the same words before), head:FILE, both by a comma, or off",
         STEPS,
-        choices=("suffix", "off"),
         solved="suffix where steps are recorded",
         more="The answer stays the same, and drafts that would not pay are not verified: "
         "[below](#drafts-speculative-decoding)",
@@ -269,6 +268,8 @@ class EngineConfig:
             root(self.cache_dir)  # refuses an empty one
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
+        if self.speculation not in (None, "off"):
+            parse_speculation(self.speculation)
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
         if self.batch_invariant and self.quantization not in (None, *STORED):
@@ -295,6 +296,17 @@ OPTIONS: dict[str, Option] = options_of(EngineConfig)
 def command_defaults(command: str, **derived: Any) -> dict[str, Any]:
     """Settings that a command takes where nothing is said and the default is another; `derived`: what it worked out."""
     return _command_defaults(OPTIONS, command, derived)
+
+
+def parse_speculation(text: str) -> list[tuple[str, str]]:
+    """Kinds of proposers, and what each is made from."""
+    parts = [part.strip().partition(":") for part in text.split(",")]
+    for kind, _, path in parts:
+        if not ((kind == "suffix" and not path) or (kind == "head" and path)):
+            raise ConfigError(
+                f"speculation is {text!r}; it must be off, suffix, head:FILE, or both of the last two: suffix,head:FILE"
+            )
+    return [(kind, path) for kind, _, path in parts]
 
 
 def _parse_ops(text: str) -> dict[str, str]:

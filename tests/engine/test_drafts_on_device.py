@@ -166,7 +166,7 @@ def test_rows_start_where_the_device_says(tmp_path: Path, monkeypatch: pytest.Mo
     with LLM(model=model, overlap=True, **OPTIONS) as llm:
         runner = runner_of(llm)
         behind_the_host(monkeypatch, runner)
-        decoding = Graphs(runner.decoder, runner.state, runner._sampler, 32)
+        decoding = Graphs(runner.decoder, runner.state, runner.sampler, 32)
         runner.decode_paths = [decoding] if recorded else []
         drafted, _, uncertain = run(llm._built.engine, Replay(plain, 0.3), penalty)
         kinds = {kind for (_, _, kind), one in decoding.recordings._of.items() if one.graph is not None}

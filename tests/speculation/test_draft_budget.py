@@ -75,20 +75,20 @@ def test_chances_become_what_is_counted_by_kind_and_depth() -> None:
             held = 0
             while held < 4 and random.random() < (then if held else first):
                 held += 1
-            calibration.count(kind, held, held < 4, RequestRecord())
-    likely = calibration.chances(Draft([1, 2, 3], 0), RequestRecord())
+            calibration.count([kind] * 4, held, RequestRecord())
+    likely = calibration.chances(Draft([1, 2, 3], [0] * 3), RequestRecord())
     assert likely == pytest.approx([0.8, 0.4, 0.2], abs=0.1)
-    assert calibration.chances(Draft([1], 1), RequestRecord())[0] == pytest.approx(0.2, abs=0.08)
-    assert calibration.chances(Draft([1], 2), RequestRecord())[0] == pytest.approx(0.9)  # nothing was counted
-    assert len(calibration.chances(Draft([1] * 20, 0), RequestRecord())) == 20 > MAX_DRAFTS
+    assert calibration.chances(Draft([1], [1]), RequestRecord())[0] == pytest.approx(0.2, abs=0.08)
+    assert calibration.chances(Draft([1], [2]), RequestRecord())[0] == pytest.approx(0.9)  # nothing was counted
+    assert len(calibration.chances(Draft([1] * 20, [0] * 20), RequestRecord())) == 20 > MAX_DRAFTS
 
 
 def test_a_request_whose_drafts_fail_is_not_judged_by_the_others() -> None:
     calibration, unlucky, lucky = Calibration(Hopeful()), RequestRecord(), RequestRecord()  # type: ignore[arg-type]
     for _ in range(30):
-        calibration.count(0, 0, True, unlucky)
-        calibration.count(0, 8, False, lucky)
-    draft = Draft([1, 2, 3], 0)
+        calibration.count([0] * 8, 0, unlucky)
+        calibration.count([0] * 8, 8, lucky)
+    draft = Draft([1, 2, 3], [0] * 3)
     assert calibration.chances(draft, unlucky)[0] < 0.3 < 0.8 < calibration.chances(draft, lucky)[2]
 
 

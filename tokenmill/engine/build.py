@@ -40,7 +40,7 @@ from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.plan.solve.settings import SolvedSettings, solve
-from tokenmill.quant.schemes.choose import Place, describe
+from tokenmill.quant.schemes.choose import ComputeTarget, describe
 from tokenmill.quant.schemes.dense import InvariantDense
 from tokenmill.quant.schemes.scheme import Schemes
 from tokenmill.sampling.grammar import Grammars
@@ -96,7 +96,8 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files, checkpoint)
     native = native_for(config, dtype, device, tell)
     slower = why_slower(native, config, device)
-    schemes, schemes_why = schemes_for(config, spec, checkpoint, Place(device, dtype, isinstance(native, Library)))
+    target = ComputeTarget(device, dtype, isinstance(native, Library))
+    schemes, schemes_why = schemes_for(config, spec, checkpoint, target)
     check_kv_form(config.kv_cache_dtype, spec)
     kv_dtype, kv_why = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes, device)
     narrow = dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant
@@ -206,7 +207,7 @@ def join(
     runner.reserve(settings.memory.activations)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    speculation, why = speculation_for(config, device, graphs, max(settings.max_rows, limits.max_verified))
+    speculation, why = speculation_for(config, runner, graphs, max(settings.max_rows, limits.max_verified))
     return Engine(scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation), why
 
 

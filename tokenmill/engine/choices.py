@@ -16,7 +16,7 @@ from tokenmill.ops.kv_forms import form_for
 from tokenmill.plan.solve.hardware import Hardware, cpu_hardware
 from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
 from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
-from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes
+from tokenmill.quant.schemes.choose import ComputeTarget, auto_layout, check_effect, choose_schemes
 from tokenmill.quant.schemes.dense import Dense, InvariantDense
 from tokenmill.quant.schemes.scheme import Schemes
 
@@ -24,7 +24,7 @@ _ROOM = 0.7  # of the free memory: what weights may take where the cache is to h
 
 
 def schemes_for(
-    config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, place: Place
+    config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, place: ComputeTarget
 ) -> tuple[Schemes, str]:
     """The scheme of every linear layer, and why."""
     asked = config.quantization

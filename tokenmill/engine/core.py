@@ -82,6 +82,8 @@ class Engine:
             self._stuck = 0
             try:
                 self._in_flight.append((step, self.runner.launch(step), now))
+                if step.drafting and self.speculation is not None:
+                    self.speculation.launched(step)
             except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
                 deltas += self._launch_failed(step, _cause(error))
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
@@ -111,8 +113,9 @@ class Engine:
         decoding = [one for one in self.scheduler.running if one.num_tokens > one.prompt_len and one.beams is None]
         try:
             speculation.propose(decoding)
+            self.scheduler.drafting = speculation.drafting
         except Exception as error:
-            self.speculation = None
+            self.speculation, self.scheduler.drafting = None, False
             for request in decoding:
                 request.drafts = []
             log.warning("nothing is proposed any more, because the proposer failed: %s", _cause(error))

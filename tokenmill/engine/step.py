@@ -20,6 +20,9 @@ NOT_FINITE = "the model's logits were not finite; try dtype float32 (on CPUs kv_
 POOLINGS = ("mean", "last")
 
 
+ON_DEVICE = -1  # stands for a draft that only the device knows: its own, at the row's own position
+
+
 @dataclass(slots=True)
 class Admission:
     """A request takes a row: everything the runner keeps for the row's life."""
@@ -65,6 +68,7 @@ class Step:
     drafts: dict[int, list[int]] = field(default_factory=dict)
     # row -> by how much its start may be larger: the drafts of a launched step, whose fate only the device knows
     slack: dict[int, int] = field(default_factory=dict)
+    drafting: bool = False  # the device drafts at the end of the step, for the next one: ON_DEVICE among its drafts
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
     pooling: dict[int, tuple[str, int]] = field(default_factory=dict)  # row -> (one of POOLINGS, prompt length)
@@ -97,7 +101,7 @@ def only_decodes(step: Step) -> bool:
 
 def is_speculative(step: Step) -> bool:
     """Whether a row verifies drafts, or is as long as only the device knows."""
-    return bool(step.drafts or step.slack)
+    return bool(step.drafts or step.slack or step.drafting)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ class RecordedDecode:
         self._uses = 0
         self._graph: RecordedGraph | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
+        self._hidden: torch.Tensor  # [max_rows, hidden]: and what they were computed from
         # Written by the host before each step.
         self._rows = torch.zeros(max_rows, dtype=torch.int64)
         self._starts = torch.zeros(max_rows, dtype=torch.int64)
@@ -78,8 +79,12 @@ class RecordedDecode:
             rows, positions = self._rows[:n], self._starts[:n] + 1
             sampled = self._sampler.sample(self._logits[:n], rows, positions, traits)
             self._state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()
-        if step.drafts:
-            self._reject_drafts(step, sampled)
+        last = self._reject_drafts(step, sampled) if step.drafts else range(n)
+        if self._state.hidden is not None:
+            entries = torch.tensor(last)
+            rows = self._rows[entries]
+            self._state.hidden[rows] = self._hidden[entries]
+            self._state.hidden_at[rows] = self._starts[entries]
         return sampled
 
     def _place_drafts(self, step: Step) -> None:
@@ -94,10 +99,10 @@ class RecordedDecode:
                 self._host_tokens[row, start + 1 : start + 1 + len(drafts)] = drafts
             at += count
 
-    def _reject_drafts(self, step: Step, sampled: Sampled) -> None:
-        """Mark what was sampled behind a draft that did not hold."""
+    def _reject_drafts(self, step: Step, sampled: Sampled) -> list[int]:
+        """Mark what was sampled behind a draft that did not hold; returns each row's last entry that counts."""
         tokens = sampled.tokens.numpy()
-        at = 0
+        at, last = 0, []
         for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
             held = 0
             if count > 1:
@@ -106,8 +111,10 @@ class RecordedDecode:
                     held += 1
                 tokens[at + held + 1 : at + count] = REJECTED
             self._host_lengths[row] = start + held + 2
+            last.append(at + held)
             at += count
         sampled.reject_drafts(sampled.tokens)
+        return last
 
     def _record(self, n: int) -> bool:
         """Make the graph, and keep it if it computes for this step's rows what the ops compute one by one."""
@@ -118,14 +125,14 @@ class RecordedDecode:
                     self._rows, self._starts, self._state.tokens, self._state.block_tables, self._state.block_size,
                     self._ids, self._slots, self._table_rows, self._context,
                 )  # fmt: skip
-                self._logits = self._decode(self._capacity)
+                self._hidden, self._logits = self._decode(self._capacity)
                 choose_into(self._tokens, self._logits, self._greedy, self._rows, self._starts, self._state.tokens)
         except NotRecordableError as error:
             warnings.warn(f"decode steps cannot be recorded and are run plainly: {error}", stacklevel=2)
             return False
         graph.run(n)
         replayed = self._logits[:n].clone()
-        plain = self._decode(n)
+        _, plain = self._decode(n)
         if not agree(replayed, plain):
             warnings.warn(
                 f"decode steps cannot be recorded and are run plainly: recorded logits differ from plain ones by up to "
@@ -136,7 +143,7 @@ class RecordedDecode:
         self._graph = graph
         return True
 
-    def _decode(self, n: int) -> torch.Tensor:  # [n, vocab]
+    def _decode(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden], [n, vocab]
         """The forward pass in terms of the static inputs."""
         attention = AttentionBatch(
             rows=self._table_rows[:n],
@@ -151,7 +158,8 @@ class RecordedDecode:
             host_context=(self._host_starts[:n] + 1).tolist(),
         )
         tokens = TokenBatch(self._ids[:n], self._starts[:n], self._slots[:n], attention)
-        return self._decoder.logits(self._decoder.forward(tokens, self._state.kv), wide=False)
+        hidden = self._decoder.forward(tokens, self._state.kv)
+        return hidden, self._decoder.logits(hidden, wide=False)
 
 
 def agree(replayed: torch.Tensor, plain: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import enum
 import warnings
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -148,6 +148,19 @@ class _Columns:
         return self._shared_columns
 
 
+class Drafter(Protocol):
+    def draft(
+        self,
+        hidden: torch.Tensor,  # [n, hidden]
+        tokens: torch.Tensor,  # [n]: what was sampled from it
+        rows: torch.Tensor,  # [n]: whose it is; the scratch row where it does not count
+        positions: torch.Tensor,  # [n]: where the tokens stand
+        traits: Traits,
+    ) -> None:
+        """Leave in `DeviceState.drafts` how the rows may go on."""
+        ...
+
+
 class DecodeGraphs:
     """Input preparation, forward pass, sampling and the write to the token table in one replay.
 
@@ -160,6 +173,7 @@ class DecodeGraphs:
         self._decoder, self._state, self._sampler = decoder, state, sampler
         self.recordings = Recordings[torch.cuda.CUDAGraph](bucket_sizes(max_rows))
         self.replays = self.plain_runs = 0  # steps so far
+        self.drafter: Drafter | None = None  # drafts behind every step that verifies drafts
         self._traits = PLAIN
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
@@ -253,14 +267,18 @@ class DecodeGraphs:
             return self._verify(bucket, traits)
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
         shared = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if kind is Kind.SHARED else (None, None)
-        return self._sample(self._state.tokens[rows, starts], rows, starts, traits, *shared)
+        return self._sample(self._state.tokens[rows, starts], rows, starts, traits, *shared)[1]
 
     def _verify(self, bucket: int, traits: Traits) -> Sampled:  # [bucket]
         """Drafts are tokens like any others: every one is a row of its own to attention."""
         told, proposed = self._inputs[: COLUMNS * bucket], self._inputs[COLUMNS * bucket :][: PROPOSED * bucket]
         entries = Entries.place(self._state, told.view(COLUMNS, bucket), proposed)
-        sampled = self._sample(entries.ids, entries.rows, entries.positions, traits)
-        sampled.reject_drafts(entries.accept(self._state, sampled.tokens))
+        hidden, sampled = self._sample(entries.ids, entries.rows, entries.positions, traits)
+        tokens, last = entries.accept(self._state, sampled.tokens)
+        if self.drafter is not None:
+            rows = torch.where(last, entries.rows, self._state.scratch_row)
+            self.drafter.draft(hidden, sampled.tokens.clamp_min(0), rows, entries.positions + 1, traits)
+        sampled.reject_drafts(tokens)
         return sampled
 
     def _sample(
@@ -271,7 +289,7 @@ class DecodeGraphs:
         traits: Traits,
         members: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
-    ) -> Sampled:  # [bucket]
+    ) -> tuple[torch.Tensor, Sampled]:  # [bucket, hidden], [bucket]
         state, bucket = self._state, len(rows)
         live = rows != state.scratch_row
         attention = AttentionBatch(
@@ -294,7 +312,8 @@ class DecodeGraphs:
             slots=torch.where(live, state.slots(rows, starts), -1),
             attention=attention,
         )
-        logits = self._decoder.logits(self._decoder.forward(batch, state.kv), wide=False)
+        hidden = self._decoder.forward(batch, state.kv)
+        logits = self._decoder.logits(hidden, wide=False)
         sampled = self._sampler.sample(logits, rows, starts + 1, traits)
         state.tokens[rows, starts + 1] = sampled.tokens.clamp_min(0).int()
-        return sampled
+        return hidden, sampled

@@ -15,6 +15,7 @@ from tokenmill.ops.kv_forms import KVScales, form_for
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.library import Library, library
 
+DRAFTED = 4  # tokens that a device drafts for a row, at most
 FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 
 
@@ -43,6 +44,11 @@ class DeviceState:
         self.block_tables = torch.zeros(max_rows + 1, self.max_blocks, dtype=torch.int32, device=device)
         # How many tokens of a row are known here; kept by steps that verify drafts, for those launched behind them
         self.lengths = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        # Tokens that the device drafted for every row, behind its newest one; see `Step.drafting`
+        self.drafts = torch.zeros(max_rows + 1, DRAFTED, dtype=torch.int64, device=device)
+        # Of every row the hidden state that its newest token was sampled from, and its position; see `keep_hidden`
+        self.hidden: torch.Tensor | None = None
+        self.hidden_at = torch.full((max_rows + 1,), -1, dtype=torch.int64, device=device)
         shapes = set(spec.kv_shapes)
         if len(shapes) != 1:
             raise ModelError(f"layers that cache keys of different shapes are not supported: {shapes}")
@@ -64,6 +70,10 @@ class DeviceState:
         if self.scales is not None:
             for layer, (k, v) in zip(self.kv, self.scales, strict=True):
                 layer.scales = KVScales(k, v)
+
+    def keep_hidden(self, width: int, dtype: torch.dtype) -> None:
+        """From now on steps leave behind what a draft head starts from."""
+        self.hidden = torch.zeros(len(self.tokens), width, dtype=dtype, device=self.tokens.device)
 
     def write(
         self,

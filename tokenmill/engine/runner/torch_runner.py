@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Kind
+from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Drafter, Kind
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import AttentionRows, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
@@ -60,7 +60,7 @@ class TorchRunner:
         self.device = state.tokens.device
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._activations = 0  # bytes that are reserved
-        self._sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
+        self.sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
@@ -69,7 +69,7 @@ class TorchRunner:
         self._recorded: RecordedDecode | None = None
         self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
-            self._graphs = DecodeGraphs(decoder, state, self._sampler, max(max_rows, max_verified))
+            self._graphs = DecodeGraphs(decoder, state, self.sampler, max(max_rows, max_verified))
             self.decode_paths.append(self._graphs)
             if prompt_graphs:
                 most = tokens_worth_recording(decoder.spec, max_tokens)
@@ -79,7 +79,7 @@ class TorchRunner:
             from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
             from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
 
-            self._recorded = RecordedDecode(decoder, state, self._sampler, max(max_rows, max_verified))
+            self._recorded = RecordedDecode(decoder, state, self.sampler, max(max_rows, max_verified))
             self.decode_paths.append(self._recorded)
             if prompt_graphs:
                 self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
@@ -93,14 +93,19 @@ class TorchRunner:
         with self.on_device():
             if step.slack and self.device.type not in ASYNC_DEVICES:
                 step = settled(step, self.state.lengths.tolist())
-            self._sampler.take_masks(step.masks)
+            self.sampler.take_masks(step.masks)
             for path in self.decode_paths:
                 if path.takes(step) and (sampled := path.run(step)) is not None:
                     rows = step.rows
                     if step.drafts:
                         rows = [row for row, count in zip(rows, step.counts, strict=True) for _ in range(count)]
-                    return _TorchPending(step, self.device, self._sampler, sampled, rows)
+                    return _TorchPending(step, self.device, self.sampler, sampled, rows)
             return self._launch_prepared(step)
+
+    def draft_with(self, drafter: Drafter) -> None:
+        """Have the device draft at the end of steps that say so."""
+        if self._graphs is not None:
+            self._graphs.drafter = drafter
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -121,7 +126,7 @@ class TorchRunner:
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
-        self._sampler.admit(step.admissions)
+        self.sampler.admit(step.admissions)
         if step.moves:
             self.state.copy_blocks(part["move_from"], part["move_to"])
         drafts = self._place_drafts(part) if speculative else None
@@ -149,13 +154,13 @@ class TorchRunner:
                 path = next(paths)
         sampled: Sampled | None = None
         if packed.sample_rows:
-            wanted, traits = logits[: len(packed.sample_rows)], self._sampler.traits(packed.sample_rows)
+            wanted, traits = logits[: len(packed.sample_rows)], self.sampler.traits(packed.sample_rows)
             at = part["entry_rows"], part["entry_positions"]
-            sampled = self._sampler.sample(wanted, *at, traits)
+            sampled = self.sampler.sample(wanted, *at, traits)
             self.state.tokens[at] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
             if drafts is not None:
-                sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)]))
-        return _TorchPending(step, self.device, self._sampler, sampled, packed.sample_rows, prompts, pooled)
+                sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)])[0])
+        return _TorchPending(step, self.device, self.sampler, sampled, packed.sample_rows, prompts, pooled)
 
     def _place_drafts(self, part: dict[str, torch.Tensor]) -> Entries:
         """Correct where rows stand that decode: only the device may know."""
@@ -212,7 +217,7 @@ class TorchRunner:
         """The same of the end of a step."""
         with self.on_device():
             logits = torch.zeros(rows, self.decoder.spec.vocab_size, dtype=dtype, device=self.device)
-            self._sampler.rehearse(logits, traits)
+            self.sampler.rehearse(logits, traits)
 
     def end_rehearsal(self) -> None:
         """Rows and blocks are as new, and nothing that a step may launch is."""
@@ -290,7 +295,7 @@ class TorchRunner:
                     size = min(self._max_rows, last - at)
                     logits = path.project(prepared, hidden[first + at - start :][:size], [row] * size)
                     targets = self.state.tokens[row, at + 1 : at + 1 + size]
-                    words = _to_host(self._sampler.prompt_logprobs(logits, targets, width))
+                    words = _to_host(self.sampler.prompt_logprobs(logits, targets, width))
                     found.setdefault(index, []).append((words, np.full(size, width, dtype=np.int32)))
             first += count
         return found

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.step import Step
+from tokenmill.engine.runner.state import DRAFTED, DeviceState
+from tokenmill.engine.step import ON_DEVICE, Step
 
 REJECTED = -2  # stands for a sampled token behind a draft that did not hold
 COLUMNS = 6  # of `draft_columns`
@@ -42,13 +42,17 @@ class Entries:
         at = first + ahead + offsets - 1
         is_draft = (offsets > 0) & (at < end)
         drafts = proposed[at.clamp(0, len(proposed) - 1)]
+        drafts = torch.where(drafts == ON_DEVICE, state.drafts[rows, (offsets - 1).clamp(0, DRAFTED - 1)], drafts)
         known = state.tokens[rows, positions].long()
         ids = torch.where(offsets > 0, torch.where(is_draft, drafts, 0), known)
         state.tokens[rows, positions] = ids.int()
         return cls(rows, positions, offsets, ids, is_draft)
 
-    def accept(self, state: DeviceState, sampled: torch.Tensor) -> torch.Tensor:  # [n] int64: tokens, or REJECTED
-        """Which of the sampled tokens count. A draft holds if it and all before it are what was sampled."""
+    def accept(self, state: DeviceState, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of the sampled tokens [n] count, or are REJECTED; and of each row the last entry that counts [n], bool.
+
+        A draft holds if it and all before it are what was sampled.
+        """
         before = torch.roll(sampled, 1)
         wrong = (self.offsets > 0) & ~(self.is_draft & (self.ids == before))
         misses = torch.cumsum(wrong, 0)
@@ -58,7 +62,7 @@ class Entries:
         behind[-1] = False
         last = holds & ~behind
         state.lengths[torch.where(last, self.rows, state.scratch_row)] = self.positions + 2
-        return torch.where(holds, sampled, REJECTED)
+        return torch.where(holds, sampled, REJECTED), last
 
 
 def settled(step: Step, lengths: list[int]) -> Step:

@@ -14,7 +14,7 @@ from tokenmill.engine.scheduler.lifecycle import PARKED, RUNNING, WAITING, Delta
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS
-from tokenmill.engine.step import Admission, Step, StepResult
+from tokenmill.engine.step import Admission, Step, StepResult, is_speculative
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.grammar import Constraint
@@ -54,6 +54,7 @@ class Scheduler:
         self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
+        self.drafting = False  # have steps that only decode end with drafts of the device's own
         self._number = 0
         self._admitted = False  # rows changed since shared prefixes were last looked for
         self._commits = Commits(life, self.isolation, self.batching)
@@ -409,8 +410,9 @@ class Scheduler:
             wanted = request.params.prompt_logprobs
             if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
                 step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
+        step.drafting = self.drafting and not (chunks or step.chosen)
         self._admitted |= bool(step.admissions)
-        if self._shared_prefixes is not None and not (step.drafts or step.slack):
+        if self._shared_prefixes is not None and not is_speculative(step):
             together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
             step.shared = self._shared_prefixes.find(together, starts, self._admitted)
             self._admitted = False

@@ -18,6 +18,7 @@ def admit(
     rows: int,  # that decode, with drafts or without
     most: int,  # drafts that there is room for
     seconds: Callable[[Ints], Floats],  # that steps of so many tokens take
+    without: float | None = None,  # seconds of a step without drafts, where that is another kind of step
 ) -> list[int]:  # of every entry of `chances`: how many of its tokens are verified
     """Best first over all rows, so that length follows from what each has to offer, and none may be best."""
     if not chances or most <= 0:
@@ -27,6 +28,8 @@ def admit(
     best = np.argsort(-all_chances, kind="stable")[:most]  # a token never comes before the one that it follows
     expected = rows + np.concatenate([[0.0], np.cumsum(all_chances[best])])
     rate = expected / seconds(np.arange(rows, rows + len(best) + 1))
+    if without is not None:
+        rate[0] = rows / without
     count = int(np.argmax(rate))
     if rate[count] < WORTHWHILE * rate[0]:
         count = 0

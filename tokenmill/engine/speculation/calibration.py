@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,18 +35,19 @@ class Calibration:
     def chances(self, draft: Draft, own: RequestRecord) -> Floats:  # [tokens of the draft]: that so many hold
         count = len(draft.tokens)
         depths = self._depths[:count]
-        each: Floats = self._held[draft.kind, depths] / self._tried[draft.kind, depths]
+        each: Floats = self._held[draft.kinds, depths] / self._tried[draft.kinds, depths]
         return np.cumprod(np.minimum(own.shifted(each), MOST_LIKELY), dtype=np.float64)
 
-    def count(self, kind: int, held: int, missed: bool, own: RequestRecord) -> None:
-        """So many drafts of a chain held, and whether the one after them did not."""
-        tried = min(held + missed, MAX_DRAFTS)
-        own.count(held, own.shifted(self._held[kind, :tried] / self._tried[kind, :tried]))
-        self._tried[kind, :tried] += 1
-        self._held[kind, :held] += 1
-        if self._tried[kind, 0] > MOST_COUNTED:
-            self._tried[kind] /= 2
-            self._held[kind] /= 2
+    def count(self, kinds: Sequence[int], held: int, own: RequestRecord) -> None:
+        """Of a chain with these kinds so many drafts held, and then one did not, if there was one more."""
+        tried = min(held + 1, len(kinds))
+        each = list(kinds[:tried]), self._depths[:tried]
+        own.count(held, own.shifted(self._held[each] / self._tried[each]))
+        self._tried[each] += 1
+        self._held[list(kinds[:held]), self._depths[:held]] += 1
+        if tried and self._tried[kinds[0], 0] > MOST_COUNTED:
+            self._tried[kinds[0]] /= 2
+            self._held[kinds[0]] /= 2
 
 
 class RequestRecord:

@@ -8,11 +8,15 @@ from concurrent.futures import Future
 
 import torch
 
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, parse_speculation
+from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES, TorchRunner
+from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
+from tokenmill.engine.speculation.head_runner import HeadRunner
 from tokenmill.engine.speculation.proposer import Proposer
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import ConfigError
+from tokenmill.model.draft_head import DraftHead
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
 
@@ -21,9 +25,10 @@ PER_TOKEN = {"cpu": 0.2, "cuda": 0.02}
 
 
 def speculation_for(
-    config: EngineConfig, device: torch.device, recorded: bool, max_tokens: int
+    config: EngineConfig, runner: TorchRunner, recorded: bool, max_tokens: int
 ) -> tuple[Speculation | None, str]:
     """Also says what was chosen and why. `recorded`: steps that only decode are; `max_tokens`: that those may have."""
+    device = runner.device
     if config.speculation == "off":
         return None, "off (as set)"
     if config.batching != "continuous" or not config.kv_cache:
@@ -36,8 +41,26 @@ def speculation_for(
     if config.speculation is None and not recorded:
         return None, "off (steps that verify drafts are not recorded here, and would cost more than they bring)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
-    _add_suffix(speculation, config, device)
-    return speculation, "suffix (drafts from the request's own text and recent answers, where they are worth a step)"
+    names = parse_speculation(config.speculation or "suffix")
+    for kind, path in names:
+        if kind == "suffix":
+            _add_suffix(speculation, config, device)
+        else:
+            speculation.add(_head(path, runner))
+    return speculation, f"{', '.join(kind for kind, _ in names)} (drafts, where they are worth a step)"
+
+
+def _head(path: str, runner: TorchRunner) -> Proposer:
+    decoder = runner.decoder
+    head = DraftHead.load(path, decoder.spec, decoder.weights.final_norm)
+    native = decoder.ops.chosen["attention"].name == "native"
+    ready = HeadRunner(head, decoder, runner.sampler, native)
+    if runner.device.type in ASYNC_DEVICES:
+        on_device = DeviceHead(ready, runner.state)
+        runner.draft_with(on_device)
+        return on_device
+    runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
+    return HeadProposer(ready, runner.state, runner.sampler)
 
 
 def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.device) -> None:

@@ -15,12 +15,12 @@ MAX_DRAFTS = 16  # tokens that a step verifies for one row
 class Draft:
     """How one request may go on after the tokens that the host knows: a chain of tokens.
 
-    `kind` is what the proposer knows about its chances, a number below its `kinds`: the shares of drafts that held are
-    counted by kind and depth.
+    `kinds` is what the proposer knows about the chances of each, a number below its own `kinds`: the shares of drafts
+    that held are counted by kind and depth.
     """
 
     tokens: list[int]
-    kind: int
+    kinds: list[int]
 
 
 class Proposer(Protocol):
@@ -28,6 +28,7 @@ class Proposer(Protocol):
 
     name: str
     kinds: int
+    on_device: bool  # its drafts stay on the device, which makes them at the end of steps: the host knows their number
 
     def prior(self, kind: int, depth: int) -> float:
         """How probable it is that a draft holds if those before it do, as long as little was counted."""

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tokenmill.engine.request import Request
+from tokenmill.engine.runner.state import DRAFTED
 from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
 from tokenmill.engine.speculation.verify_time import VerifyTime
-from tokenmill.engine.step import Step, StepResult
+from tokenmill.engine.step import ON_DEVICE, Step, StepResult
 
 log = logging.getLogger("tokenmill.engine")
 
+TRY_AGAIN, TRIES = 512, 12  # of so many turns this many are tried, whatever is known
 MANY = 32  # rows: with so many, those for which nothing was found are asked about less often
 
 
@@ -41,6 +45,7 @@ class _Record:
     probes: list[tuple[int, Draft] | None]  # by proposer: a draft that was made at this length, until it is judged
     sources: dict[int, int] = field(default_factory=dict)  # start of a launched step's row -> who proposed its drafts
     due: int = 0  # the turn in which it is asked about again
+    drafted: int = 0  # number of the newest step at whose end the device drafted for it
 
 
 class Speculation:
@@ -51,6 +56,9 @@ class Speculation:
         self.coming: list[Future[Proposer]] = []  # proposers that are still being made
         self.stats: dict[str, DraftStats] = {}
         self.time = VerifyTime(per_token)
+        self.drafting_time = VerifyTime(per_token)  # of steps at whose end the device drafts
+        self.drafting = False  # whether the next step has the device draft for the one after it
+        self._drafter: int | None = None  # number of the proposer that does
         self._max_tokens = max_tokens  # of a step that only decodes
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
@@ -62,6 +70,8 @@ class Speculation:
         self.proposers.append(proposer)
         self.stats[proposer.name] = DraftStats()
         self._calibrations.append(Calibration(proposer))
+        if proposer.on_device:
+            self._drafter = len(self.proposers) - 1
         self._records.clear()
 
     def propose(self, requests: Sequence[Request]) -> None:
@@ -84,6 +94,7 @@ class Speculation:
                 asked.append((request, record))
         if not asked:
             return
+        self.drafting = self._drafter is not None and self._pays_to_draft(self._drafter, asked, len(requests))
         ahead = max(request.pending + request.unsure for request, _ in asked)
         found = [one.propose([request for request, _ in asked], MAX_DRAFTS + ahead) for one in self.proposers]
         chosen, chances = [], []
@@ -94,25 +105,38 @@ class Speculation:
                 chances.append(best[2])
             elif len(requests) >= MANY:
                 record.due = self._turn + len(requests) // MANY
-        counts = admit(chances, len(requests), self._max_tokens - len(requests), self.time.seconds)
+        time = self.drafting_time if self.drafting else self.time
+        counts = admit(chances, len(requests), self._max_tokens - len(requests), time.seconds)
         for (request, record, draft, source), count in zip(chosen, counts, strict=True):
-            if count:
+            if count and source == self._drafter:
+                request.drafts = [ON_DEVICE] * (request.unsure + count)
+            elif count:
                 request.drafts = draft.tokens[request.pending : request.pending + request.unsure + count]
+            if count:
                 record.sources[request.num_tokens - 1] = source
+
+    def launched(self, step: Step) -> None:
+        """A step is on its way at whose end the device drafts."""
+        for request in step.requests:
+            if (record := self._records.get(request.id)) is not None:
+                record.drafted = step.number
 
     def committed(self, step: Step, result: StepResult, seconds: float) -> None:
         """A step was computed, in so many seconds."""
         if len(step.rows) == len(step.drafts) + step.num_singles:
-            self.time.learn(step.num_tokens, seconds)
+            (self.drafting_time if step.drafting else self.time).learn(step.num_tokens, seconds)
         if not step.drafts:
             return
         for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
             record = self._records.get(request.id)
             if samples > 1 and record is not None:
-                stats = self.stats[self.proposers[record.sources.pop(start, 0)].name]
+                source, held = record.sources.pop(start, 0), max(0, len(tokens) - 1)
+                stats = self.stats[self.proposers[source].name]
                 stats.steps += 1
                 stats.drafted += samples - 1
-                stats.accepted += max(0, len(tokens) - 1)
+                stats.accepted += held
+                if self.proposers[source].on_device:  # what it proposed is known to be this only now
+                    self._calibrations[source].count([0] * (samples - 1), held, record.own[source])
 
     def ended(self, request: Request) -> None:
         if self._records.pop(request.id, None) is not None:
@@ -145,17 +169,33 @@ class Speculation:
         self, request: Request, record: _Record, drafts: Sequence[Draft | None]
     ) -> tuple[Draft, int, Floats] | None:
         """The draft from which most is to be expected, who made it, and the chances of what a step could verify."""
-        ahead = request.pending + request.unsure
         best: tuple[Draft, int, Floats] | None = None
         for index, draft in enumerate(drafts):
             if draft is None:
                 continue
-            if record.probes[index] is None:
-                record.probes[index] = len(request.tokens), draft
-            chances = self._calibrations[index].chances(draft, record.own[index])[ahead:]
+            chances = self._calibrations[index].chances(draft, record.own[index])
+            if index == self._drafter:
+                if not self.drafting or record.drafted != request.last_step:
+                    continue
+            else:
+                if record.probes[index] is None:
+                    record.probes[index] = len(request.tokens), draft
+                chances = chances[request.pending + request.unsure :]
             if len(chances) and (best is None or chances.sum() > best[2].sum()):
                 best = draft, index, chances
         return best
+
+    def _pays_to_draft(self, drafter: int, asked: Sequence[tuple[Request, _Record]], rows: int) -> bool:
+        """Whether steps that verify the device's drafts, and draft, bring more tokens per second than plain ones.
+
+        Now and then it is tried all the same: what was measured long ago may have changed.
+        """
+        if self._turn % TRY_AGAIN < TRIES:
+            return True
+        draft = Draft([ON_DEVICE] * DRAFTED, [0] * DRAFTED)
+        chances = [self._calibrations[drafter].chances(draft, record.own[drafter]) for _, record in asked]
+        without = float(self.time.seconds(np.array([rows]))[0])
+        return any(admit(chances, rows, self._max_tokens - rows, self.drafting_time.seconds, without))
 
     def _judge(self, request: Request, record: _Record) -> None:
         """Compare older drafts, verified or not, with what was sampled."""
@@ -167,5 +207,5 @@ class Speculation:
             said = request.tokens[base : base + len(tokens)]
             held = next((n for n, (one, other) in enumerate(zip(said, tokens)) if one != other), len(said))
             if held < len(said) or held == len(tokens):
-                self._calibrations[index].count(draft.kind, held, held < len(said), record.own[index])
+                self._calibrations[index].count(draft.kinds[: len(tokens)], held, record.own[index])
                 record.probes[index] = None

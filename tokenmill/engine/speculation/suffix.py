@@ -26,6 +26,7 @@ class SuffixProposer:
     """Longest match over the request's own text and the recent answers of its partition (its cache salt)."""
 
     name = "suffix"
+    on_device = False
     kinds = (len(_LENGTHS) + 1) * 4
 
     def __init__(self, library: Library, capacity: int = CAPACITY, slot_bits: int = SLOT_BITS) -> None:
@@ -51,7 +52,7 @@ class SuffixProposer:
         for i in np.flatnonzero(counts).tolist():
             matched, own, same, seen = facts[i].tolist()
             kind = bisect_right(_LENGTHS, matched) * 4 + own * 2 + (same == seen)
-            drafts[i] = Draft(out[i, : counts[i]].tolist(), kind)
+            drafts[i] = Draft(out[i, : counts[i]].tolist(), [kind] * int(counts[i]))
         return drafts
 
     def ended(self, request: Request) -> None:

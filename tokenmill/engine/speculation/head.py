@@ -1,0 +1,112 @@
+"""HeadProposer: drafts of a trained head, on a device that computes steps while they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenmill.engine.request import Request
+from tokenmill.engine.runner.state import DRAFTED, DeviceState
+from tokenmill.engine.speculation.head_runner import HeadRunner
+from tokenmill.engine.speculation.proposer import Draft
+from tokenmill.engine.step import ON_DEVICE
+from tokenmill.sampling.sampler import Sampler
+from tokenmill.sampling.settings import Traits
+
+LENGTH = 5  # tokens that are drafted at most
+LEAST = 0.2  # a chain that the head itself believes in no more than this is not drafted further
+CONFIDENCE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # below each a kind of its own
+
+
+class HeadProposer:
+    """Starts from the hidden state that a row's newest token was sampled from, which a step leaves behind."""
+
+    name = "head"
+    kinds = len(CONFIDENCE) + 1
+    on_device = False
+
+    def __init__(self, head: HeadRunner, state: DeviceState, sampler: Sampler) -> None:
+        self._head, self._state, self._sampler = head, state, sampler
+
+    def prior(self, kind: int, depth: int) -> float:
+        return (0.0, *CONFIDENCE)[kind] * 0.9 + 0.05
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request], length: int) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(requests)
+        at = self._state.hidden_at.tolist()
+        known = [i for i, one in enumerate(requests) if one.pending == 0 and at[one.row] == len(one.tokens) - 2]
+        if not known or self._state.hidden is None:
+            return drafts
+        rows = torch.tensor([requests[i].row for i in known])
+        traits = self._sampler.traits(rows.tolist())
+        positions = torch.tensor([len(requests[i].tokens) for i in known])
+        ids = torch.tensor([requests[i].tokens[-1] for i in known])
+        state = self._head.enter(self._state.hidden[rows])
+        found: list[tuple[list[int], list[int]]] = [([], []) for _ in known]
+        believed = torch.ones(len(known))
+        bounds = torch.tensor(CONFIDENCE)
+        for depth in range(min(LENGTH, length)):
+            state, logits = self._head.step(state, ids)
+            ids = self._head.choose(logits, rows, positions + depth, traits)
+            likely = _chance(logits, self._head.places[ids])
+            believed = believed * likely
+            kinds = torch.bucketize(likely, bounds)
+            for (tokens, classes), token, kind in zip(found, ids.tolist(), kinds.tolist(), strict=True):
+                tokens.append(token)
+                classes.append(kind)
+            if float(believed.max()) < LEAST:
+                break
+        for i, (tokens, classes) in zip(known, found, strict=True):
+            drafts[i] = Draft(tokens, classes)
+        return drafts
+
+    def ended(self, request: Request) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+class DeviceHead:
+    """The same head at the end of a recorded step: its drafts stay on the device, and the host knows their number."""
+
+    name = "head"
+    kinds = 1
+    on_device = True
+    length = DRAFTED
+
+    def __init__(self, head: HeadRunner, state: DeviceState) -> None:
+        self._head, self._state = head, state
+
+    def prior(self, kind: int, depth: int) -> float:
+        return 0.5
+
+    def propose(self, requests: Sequence[Request], length: int) -> list[Draft | None]:
+        return [Draft([ON_DEVICE] * self.length, [0] * self.length) for _ in requests]
+
+    def draft(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        traits: Traits,
+    ) -> None:
+        state = self._head.enter(hidden)
+        for depth in range(self.length):
+            state, logits = self._head.step(state, tokens)
+            tokens = self._head.choose(logits, rows, positions + 1 + depth, traits)
+            self._state.drafts[rows, depth] = tokens
+
+    def ended(self, request: Request) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+def _chance(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # [n, draft vocabulary], [n] -> [n]
+    chosen = logits.gather(1, places[:, None])[:, 0]
+    return (chosen - logits.logsumexp(-1)).exp()
