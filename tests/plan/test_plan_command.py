@@ -28,7 +28,7 @@ from tokenmill.plan.planner.stored import stored_precision
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import cpu_hardware
 from tokenmill.plan.solve.shape import shape_of
-from tokenmill.quant.schemes.choose import Place
+from tokenmill.quant.schemes.choose import ComputeTarget
 
 SCHEME = "int4-g32"
 TINY = ("--requests", "20x8")
@@ -109,7 +109,7 @@ def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small, pla
     config = EngineConfig(model=str(small))
     checkpoint, settings = open_checkpoint(config, resolve(str(small)))
     spec = spec_from_config(settings)
-    schemes, _ = schemes_for(config, spec, checkpoint, Place(torch.device("cuda"), torch.bfloat16))
+    schemes, _ = schemes_for(config, spec, checkpoint, ComputeTarget(torch.device("cuda"), torch.bfloat16))
     sizes = model_bytes(spec, torch.bfloat16, schemes, checkpoint, guarded=True)
     form, shape = stored_precision(spec, stored_forms(spec, checkpoint), torch.bfloat16), shape_of(spec)
     fleet = GpuFleet(GPUS["h200"], 1, stored=form)

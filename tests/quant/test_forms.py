@@ -8,14 +8,14 @@ import torch
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.quant.forms import Layout, WeightForm, parse_layout
-from tokenmill.quant.schemes.choose import Place, auto_layout, check_effect, choose_schemes, describe
+from tokenmill.quant.schemes.choose import ComputeTarget, auto_layout, check_effect, choose_schemes, describe
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import Packed
 
 SHAPES = {f"layers.{index}.{name}": (96, 64) for index in range(4) for name in ("qkv", "o", "gate_up", "down")}
 HEAD = SHAPES | {"lm_head": (100, 64)}
-NATIVE = Place(torch.device("cpu"), torch.float32, native=True)
-PLAIN = Place(torch.device("cpu"), torch.float32)
+NATIVE = ComputeTarget(torch.device("cpu"), torch.float32, native=True)
+PLAIN = ComputeTarget(torch.device("cpu"), torch.float32)
 
 
 def test_a_layer_gets_the_last_form_that_names_it():

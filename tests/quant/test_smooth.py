@@ -9,7 +9,7 @@ from tiny import logits_of
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.quant.forms import parse_layout
-from tokenmill.quant.tool.calibrate import Calibration, round_inputs
+from tokenmill.quant.tool.calibrate import LayerCalibration, round_inputs
 from tokenmill.quant.tool.evaluate import StoreBuilder
 from tokenmill.quant.tool.layer_source import LayerSource
 from tokenmill.quant.tool.quantize import Method, plan_forms, quantize_model
@@ -78,7 +78,7 @@ def test_static_scales_reach_as_far_as_the_text_did():
     forms, _ = plan_forms(source.spec, parse_layout("w8a8"))
     ids = text(8, 48)
     first = next(iter(quantize_model(source, forms, Method(static_inputs=True), ids, CPU)))
-    known = Calibration(source, ids, CPU).moments(0, source.layer(0))
+    known = LayerCalibration(source, ids, CPU).moments(0, source.layer(0))
     assert first.groups.keys() == known.keys() == {"qkv", "o", "gate_up", "down"}
     for name, groups in first.groups.items():
         assert float(groups.input_scale) == pytest.approx(float(known[name].largest.max()) / 127)

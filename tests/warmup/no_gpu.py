@@ -94,11 +94,11 @@ def runner_of(
     from tokenmill.ops.kv_forms import form_for
     from tokenmill.ops.registry import Need, select
     from tokenmill.ops.triton.specializations import collect
-    from tokenmill.quant.schemes.choose import Place
+    from tokenmill.quant.schemes.choose import ComputeTarget
 
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     spec = spec_from_config(config)
-    schemes, _ = schemes_for(EngineConfig(quantization=quantization), spec, None, Place(device, dtype, False))
+    schemes, _ = schemes_for(EngineConfig(quantization=quantization), spec, None, ComputeTarget(device, dtype, False))
     kv_dtype, _ = choose_kv_dtype(kv, dtype, schemes, device)
     form = form_for(kv_dtype)
     ops = select(Need("cuda", dtype, spec.attention_head_dim, 16, False, form.name if form else None))

@@ -14,10 +14,10 @@ from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.checkpoint import Checkpoint
 from tokenmill.model.weights.quantized import open_quantized
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
-from tokenmill.quant.schemes.choose import Place
+from tokenmill.quant.schemes.choose import ComputeTarget
 
 DATA = Path(__file__).parent / "data"
-PLACE = Place(torch.device("cpu"), torch.float32)
+PLACE = ComputeTarget(torch.device("cpu"), torch.float32)
 
 
 def opened(name: str) -> Checkpoint:

@@ -16,7 +16,7 @@ from tokenmill.model.weights.load import load_weights, stored_forms
 from tokenmill.model.weights.quantized import open_quantized
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
 from tokenmill.quant.forms import Layout, WeightForm
-from tokenmill.quant.schemes.choose import Place, choose_schemes
+from tokenmill.quant.schemes.choose import ComputeTarget, choose_schemes
 
 DATA = Path(__file__).parent / "data"
 INT4, INT4_ZEROS = WeightForm("int4", 32), WeightForm("int4", 32, True)
@@ -119,7 +119,7 @@ def test_notes_say_what_is_not_as_the_config_asks(name):
 def test_logits_are_the_same_when_layers_are_kept_as_stored(name):
     checkpoint = opened(name)
     spec = spec_from_config(checkpoint.config)
-    place = Place(torch.device("cpu"), torch.float32)
+    place = ComputeTarget(torch.device("cpu"), torch.float32)
     schemes = choose_schemes(Layout(), linear_shapes(spec), stored_forms(spec, checkpoint), False, place)
     assert len(schemes.as_stored) == (6 if name == "w8a8_dynamic" else 8)
     wanted = expected(name)

@@ -98,14 +98,14 @@ def _roof(config: EngineConfig) -> Roof:
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
     from tokenmill.ops.native.library import Library
-    from tokenmill.quant.schemes.choose import Place
+    from tokenmill.quant.schemes.choose import ComputeTarget
 
     device, files = choose_device(config.device), resolve(config.model, cache_dir=config.cache_dir)
     checkpoint, model_config = open_checkpoint(config, files)
     spec = spec_from_config(model_config)
     dtype = choose_dtype(config.dtype, spec, device)[0]
     native = native_for(config, dtype, device, lambda done, total, what: None)
-    schemes = schemes_for(config, spec, checkpoint, Place(device, dtype, isinstance(native, Library)))[0]
+    schemes = schemes_for(config, spec, checkpoint, ComputeTarget(device, dtype, isinstance(native, Library)))[0]
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, schemes, device)[0]
     sizes = model_bytes(spec, dtype, schemes, checkpoint, kv_dtype)
     return Roof(

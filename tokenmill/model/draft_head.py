@@ -136,8 +136,7 @@ class DraftHead:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # [..., width], [width]
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.float()).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), EPS).to(x.dtype)
 
 
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:  # [..., 2 * inner] -> [..., inner]

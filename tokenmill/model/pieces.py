@@ -14,7 +14,7 @@ from tokenmill.errors import ModelError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pieces:
+class TokenBytes:
     """Maps an id to bytes, so that text is the UTF-8 of their concatenation, whatever kind the tokenizer is."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

@@ -13,7 +13,7 @@ import tokenizers
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.model.gguf_tokenizer import build_backend
 from tokenmill.model.infill import Infill, find_infill
-from tokenmill.model.pieces import Pieces
+from tokenmill.model.pieces import TokenBytes
 from tokenmill.model.text_bound import TextBound, bound_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
-        self._pieces = Pieces(backend)
+        self._pieces = TokenBytes(backend)
         self._special = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
@@ -105,7 +105,7 @@ class Tokenizer:
         return self.id_to_token(self.eos_ids[0]) or "" if self.eos_ids else ""
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> TokenBytes:
         return self._pieces
 
     @cached_property

@@ -27,7 +27,7 @@ def check_levels(structured: StructuredOutput) -> None:
         )
 
 
-class _Part:
+class _SchemaPart:
     """A schema that something refers to, up to the next such schemas inside it."""
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ def _target(schema: Any, reference: str) -> Any:
     return schema if isinstance(schema, dict | list) else None
 
 
-def _parts(schema: Any, targets: dict[str, int]) -> dict[int, _Part]:
+def _parts(schema: Any, targets: dict[str, int]) -> dict[int, _SchemaPart]:
     """The parts of a schema, by id()."""
     heads = {id(schema), *targets.values()}
-    parts = {head: _Part() for head in heads}
+    parts = {head: _SchemaPart() for head in heads}
     waiting = [(schema, id(schema), 0)]  # a container, the part that it belongs to, the levels above it in there
     while waiting:
         one, owner, above = waiting.pop()
@@ -97,7 +97,7 @@ def _parts(schema: Any, targets: dict[str, int]) -> dict[int, _Part]:
     return parts
 
 
-def _groups(parts: dict[int, _Part]) -> list[set[int]]:
+def _groups(parts: dict[int, _SchemaPart]) -> list[set[int]]:
     """Parts that lead to each other, in groups, each after those that it leads to (Tarjan's way, without recursion)."""
     number: dict[int, int] = {}
     lowest: dict[int, int] = {}

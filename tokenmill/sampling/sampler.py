@@ -65,6 +65,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         tokens: torch.Tensor,  # [max_rows, max_len] int32: the device token table, written by the runner
+        max_verified: int = 0,  # drafts of a step that may have masks of their own
     ) -> None:
         self.ops = ops
         self.vocab_size = vocab_size
@@ -81,11 +82,14 @@ class Sampler:
         self._seeds = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._edits_at = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)  # addresses
         self._edits: dict[int, RowEdits] = {}  # keeps what these point to
-        # [max_rows + 1, 1 + words] int32: whether the row has a mask, and a bit per token; made when first needed.
-        # An even number of words, so that masks travel as 64-bit ones.
+        # [max_rows + 1 + max_verified, 1 + words] int32: whether the row has a mask, and a bit per token; made when first
+        # needed. Behind the rows are places for the masks of a step's drafts. An even number of words, so that masks
+        # travel as 64-bit ones.
         self._mask_words = (-(-vocab_size // 32) + 2) & ~1
+        self._num_masks = max_rows + 1 + max_verified
         self._masks: torch.Tensor | None = None
         self._masked_rows: set[int] = set()
+        self._draft_masks: dict[int, int] = {}  # of the newest step: row -> place of the mask behind its first draft
         self._counters: torch.Tensor | None = None
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -123,22 +127,43 @@ class Sampler:
             edits_at = torch.where(edits_at > 0, packed.data_ptr() + packed.element_size() * edits_at, 0)
         self._edits_at.index_copy_(0, rows, edits_at)
 
-    def take_masks(self, masks: dict[int, bytes]) -> None:
-        """Remember which tokens these rows may choose from in this step. One copy to the device."""
+    def take_masks(self, masks: dict[int, list[bytes]]) -> None:
+        """Remember which tokens these rows may choose from in this step: next, then behind each of their drafts. One
+        copy to the device."""
+        self._draft_masks.clear()
         if not masks:
             return
         if self._masks is None:
             self._masks = self._new_masks()
-        table = np.zeros((len(masks), self._mask_words), dtype=np.int32)
+        places: list[int] = []
+        free = len(self._seeds)
+        for row, mine in masks.items():
+            behind = len(mine) - 1
+            places += [row, *range(free, free + behind)]
+            if behind:
+                self._draft_masks[row] = free
+                free += behind
+        table = np.zeros((len(places), self._mask_words), dtype=np.int32)
         table[:, 0] = 1
-        for entry, mask in enumerate(masks.values()):  # the grammar's vocabulary may be larger or smaller than ours
+        all_masks = (mask for mine in masks.values() for mask in mine)
+        for entry, mask in enumerate(all_masks):  # the grammar's vocabulary may be larger or smaller than ours
             words = np.frombuffer(mask, dtype=np.int32)[: self._mask_words - 1]
             table[entry, 1 : 1 + len(words)] = words
-        rows = np.array(list(masks), dtype=np.int64)
-        packed = self._to_device(np.concatenate([rows, table.reshape(-1).view(np.int64)]))
-        content = packed[len(rows) :].view(torch.int32).view(len(rows), -1)
-        self._masks.index_copy_(0, packed[: len(rows)], content)
+        packed = self._to_device(np.concatenate([np.array(places, dtype=np.int64), table.reshape(-1).view(np.int64)]))
+        content = packed[len(places) :].view(torch.int32).view(len(places), -1)
+        self._masks.index_copy_(0, packed[: len(places)], content)
         self._masked_rows.update(masks)
+
+    def mask_rows(self, rows: Words, numbers: Words) -> Words:
+        """Where in the table the masks of a step's entries are: an entry's row, and whether it is the row's newest token
+        (0) or which of its drafts it is."""
+        if not self._draft_masks:
+            return rows
+        found = rows.copy()
+        for row, first in self._draft_masks.items():
+            drafts = (rows == row) & (numbers > 0)
+            found[drafts] = first + numbers[drafts] - 1
+        return found
 
     def traits(self, rows: Sequence[int]) -> Traits:
         """Which work the sampling of these rows needs, one entry per position that is sampled."""
@@ -182,6 +207,7 @@ class Sampler:
         rows: torch.Tensor,  # [n] int64: entry i chooses the token at positions[i] of rows[i]
         positions: torch.Tensor,  # [n] int64
         traits: Traits,  # of the rows
+        mask_rows: torch.Tensor | None = None,  # [n] int64, see the method of that name; None: no draft has a mask
     ) -> Sampled:
         """Choose tokens from device state alone, so that the work can be recorded and replayed."""
         settings = self._words.index_select(1, rows)  # [words, n]
@@ -200,6 +226,7 @@ class Sampler:
                 edits=self._edits,
                 edits_at=self._edits_at.index_select(0, rows),
                 masks=self._masks,
+                mask_rows=rows if mask_rows is None else mask_rows,
                 counters=self._counters,
                 **{name: words[name] for name in ("prompt_len", "stops_from")},
                 **{name: numbers[name] for name in ("repetition", "presence", "frequency")},
@@ -244,7 +271,7 @@ class Sampler:
             self._masks = self._new_masks() if self._masks is None else self._masks
 
     def _new_masks(self) -> torch.Tensor:
-        return torch.zeros(len(self._seeds), self._mask_words, dtype=torch.int32, device=self.device)
+        return torch.zeros(self._num_masks, self._mask_words, dtype=torch.int32, device=self.device)
 
     def _to_device(self, words: Words) -> torch.Tensor:
         tensor = torch.from_numpy(words)

@@ -48,7 +48,7 @@ class Package:
 
 def fetch(package: Package, scratch: Path, progress: Progress) -> Path:
     """The wheel, or a folder with what is in it. `scratch` may hold a part of the wheel; what comes is added to it."""
-    part = _Part(scratch / PARTIAL, package)
+    part = _PartialWheel(scratch / PARTIAL, package)
     if part.resumed(progress):
         return part.wheel
     part.drop()
@@ -92,7 +92,7 @@ class _Run:
     log: str
 
 
-def _run(command: list[str], scratch: Path, part: _Part, progress: Progress, package: Package) -> _Run:
+def _run(command: list[str], scratch: Path, part: _PartialWheel, progress: Progress, package: Package) -> _Run:
     """Runs the program to its end and tells how far it is."""
     log, work = scratch / "log", scratch / "work"
     with kept_in(scratch.parent, package.holds):
@@ -128,7 +128,7 @@ def _result(scratch: Path) -> Path | None:
     return wheels[0] if len(wheels) == 1 else unpacked if unpacked.is_dir() else None
 
 
-class _Part:
+class _PartialWheel:
     """The beginning of a wheel, and where the rest is to be had. Whatever goes wrong here, the whole can be fetched."""
 
     def __init__(self, folder: Path, package: Package) -> None:
@@ -213,7 +213,7 @@ class _Part:
             return 0
 
 
-def _why_failed(package: Package, tool: str, run: _Run, part: _Part) -> str:
+def _why_failed(package: Package, tool: str, run: _Run, part: _PartialWheel) -> str:
     """One sentence that blames the right thing."""
     if _NO_ROOM.search(run.log):
         return cannot_keep(package.holds, part.wheel.parents[2], OSError(errno.ENOSPC, "No space left on device"))

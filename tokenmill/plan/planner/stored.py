@@ -29,13 +29,13 @@ def stored_precision(spec: DecoderSpec, stored: Mapping[str, WeightForm], dtype:
     import torch  # the rest of planning does without
 
     from tokenmill.engine.choices import linear_shapes
-    from tokenmill.quant.schemes.choose import Place, choose_schemes
+    from tokenmill.quant.schemes.choose import ComputeTarget, choose_schemes
 
     shapes = linear_shapes(spec)
     kept = {name: form for name, form in stored.items() if name in shapes}
     if not kept:
         return None
-    schemes = choose_schemes(Layout(), shapes, kept, False, Place(torch.device("cuda"), dtype))
+    schemes = choose_schemes(Layout(), shapes, kept, False, ComputeTarget(torch.device("cuda"), dtype))
 
     def mean_bytes(names: Iterable[str]) -> float:
         some = [(schemes.of(name).nbytes(*shapes[name], dtype), math.prod(shapes[name])) for name in names]

@@ -22,7 +22,7 @@ FEW_ROWS = 16  # up to here a GPU's step costs what reading the weights costs
 
 
 @dataclass(frozen=True)
-class Place:
+class ComputeTarget:
     """Where the products are computed."""
 
     device: torch.device
@@ -35,7 +35,7 @@ def choose_schemes(
     shapes: Mapping[str, tuple[int, int]],  # of the linear layers
     stored: Mapping[str, WeightForm],  # those that a quantized checkpoint holds, as it does
     blocks: bool,  # the checkpoint is a GGUF file
-    place: Place,
+    place: ComputeTarget,
 ) -> Schemes:
     """What is not asked for stays as the checkpoint stores it, or as the model computes."""
     check_names(layout, shapes)
@@ -68,7 +68,7 @@ def choose_schemes(
     return Schemes(plain, named, frozenset(as_stored), exact or as_saved)
 
 
-def auto_layout(place: Place, *, is_quantized: bool, max_rows: int | None, fits: bool) -> tuple[Layout, str]:
+def auto_layout(place: ComputeTarget, *, is_quantized: bool, max_rows: int | None, fits: bool) -> tuple[Layout, str]:
     """What `quantization="auto"` means here, and why. fits: at 8 bits the weights would leave room for the cache."""
     if is_quantized:
         return Layout(), "the checkpoint is quantized, and stays as it is"
@@ -97,7 +97,7 @@ def describe(schemes: Schemes, names: Iterable[str]) -> str:
     return ", ".join(kind if len(counts) == 1 else f"{kind} ({count})" for kind, count in counts.items())
 
 
-def _complete(form: WeightForm, columns: int, place: Place) -> WeightForm | None:
+def _complete(form: WeightForm, columns: int, place: ComputeTarget) -> WeightForm | None:
     """With the group that suits the device, and the matrix; None: no group does, so it stays as it is."""
     if place.native and form.kind in ("int8", "w8a8") and columns % BLOCK:
         return None
@@ -108,7 +108,7 @@ def _complete(form: WeightForm, columns: int, place: Place) -> WeightForm | None
     return replace(form, group=max(fitting)) if fitting else None
 
 
-def _scheme(form: WeightForm, place: Place, plain: QuantScheme) -> QuantScheme:
+def _scheme(form: WeightForm, place: ComputeTarget, plain: QuantScheme) -> QuantScheme:
     if isinstance(plain, Packed) and form.kind != "fp8":
         return Packed(form, beside=plain)
     if form.kind in FLOATS:
@@ -130,7 +130,7 @@ def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes:
         )
 
 
-def _check_device(layout: Layout, place: Place) -> None:
+def _check_device(layout: Layout, place: ComputeTarget) -> None:
     if layout == Layout() or place.device.type != "cuda" or usable(GEMM, place.device):
         return
     name = torch.cuda.get_device_name(place.device)

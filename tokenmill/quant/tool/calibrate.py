@@ -80,7 +80,7 @@ def widened(weight: torch.Tensor, groups: Groups | None) -> Linear:
     return Linear(scheme, {"weight": groups.widen(torch.float32)})
 
 
-class Calibration:
+class LayerCalibration:
     """The hidden states of the calibration text, on their way through the layers: memory for them and one layer."""
 
     def __init__(self, source: LayerSource, ids: torch.Tensor, device: torch.device) -> None:  # ids [samples, length]

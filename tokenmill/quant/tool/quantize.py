@@ -13,7 +13,7 @@ from tokenmill.quant.forms import FLOATS, GROUPS, Layout, WeightForm, check_name
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS, INPUTS, group_blocks, group_of, round_to_nearest
 from tokenmill.quant.tool.awq import scale_for_inputs
-from tokenmill.quant.tool.calibrate import Calibration, Moments
+from tokenmill.quant.tool.calibrate import LayerCalibration, Moments
 from tokenmill.quant.tool.gptq import gptq
 from tokenmill.quant.tool.joints import Params, joints
 from tokenmill.quant.tool.layer_source import LayerSource
@@ -90,7 +90,7 @@ def quantize_model(
     if method.needs_text and ids is None:
         raise ConfigError(f"{method.name} measures what layers are given: name a text with --calibrate")
     spec = source.spec
-    calibration = Calibration(source, ids, device) if method.needs_text and ids is not None else None
+    calibration = LayerCalibration(source, ids, device) if method.needs_text and ids is not None else None
     for index in range(spec.num_layers):
         prefix = f"layers.{index}."
         wanted = {name.removeprefix(prefix): form for name, form in forms.items() if name.startswith(prefix)}

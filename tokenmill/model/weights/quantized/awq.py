@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenmill.model.weights.quantized.checkpoint import Format
-from tokenmill.model.weights.quantized.matrix import Kind, Matrix, centred
+from tokenmill.model.weights.quantized.matrix import Matrix, MatrixFormat, centred
 from tokenmill.model.weights.quantized.parts import FLOATS, Parts
 from tokenmill.model.weights.quantized.settings import Settings, within_any
 
@@ -38,12 +38,12 @@ class AWQ(Format):
     def covers(self, module: str) -> bool:
         return not within_any(self._left_out, module)
 
-    def kind(self, parts: Parts) -> Kind:
+    def kind(self, parts: Parts) -> MatrixFormat:
         columns, packed = parts.take("qweight", (torch.int32,)).shape  # [columns, rows / 8]
         shape = parts.check(packed * 8, columns)
-        return Kind(shape, 4, columns if self._group == -1 else self._group, zeros=self._zeros)
+        return MatrixFormat(shape, 4, columns if self._group == -1 else self._group, zeros=self._zeros)
 
-    def read(self, parts: Parts, kind: Kind) -> Matrix:
+    def read(self, parts: Parts, kind: MatrixFormat) -> Matrix:
         rows, columns = kind.shape
         groups = math.ceil(columns / kind.group)
         codes = _unpack(parts.take("qweight", (torch.int32,), (columns, rows // 8)))

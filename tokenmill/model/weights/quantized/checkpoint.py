@@ -11,7 +11,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.checkpoint import Checkpoint, TypedCheckpoint
 from tokenmill.model.weights.names import recipes, spelled_as_in_transformers
-from tokenmill.model.weights.quantized.matrix import Kind, Matrix
+from tokenmill.model.weights.quantized.matrix import Matrix, MatrixFormat
 from tokenmill.model.weights.quantized.parts import Parts
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.groups import Groups
@@ -44,11 +44,11 @@ class Format(Protocol):
         """What of the config is not followed to the letter."""
         return None
 
-    def kind(self, parts: Parts) -> Kind:
+    def kind(self, parts: Parts) -> MatrixFormat:
         """How a covered layer is stored, without reading its codes."""
         ...
 
-    def read(self, parts: Parts, kind: Kind) -> Matrix: ...
+    def read(self, parts: Parts, kind: MatrixFormat) -> Matrix: ...
 
 
 class QuantizedCheckpoint:
@@ -119,7 +119,7 @@ class QuantizedCheckpoint:
             said.append("its scales for the KV cache are not used; kv_cache_dtype says how that is kept")
         return [f"checkpoint   {self._format.method}: {line}" for line in said if line]
 
-    def _kind(self, name: str) -> Kind:
+    def _kind(self, name: str) -> MatrixFormat:
         return self._format.kind(self._layers[name])
 
     def _matrix(self, name: str) -> Matrix:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenmill.errors import ModelError
-from tokenmill.model.weights.quantized.matrix import Kind, Matrix, centred, fields
+from tokenmill.model.weights.quantized.matrix import Matrix, MatrixFormat, centred, fields
 from tokenmill.model.weights.quantized.parts import FLOATS, INTEGERS, Parts
 from tokenmill.model.weights.quantized.scales import input_scale, scale_of_blocks, scale_of_rows
 from tokenmill.model.weights.quantized.settings import Settings, fits_any
@@ -80,18 +80,18 @@ class CompressedTensors:
             return "inputs are not rounded where the config asks for more than 8 bits per token or per layer"
         return None
 
-    def kind(self, parts: Parts) -> Kind:
+    def kind(self, parts: Parts) -> MatrixFormat:
         scheme = self._scheme(parts)
         shape = parts.check(*_shape(parts, scheme))
         columns = shape[1]
         group = {"group": scheme.group, "block": scheme.block[1]}.get(scheme.strategy, columns)
         group = min(group, columns)
         where = parts.group_of("weight_g_idx", columns, math.ceil(columns / group), group)
-        return Kind(
+        return MatrixFormat(
             shape, scheme.bits, group, scheme.floating, not scheme.symmetric, where is not None, inputs=scheme.inputs
         )
 
-    def read(self, parts: Parts, kind: Kind) -> Matrix:
+    def read(self, parts: Parts, kind: MatrixFormat) -> Matrix:
         scheme, (rows, columns) = self._scheme(parts), kind.shape
         groups = math.ceil(columns / kind.group)
         if scheme.strategy == "group":
@@ -186,7 +186,7 @@ def _shape(parts: Parts, scheme: Scheme) -> tuple[int, int]:
     return rows, int(given[1])
 
 
-def _codes(parts: Parts, kind: Kind) -> torch.Tensor:  # [rows, columns]
+def _codes(parts: Parts, kind: MatrixFormat) -> torch.Tensor:  # [rows, columns]
     rows, columns = kind.shape
     if parts.has(_PACKED):
         words = parts.take(_PACKED, (torch.int32,), (rows, math.ceil(columns * kind.bits / 32)))
@@ -197,7 +197,7 @@ def _codes(parts: Parts, kind: Kind) -> torch.Tensor:  # [rows, columns]
     return codes
 
 
-def _zeros(parts: Parts, kind: Kind, groups: int) -> torch.Tensor | None:  # [rows, groups] int8
+def _zeros(parts: Parts, kind: MatrixFormat, groups: int) -> torch.Tensor | None:  # [rows, groups] int8
     rows, part = kind.shape[0], "weight_zero_point"
     if not kind.zeros:
         if parts.has(part) and bool(parts.read(parts.names[part]).float().any()):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.model.weights.quantized.matrix import Kind, Matrix
+from tokenmill.model.weights.quantized.matrix import Matrix, MatrixFormat
 from tokenmill.model.weights.quantized.parts import Parts
 from tokenmill.model.weights.quantized.scales import input_scale, scale_of_blocks, scale_of_rows
 from tokenmill.model.weights.quantized.settings import Settings, within_any
@@ -38,14 +38,14 @@ class Fp8Files:
     def note(self) -> str | None:
         return None if self._block is None else "inputs are not rounded; the checkpoint asks for float8 in groups"
 
-    def kind(self, parts: Parts) -> Kind:
+    def kind(self, parts: Parts) -> MatrixFormat:
         rows, columns = parts.take("weight", (torch.float8_e4m3fn,)).shape
         shape = parts.check(rows, columns)
         if self._block is not None:  # inputs would be rounded in groups, too: finer than any form here
-            return Kind(shape, 8, min(self._block[1], columns), floating=True)
-        return Kind(shape, 8, columns, floating=True, inputs="fp8")
+            return MatrixFormat(shape, 8, min(self._block[1], columns), floating=True)
+        return MatrixFormat(shape, 8, columns, floating=True, inputs="fp8")
 
-    def read(self, parts: Parts, kind: Kind) -> Matrix:
+    def read(self, parts: Parts, kind: MatrixFormat) -> Matrix:
         rows, columns = kind.shape
         codes = parts.take("weight", (torch.float8_e4m3fn,), (rows, columns))
         name = next(scale for scale in _SCALES if parts.has(scale))

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.weights.quantized.checkpoint import Format
-from tokenmill.model.weights.quantized.matrix import Kind, Matrix, centred, fields
+from tokenmill.model.weights.quantized.matrix import Matrix, MatrixFormat, centred, fields
 from tokenmill.model.weights.quantized.parts import FLOATS, Parts
 from tokenmill.model.weights.quantized.settings import Settings, fits_regular
 
@@ -44,7 +44,7 @@ class GPTQ(Format):
     def covers(self, module: str) -> bool:
         return self._of(module) is not None
 
-    def kind(self, parts: Parts) -> Kind:
+    def kind(self, parts: Parts) -> MatrixFormat:
         settings = self._settings(parts)
         bits = _bits(settings)
         packed, rows = parts.take("qweight", (torch.int32,)).shape  # [columns * bits / 32, rows]
@@ -52,9 +52,9 @@ class GPTQ(Format):
         shape = parts.check(rows, columns)
         group = _group(settings, columns)
         where = parts.group_of("g_idx", columns, math.ceil(columns / group), group)
-        return Kind(shape, bits, group, zeros=not settings.flag("sym", True), shuffled=where is not None)
+        return MatrixFormat(shape, bits, group, zeros=not settings.flag("sym", True), shuffled=where is not None)
 
-    def read(self, parts: Parts, kind: Kind) -> Matrix:
+    def read(self, parts: Parts, kind: MatrixFormat) -> Matrix:
         (rows, columns), bits = kind.shape, kind.bits
         groups, per_word = math.ceil(columns / kind.group), 32 // bits
         words = parts.take("qweight", (torch.int32,), (columns // per_word, rows))

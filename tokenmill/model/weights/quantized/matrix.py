@@ -11,7 +11,7 @@ from tokenmill.quant.groups import Groups
 
 
 @dataclass(frozen=True)
-class Kind:
+class MatrixFormat:
     """How a [rows, columns] matrix is stored; known without reading it."""
 
     shape: tuple[int, int]
@@ -55,7 +55,7 @@ class Kind:
 class Matrix:
     """weight[r, c] = (codes[r, c] - zeros[r, g]) * scale[r, g], where g = group_of[c], or c // kind.group."""
 
-    kind: Kind
+    kind: MatrixFormat
     codes: torch.Tensor  # [rows, columns] int8 or float8
     scale: torch.Tensor  # [rows, groups]
     zeros: torch.Tensor | None = None  # [rows, groups] int8
