@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -104,8 +105,17 @@ def frame_of(tokenizer: Tokenizer | None, spec: DecoderSpec) -> Frame:
     return Frame([next(token for token in begin if token is not None)], [])
 
 
-def write_texts(llm: LLM, spec: DecoderSpec, tokens: int, seed: int, max_len: int, tell: Tell) -> Texts:
+def write_texts(
+    llm: LLM,
+    spec: DecoderSpec,
+    tokens: int,
+    seed: int,
+    max_len: int,
+    tell: Tell,
+    minutes: float | None = None,  # no round begins that would end later
+) -> Texts:
     """At least so many tokens of questions and answers, in rounds."""
+    began = time.monotonic()
     writer = _Writer(llm, frame_of(llm.get_tokenizer(), spec), seed, max_len)
     rows: list[_Row] = []
     written, typical = 0, TYPICAL_TOKENS
@@ -117,7 +127,10 @@ def write_texts(llm: LLM, spec: DecoderSpec, tokens: int, seed: int, max_len: in
         rows += made
         written += sum(row.num_written for row in made)
         typical = max(1, written // len(rows))
-        tell(f"{len(rows)} texts, {written} of {tokens} tokens")
+        passed = time.monotonic() - began
+        tell(f"{len(rows)} texts, {written} of {tokens} tokens, {written / passed:.0f} tokens/s")
+        if minutes is not None and passed * (1 + wanted / len(rows)) > 60 * minutes:
+            break
     return _joined(rows)
 
 

@@ -17,6 +17,7 @@ from tokenmill.model.draft_head import DraftHead, Target, rms_norm
 SEGMENT = 256  # entries that follow each other in a batch: their targets serve all depths
 WARM_UP = 0.02  # of the training, in which the learning rate rises
 TOLD_EVERY, WAITED_EVERY = 100, 25  # steps: the host may run ahead of a GPU, but knows the time
+KEPT_EVERY = 60.0  # seconds
 PROBABILITY_BYTES = 256 << 20  # of float32 probabilities that exist at a time, times a few
 
 Tell = Callable[[str], None]
@@ -82,7 +83,12 @@ def new_head(
 
 
 def optimize(
-    head: DraftHead, decoder: Decoder, states: States, schedule: Schedule, tell: Tell
+    head: DraftHead,
+    decoder: Decoder,
+    states: States,
+    schedule: Schedule,
+    tell: Tell,
+    keep: Callable[[DraftHead], None] = lambda head: None,  # called now and then with what there is
 ) -> tuple[DraftHead, Mapping[str, Any]]:
     """The trained head, and what happened. Ctrl-C ends the training, not the program: the head is as far as it came."""
     device = states.hidden.device
@@ -97,6 +103,7 @@ def optimize(
     batches = Batches(head, decoder, states, schedule)
     began, step, done, recent = time.monotonic(), 0, 0.0, torch.zeros((), device=device)
     losses: list[float] = []
+    kept = began
     try:
         while done < 1.0:
             for group in adam.param_groups:
@@ -115,6 +122,9 @@ def optimize(
             if step % TOLD_EVERY == 0 or done >= 1.0:
                 losses.append(float(recent) / (step - TOLD_EVERY * len(losses)))
                 recent.zero_()
+                if time.monotonic() - kept > KEPT_EVERY:
+                    keep(head)
+                    kept = time.monotonic()
                 tell(
                     f"step {step} ({done:.0%}): loss {losses[-1]:.4f}, {batches.entries * step / passed:.0f} entries/s"
                 )
@@ -167,7 +177,7 @@ class Batches:
         total = torch.zeros((), device=device)
         scale = torch.zeros((), device=device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            state = head.enter(hidden[:, :length].float())
+            state = head.enter(hidden[:, :length].float()).float()  # and so it stays, whatever products are made in
             for depth in range(1, schedule.depths + 1):
                 ahead = slice(depth, depth + length)
                 state = head.step(state, embedded[:, depth - 1 : depth - 1 + length])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,9 +38,6 @@ class States:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def part(self, wanted: torch.Tensor) -> States:  # [n]
-        return States(**{field.name: getattr(self, field.name)[wanted] for field in fields(self)})
-
 
 def runner_of(built: Built) -> TorchRunner:
     runner = built.engine.runner
@@ -65,7 +62,7 @@ def states_of(built: Built, texts: Texts, tell: Progress | None = None) -> State
             spans = [(starts[one], starts[one + 1]) for one in group]
             at = torch.cat([places[first:last] for first, last in spans])
             ids = torch.cat([texts.tokens[first:last] for first, last in spans]).to(device).long()
-            batch = packed([lengths[one] for one in group], ids, block_size)
+            batch = packed([lengths[one] for one in group], ids, block_size, runner.state.max_blocks)
             wanted = (at >= 0).nonzero()[:, 0].to(device)
             found = decoder.forward(batch, runner.state.kv, wanted=wanted)
             states.hidden[at[at >= 0].to(device)] = found.to(states.hidden.dtype)
@@ -99,15 +96,20 @@ def embeddings(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:  # [n] -> [
     return decoder.embed(ids.flatten()).take()[0].clone().view(*ids.shape, -1)
 
 
-def packed(lengths: list[int], ids: torch.Tensor, block_size: int) -> TokenBatch:  # ids [sum of lengths]
+def packed(
+    lengths: list[int],
+    ids: torch.Tensor,  # [sum of lengths]
+    block_size: int,
+    max_blocks: int,  # width of the engine's block tables, for which its kernels are compiled
+) -> TokenBatch:
     """Whole texts of different lengths, each from its own beginning, in blocks of its own."""
     device = ids.device
     counts = torch.tensor(lengths)
     ends = counts.cumsum(0)
     needed = -(-counts // block_size)
     first_block = needed.cumsum(0) - needed
-    tables = first_block[:, None] + torch.arange(int(needed.max()))
-    tables = torch.where(torch.arange(int(needed.max())) < needed[:, None], tables, 0)
+    tables = first_block[:, None] + torch.arange(max_blocks)
+    tables = torch.where(torch.arange(max_blocks) < needed[:, None], tables, 0)
     rows = torch.arange(len(lengths)).repeat_interleave(counts)
     positions = torch.arange(len(ids)) - (ends - counts)[rows]
     slots = (first_block[rows] + positions // block_size) * block_size + positions % block_size

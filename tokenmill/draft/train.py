@@ -38,6 +38,7 @@ class TrainOptions:
     model: str
     out: Path
     tokens: int = 10_000_000
+    text_minutes: float | None = None  # after which no more texts are begun, though tokens are missing
     data: Path | None = None  # texts are read from here, or kept here
     vocabulary: int = 8192
     state: int | None = None  # unset: the target's hidden width
@@ -75,13 +76,17 @@ def _train(options: TrainOptions, llm: LLM, clock: _Clock) -> DraftHead:
         training = states_of(built, texts.part(0, len(texts) - held_out))
         unseen = states_of(built, texts.part(len(texts) - held_out, len(texts)))
     ids = draft_vocabulary(texts.part(0, len(texts) - held_out), built.spec, ends, options.vocabulary)
+    counts = texts.answer_counts(built.spec.vocab_size)
+    covered = float(counts[ids.long()].sum() / counts.sum())
+    clock.tell(f"{len(ids)} tokens can be drafted, {covered:.1%} of what is in the answers")
     sizes = Sizes(options.state or built.spec.hidden, options.inner)
     clock.tell(_prediction(len(training), sizes, built, len(ids), schedule))
     head = new_head(decoder, training, ids, sizes, schedule.seed)
     with clock.phase("judging the untrained head"):
         before = evaluate(head, decoder, unseen, schedule.depths)
     with clock.phase("training"):
-        head, trained = optimize(head, decoder, training, schedule, clock.tell)
+        keep = lambda unfinished: unfinished.save(options.out)  # noqa: E731
+        head, trained = optimize(head, decoder, training, schedule, clock.tell, keep)
     recipe = {
         "tokenmill": __version__,
         "torch": torch.__version__,
@@ -92,6 +97,7 @@ def _train(options: TrainOptions, llm: LLM, clock: _Clock) -> DraftHead:
         "schedule": asdict(schedule),
         "sizes": asdict(sizes),
         "draft_vocabulary": len(ids),
+        "covered": round(covered, 4),
         "training": dict(trained),
     }
     head = replace(head, recipe=recipe)
@@ -115,7 +121,15 @@ def _texts(options: TrainOptions, llm: LLM, built: Built, tell: Tell) -> Texts:
         texts = Texts.load(options.data, built.spec, mark)
         tell(f"{len(texts)} texts of {texts.num_written} tokens from {options.data}")
         return texts
-    texts = write_texts(llm, built.spec, options.tokens, options.schedule.seed, built.settings.max_len, tell)
+    texts = write_texts(
+        llm,
+        built.spec,
+        options.tokens,
+        options.schedule.seed,
+        built.settings.max_len,
+        tell,
+        options.text_minutes,
+    )
     if options.data is not None:
         texts.save(options.data, mark)
     return texts
@@ -200,6 +214,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--tokens", default="10M", help="that the model writes to be trained on")
+    parser.add_argument("--text-minutes", type=float, help="begin no more texts after so many minutes")
     parser.add_argument("--minutes", type=float, default=Schedule.minutes, help="of training")
     parser.add_argument("--steps", type=int, help="of training, instead of minutes")
     parser.add_argument("--data", type=Path, help="a file of texts: read if it is there, written if not")
@@ -226,6 +241,7 @@ def main(words: Sequence[str] | None = None) -> None:
             given.model,
             given.out,
             tokens=count(given.tokens),
+            text_minutes=given.text_minutes,
             data=given.data,
             vocabulary=given.vocabulary,
             state=given.state,
