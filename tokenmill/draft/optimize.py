@@ -16,8 +16,8 @@ from tokenmill.model.draft_head import DraftHead, Target, rms_norm
 
 SEGMENT = 256  # entries that follow each other in a batch: their targets serve all depths
 WARM_UP = 0.02  # of the training, in which the learning rate rises
-TOLD_EVERY, WAITED_EVERY = 100, 25  # steps: the host may run ahead of a GPU, but knows the time
-KEPT_EVERY = 60.0  # seconds
+COUNTED_EVERY, WAITED_EVERY = 100, 25  # steps: the host may run ahead of a GPU, but knows the time
+SAID_EVERY, KEPT_EVERY = 10.0, 60.0  # seconds
 PROBABILITY_BYTES = 256 << 20  # of float32 probabilities that exist at a time, times a few
 
 Tell = Callable[[str], None]
@@ -103,7 +103,7 @@ def optimize(
     batches = Batches(head, decoder, states, schedule)
     began, step, done, recent = time.monotonic(), 0, 0.0, torch.zeros((), device=device)
     losses: list[float] = []
-    kept = began
+    said = kept = began
     try:
         while done < 1.0:
             for group in adam.param_groups:
@@ -119,15 +119,16 @@ def optimize(
                 torch.cuda.synchronize(device)
             passed = time.monotonic() - began
             done = step / schedule.steps if schedule.steps else passed / (60 * schedule.minutes)
-            if step % TOLD_EVERY == 0 or done >= 1.0:
-                losses.append(float(recent) / (step - TOLD_EVERY * len(losses)))
+            if step % COUNTED_EVERY == 0 or done >= 1.0:
+                losses.append(float(recent) / (step - COUNTED_EVERY * len(losses)))
                 recent.zero_()
-                if time.monotonic() - kept > KEPT_EVERY:
+                now, speed = time.monotonic(), batches.entries * step / passed
+                if now - said > SAID_EVERY or done >= 1.0:
+                    tell(f"step {step} ({done:.0%}): loss {losses[-1]:.4f}, {speed:.0f} tokens/s")
+                    said = now
+                if now - kept > KEPT_EVERY:
                     keep(head)
-                    kept = time.monotonic()
-                tell(
-                    f"step {step} ({done:.0%}): loss {losses[-1]:.4f}, {batches.entries * step / passed:.0f} entries/s"
-                )
+                    kept = now
     except KeyboardInterrupt:
         tell(f"interrupted after {step} steps: the head is kept as it is")
     seconds = time.monotonic() - began
