@@ -67,8 +67,8 @@ sys.setprofile(seen)
 OFFLINE = """
 import sys, time
 from tokenmill import LLM, SamplingParams
-options = dict(load_format="dummy", device="cpu", skip_tokenizer_init=True, **dict(zip(sys.argv[3::2], sys.argv[4::2])))
-llm = LLM(model=sys.argv[1], **options)
+options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+llm = LLM(model=sys.argv[1], load_format="dummy", device="cpu", skip_tokenizer_init=True, **options)
 params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 for _ in range(int(sys.argv[2])):
     begun = time.monotonic_ns()
@@ -79,8 +79,8 @@ for _ in range(int(sys.argv[2])):
 STEP_TIME = """
 import sys, time
 from tokenmill import LLM, SamplingParams
-options = dict(load_format="dummy", device="cpu", skip_tokenizer_init=True, max_num_seqs=64)
-llm = LLM(model=sys.argv[1], **options)
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+llm = LLM(model=sys.argv[1], load_format="dummy", device="cpu", skip_tokenizer_init=True, max_num_seqs=64, **options)
 def seconds(rows, length, tokens):
     prompts = [{"prompt_token_ids": [5 + row] * length} for row in range(rows)]
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -170,14 +170,15 @@ def traced(way: Way, root: Path, without: list[str]) -> tuple[list[tuple[str, st
     return list(order), int(statistics.median(counts))
 
 
-def step_times(roots: list[Path], turns: int = 8) -> None:
+def step_times(roots: list[Path], speculation: bool, turns: int = 8) -> None:
     """Prints each checkout's least times over turns: whatever else the machine does only adds to them."""
     found: dict[Path, list[tuple[float, float]]] = {root: [] for root in roots}
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name) / "model")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model")
         for _ in range(turns):
             for root in roots:
-                command = [sys.executable, "-c", STEP_TIME, str(Path(name) / "model")]
+                settings = [word for name in switched_off(root, speculation) for word in (name, "off")]
+                command = [sys.executable, "-c", STEP_TIME, str(Path(folder) / "model"), *settings]
                 environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
                 done = subprocess.run(command, env=environment, cwd=root, check=True, stdout=subprocess.PIPE, text=True)
                 decode, prompt = map(float, done.stdout.split())
@@ -185,6 +186,12 @@ def step_times(roots: list[Path], turns: int = 8) -> None:
     for root, times in found.items():
         decode, prompt = (min(column) for column in zip(*times, strict=True))
         print(f"{root}: {decode:.0f} us of CPU per step of 64 rows, {prompt:.0f} us per request of one step")
+
+
+def switched_off(root: Path, speculation: bool) -> list[str]:
+    """Settings of a checkout that are to be off."""
+    known = "    speculation:" in (root / "tokenmill" / "config.py").read_text()
+    return ["speculation"] if known and not speculation else []
 
 
 def main() -> None:
@@ -196,11 +203,10 @@ def main() -> None:
     parser.add_argument("--step-time", type=Path, nargs="+", metavar="DIR", help="compare these checkouts")
     options = parser.parse_args()
     if options.step_time:
-        step_times([root.resolve() for root in options.step_time])
+        step_times([root.resolve() for root in options.step_time], options.speculation)
         return
     root = options.root.resolve()
-    known = "    speculation:" in (root / "tokenmill" / "config.py").read_text()
-    without = ["speculation"] if known and not options.speculation else []
+    without = switched_off(root, options.speculation)
     for name, way in (("offline", offline), ("http", over_http)):
         if options.only in (None, name):
             functions, calls = traced(way, root, without)

@@ -369,8 +369,11 @@ class Scheduler:
         for share in shares:
             request, start, count = share
             # One that reads its own answer again after a preemption may get a single token, too, and samples nothing.
-            decodes = count == 1 and start >= request.prompt_len and request.num_computed == request.num_tokens
-            (singles if decodes else drafted if request.drafts else chunks).append(share)
+            is_last = request.num_computed == len(request.tokens) + request.pending  # as `num_tokens`, without the call
+            if count == 1 and is_last and start >= request.prompt_len:
+                singles.append(share)
+            else:
+                (drafted if request.drafts else chunks).append(share)
         shares = singles + drafted + chunks
         step.num_singles = len(singles)
         step.requests = [request for request, _, _ in shares]
