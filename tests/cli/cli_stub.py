@@ -51,5 +51,8 @@ class StubLLM:
     def plan_lines(self) -> list[str]:
         return ["plan: 7 blocks because of the test"]
 
-    def shutdown(self) -> None:
+    def __enter__(self) -> StubLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.shut_down += 1

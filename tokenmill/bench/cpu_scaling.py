@@ -6,24 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.cpu import (
-    COLD_PROMPT,
-    Column,
-    ContenderFigures,
-    Setup,
-    Tell,
-    Workers,
-    close,
-    compare,
-    load,
-    prepare,
-    prompts,
-    single,
-    speeds,
-    standing,
-    start,
-    whose_turn,
-)
+from tokenmill.bench import cpu
+from tokenmill.bench.cpu import Column, ContenderFigures, Setup, Tell
 from tokenmill.bench.peers import Contender
 from tokenmill.bench.plot import Series, chart
 from tokenmill.errors import ConfigError
@@ -49,7 +33,7 @@ def scaling(setup: Setup, who: list[Contender], contexts: tuple[int, ...], tell:
     by_threads: dict[int, list[ContenderFigures]] = {}
     for threads in _thread_counts(setup.threads):
         tell(f"threads: {threads}")
-        by_threads[threads] = compare(replace(setup, threads=threads), who, tell)
+        by_threads[threads] = cpu.compare(replace(setup, threads=threads), who, tell)
     return Scaling(by_threads, _against_context(setup, who, contexts, tell))
 
 
@@ -95,24 +79,24 @@ def _against_context(
     setup: Setup, who: list[Contender], contexts: tuple[int, ...], tell: Tell
 ) -> dict[int, dict[str, tuple[float, float]]]:
     """One visit per length and contender: shortest lengths first, all contenders at each of them."""
-    rows = prepare(setup, who, tell)
+    rows = cpu.prepare(setup, who, tell)
     figures: dict[int, dict[str, tuple[float, float]]] = {context: {} for context in contexts}
-    workers = Workers()
+    workers = cpu.Workers()
     try:
-        for row in standing(rows):
-            with whose_turn(row, workers, tell):
-                workers[row.contender] = start(setup, row)
-                load(setup, row, workers[row.contender], 1, max(contexts))
+        for row in cpu.standing(rows):
+            with cpu.whose_turn(row, workers, tell):
+                workers[row.contender] = cpu.start(setup, row)
+                cpu.load(setup, row, workers[row.contender], 1, max(contexts))
         for context in contexts:
-            for row in standing(rows):
-                with whose_turn(row, workers, tell):
+            for row in cpu.standing(rows):
+                with cpu.whose_turn(row, workers, tell):
                     worker = workers[row.contender]
                     length = context - TIMED
-                    warm, timed = prompts(setup, 2, length, "context")
-                    single(setup, worker, warm[:COLD_PROMPT], TIMED)
-                    prefill, decode = speeds(length, single(setup, worker, timed, TIMED)[1])
+                    warm, timed = cpu.prompts(setup, 2, length, "context")
+                    cpu.single(setup, worker, warm[: cpu.COLD_PROMPT], TIMED)
+                    prefill, decode = cpu.speeds(length, cpu.single(setup, worker, timed, TIMED)[1])
                     figures[context][row.contender.label] = prefill, 1e3 / decode
                     tell(f"context {context}  {row.contender.label}: {prefill:.0f} tok/s, {1e3 / decode:.1f} ms")
     finally:
-        close(workers)
+        cpu.close(workers)
     return figures

@@ -70,11 +70,10 @@ def overhead(
 ) -> Overhead:
     """The same prompts through a server and through `LLM`, in turns. All of a round's prompts are new to both."""
     from tokenmill.bench.peers import OURS
-    from tokenmill.bench.peers.host import PeerWorker, WorkerFailed
+    from tokenmill.bench.peers.host import PeerWorker, WorkerFailed, usable_cores
 
     found = Overhead([], [], [])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     worker = PeerWorker(sys.executable, "offline", threads, name=OURS, serve=Path(__file__))
     try:
         with started_server(model, options) as server:

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 SHARES = (50, 90, 99)
 RESAMPLES = 200
 Interval = tuple[float, float]  # 95 %
@@ -21,13 +23,7 @@ T = TypeVar("T")
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The value that `share` percent of all are not above, interpolated; None where there are none."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = share / 100 * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, share)) if values else None
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:

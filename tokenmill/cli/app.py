@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, ladder, models, plan, pull, quantize, run, serve, simulate, warm
+from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, run, serve, simulate, train_draft, warm
 from tokenmill.cli.engine_options import ALL_OPTIONS
 from tokenmill.cli.options import option
 from tokenmill.cli.settings_file import CommandWithFile
@@ -81,10 +81,11 @@ app.command(name="run", cls=CommandWithFile, epilog=ALL_OPTIONS)(run.run)
 app.command(name="chat", cls=CommandWithFile, epilog=ALL_OPTIONS)(chat.chat)
 app.command(name="serve", cls=CommandWithFile)(serve.serve)
 app.add_typer(keys.keys, name="keys")
-app.command(name="pull")(pull.pull)
+app.command(name="pull")(models.pull)
 app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(warm.warm)
 app.command(name="models")(models.models)
 app.command(name="quantize")(quantize.quantize)
+app.command(name="train-draft")(train_draft.train_draft)
 app.add_typer(bench.bench, name="bench")
 app.command(name="ladder")(ladder.ladder)
 app.command(name="plan")(plan.plan)

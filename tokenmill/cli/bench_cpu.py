@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tokenmill.cli.bench_options import whole_numbers
 from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Model, option
 from tokenmill.cli.terminal import note, progress
 from tokenmill.errors import ConfigError
@@ -49,6 +49,7 @@ def cpu(
     from tokenmill.bench.cpu_scaling import scaling as measure_scaling
     from tokenmill.bench.cpu_table import as_json, legend, machine, notes, table
     from tokenmill.bench.peers import OURS, check_pythons, contenders
+    from tokenmill.bench.peers.host import usable_cores
 
     for name, value in (("--plot", plot), ("--contexts", contexts)):
         if value is not None and not scaling:
@@ -62,11 +63,11 @@ def cpu(
         vocab=vocab,
         forms=_forms(path),
         pythons=pythons,
-        threads=threads or _cores(),
+        threads=threads or usable_cores(),
         rounds=rounds,
         prompt=prompt,
         new=new,
-        requests=_numbers("--requests", requests),
+        requests=whole_numbers(requests, "requests"),
         timeout=timeout,
         form=form,
     )
@@ -80,7 +81,7 @@ def cpu(
             out.write_text(json.dumps(content, indent=1) + "\n")
 
     if scaling:
-        results = measure_scaling(setup, who, _numbers("--contexts", contexts or CONTEXTS), note)
+        results = measure_scaling(setup, who, whole_numbers(contexts or CONTEXTS, "contexts"), note)
         for count, rows in results.threads.items():
             typer.echo(f"\n{count} threads\n\n" + "\n".join(table(setup.columns, rows)))
         typer.echo("\n" + legend(rounds))
@@ -124,17 +125,3 @@ def _peer(word: str) -> tuple[str, str]:
     if name not in KINDS or not python:
         raise ConfigError(f"--peer is {word!r}; write NAME=PYTHON with NAME one of {', '.join(KINDS)}")
     return name, python
-
-
-def _numbers(option: str, words: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(word) for word in words.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option} is {words!r}; it must be whole numbers above 0, separated by commas")
-    return numbers
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -101,7 +101,7 @@ def latency(
 
     given.check_targets(json, plot)
     per_hour = parse_price(price)
-    sizes = [int(size) for size in given.numbers(batch, "batch", 1)]
+    sizes = given.whole_numbers(batch, "batch")
     if output < MIN_TOKENS:
         raise ConfigError(f"--output is {output}; steps are timed between tokens, of which {MIN_TOKENS} are needed")
     derived = {"max_num_seqs": max(sizes), "skip_tokenizer_init": _made_up(engine)}

@@ -78,6 +78,13 @@ def numbers(text: str, name: str, least: float) -> list[float]:
     return found
 
 
+def whole_numbers(text: str, name: str) -> tuple[int, ...]:
+    found = numbers(text, name, 1)
+    if any(one % 1 for one in found):
+        raise ConfigError(f"--{name} is {text!r}; it must be whole numbers, separated by commas")
+    return tuple(map(int, found))
+
+
 def give_out(found: dict[str, Any], told: list[str], target: Path | None) -> None:
     """The lines to stdout and the data to a file; or the data alone to stdout."""
     text = json.dumps(found, indent=1)

@@ -33,14 +33,8 @@ def chat(
 ) -> None:
     """Talk with a model; /help lists what can be typed besides messages."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
-    llm = options.open_llm(model, **engine)
-    try:
-        if verbose:
-            for line in llm.plan_lines():
-                note(line)
+    with options.opened_llm(model, verbose, **engine) as llm:
         Chat(llm, Conversation(params, system), verbose).loop(LineReader())
-    finally:
-        llm.shutdown()
 
 
 class Chat:

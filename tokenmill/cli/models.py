@@ -1,4 +1,4 @@
-"""`tokenmill models`: the models on this machine, and removing one."""
+"""`tokenmill models` and `tokenmill pull`: the models on this machine, removing one, and bringing one here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from tokenmill.cli import options
 from tokenmill.cli.options import option
-from tokenmill.cli.terminal import note, size
+from tokenmill.cli.terminal import note, progress, size
 
 
 def models(
@@ -29,3 +29,15 @@ def models(
     width = max(len(model.name) for model in cached)
     for model in cached:
         typer.echo(f"{model.name:<{width}}  {size(model.size):>9}  {model.path}")
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    cache_dir: options.CacheDir = None,
+) -> None:
+    """Download a MODEL, so that it starts without a network later."""
+    from tokenmill.model.weights.source import resolve
+
+    with progress() as report:
+        files = resolve(model, progress=report)
+    typer.echo(f"{files.name} is at {files.path}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,3 +69,13 @@ def open_llm(model: str, **chosen: Any) -> LLM:
     elif (elsewhere := where_else()) is not None:
         note(f"({elsewhere})")
     return llm
+
+
+@contextmanager
+def opened_llm(model: str, verbose: bool, **chosen: Any) -> Iterator[LLM]:
+    """The same, until the end of the block; `verbose` tells what was planned."""
+    with open_llm(model, **chosen) as llm:
+        if verbose:
+            for line in llm.plan_lines():
+                note(line)
+        yield llm

@@ -42,18 +42,12 @@ def run(
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
     question = _as_prompt(_read_prompt(prompt), system, raw)
-    llm = options.open_llm(model, **engine)
-    try:
-        if verbose:
-            for line in llm.plan_lines():
-                note(line)
+    with options.opened_llm(model, verbose, **engine) as llm:
         answer = stream_answer(llm, question, params)
         if answer.cut_short:
             note(f"(stopped after {answer.tokens} tokens; --max-tokens allows more, up to the model's length)")
         if verbose:
             note(answer.speed())
-    finally:
-        llm.shutdown()
     if answer.interrupted:
         raise KeyboardInterrupt
 

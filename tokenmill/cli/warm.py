@@ -29,10 +29,8 @@ def warm(
         from tokenmill import LLM
 
         llm = LLM(model=model, progress=report, **settings)
-    try:
+    with llm:
         lines = [line for line in llm.plan_lines() if line.startswith(("device", "native", "kernels"))]
-    finally:
-        llm.shutdown()
     for line in lines:
         typer.echo(line)
     if not any(line.startswith("kernels") for line in lines):

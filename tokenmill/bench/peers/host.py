@@ -22,6 +22,10 @@ CHECKOUT = str(Path(tokenmill.__file__).parents[1])  # a checkout need not be in
 REASON_LINES = 3  # of a dead worker's log, the last ones
 
 
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class WorkerFailed(Exception):
     """A worker crashed, gave an error or took too long; the message says which, and what its log said last."""
 

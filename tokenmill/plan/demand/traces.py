@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.errors import ConfigError
-from tokenmill.plan.demand.workload import HASH_BLOCK, Workload, poisson
+from tokenmill.plan.demand.workload import Workload, poisson
 
 CHARACTERS_PER_TOKEN = 4  # of English text, where nobody counts better
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -71,16 +71,9 @@ def read_sharegpt(path: Path, limit: int | None = None, *, rate: float = 1.0) ->
         conversations = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    asked: list[str] = []
-    lengths: list[tuple[int, int]] = []
-    for conversation in conversations:
-        exchange = _first_exchange(conversation)
-        if exchange is not None and (limit is None or len(asked) < limit):
-            asked.append(exchange[0])
-            lengths.append((_tokens(exchange[0]), _tokens(exchange[1])))
-    arrivals = poisson(len(asked), rate)
-    prompts, outputs = tuple(one for one, _ in lengths), tuple(one for _, one in lengths)
-    return Workload(path.stem, arrivals, prompts, outputs, texts=tuple(asked))
+    found = [exchange for one in conversations if (exchange := _first_exchange(one)) is not None][:limit]
+    prompts, outputs = tuple(_tokens(asked) for asked, _ in found), tuple(_tokens(said) for _, said in found)
+    return Workload(path.stem, poisson(len(found), rate), prompts, outputs, texts=tuple(asked for asked, _ in found))
 
 
 def _tokens(text: str) -> int:
@@ -91,14 +84,9 @@ def _workload(name: str, rows: list[tuple[float, int, int]], hashes: list[tuple[
     """Sorted by arrival, the first at 0. Who asked nothing or got nothing cost nothing and is left out."""
     order = sorted((at for at, row in enumerate(rows) if row[1] > 0 and row[2] > 0), key=lambda at: rows[at][0])
     first = rows[order[0]][0] if order else 0.0
-    return Workload(
-        name,
-        tuple(rows[at][0] - first for at in order),
-        tuple(rows[at][1] for at in order),
-        tuple(rows[at][2] for at in order),
-        None if hashes is None else tuple(hashes[at] for at in order),
-        HASH_BLOCK,
-    )
+    columns = [(rows[at][0] - first, *rows[at][1:]) for at in order]
+    arrivals, prompts, outputs = zip(*columns) if columns else ((), (), ())
+    return Workload(name, arrivals, prompts, outputs, None if hashes is None else tuple(hashes[at] for at in order))
 
 
 def _wrong(error: Exception, fields: str) -> str:

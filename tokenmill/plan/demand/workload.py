@@ -85,15 +85,17 @@ class Workload:
         kept = [number for number, (prompt, output) in columns if prompt + output <= tokens]
         if len(kept) == len(self):
             return self
-        if not kept:
-            return None
+        return self.select(kept, [self.arrivals[number] for number in kept]) if kept else None
+
+    def select(self, numbers: Sequence[int], arrivals: Sequence[float]) -> Workload:
+        """These of the requests, at these times, counted from the first."""
         return replace(
             self,
-            arrivals=tuple(self.arrivals[number] - self.arrivals[kept[0]] for number in kept),
-            prompts=tuple(self.prompts[number] for number in kept),
-            outputs=tuple(self.outputs[number] for number in kept),
-            hash_ids=None if self.hash_ids is None else tuple(self.hash_ids[number] for number in kept),
-            texts=None if self.texts is None else tuple(self.texts[number] for number in kept),
+            arrivals=tuple(at - arrivals[0] for at in arrivals),
+            prompts=tuple(self.prompts[number] for number in numbers),
+            outputs=tuple(self.outputs[number] for number in numbers),
+            hash_ids=None if self.hash_ids is None else tuple(self.hash_ids[number] for number in numbers),
+            texts=None if self.texts is None else tuple(self.texts[number] for number in numbers),
         )
 
     def at_rate(self, rate: float) -> Workload:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.cache import figures_dir
 from tokenmill.plan.planner.fit import Fitted, fit
 from tokenmill.plan.planner.precision import guard_of
-from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, measure, runner_of
+from tokenmill.plan.planner.probe import CPU_POINTS, GPU_POINTS, Probe, Timed, runner_of
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import ModelBytes
 from tokenmill.plan.solve.roofline import ElementBytes, Rates, Roofline
@@ -108,7 +108,7 @@ def calibrate_built(
     points = [point for point in (GPU_POINTS if hardware.device == "cuda" else CPU_POINTS) if probe.fits(point)]
     timed: list[Timed] = []
     for number, point in enumerate(points):
-        timed += measure(probe, [point], BUDGET)
+        timed.append(probe.time(point, BUDGET))
         if tell is not None:
             tell(number + 1, len(points), "timing steps")
     element_bytes, sizes = built_element_bytes(built, probe.shape)

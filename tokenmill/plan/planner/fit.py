@@ -12,6 +12,7 @@ from tokenmill.plan.solve.roofline import RATE_NAMES, Rates
 
 PRIOR = 0.03  # how much a rate's logarithm is held to where it began, against an error of 1 in a point's logarithm
 STEP = 1e-4  # of the numeric derivative
+ITERATIONS = 60
 MAX_MOVE = 1.0  # of a logarithm, in one iteration
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -31,18 +32,16 @@ def fit(
     start: Rates,
     predict: Callable[[Rates], Sequence[float]],  # seconds of every point
     measured: Sequence[float],
-    free: Sequence[str] = RATE_NAMES,
-    iterations: int = 60,
 ) -> Fitted:
     """Levenberg and Marquardt's method over the logarithms of the rates, so that none can become negative.
 
     A rate that the points say nothing about stays where it began: a weak prior holds every rate there.
     """
     wanted = np.log(np.array(measured, dtype=np.float64))
-    origin = np.log(np.array([getattr(start, name) for name in free], dtype=np.float64))
+    origin = np.log(np.array([getattr(start, name) for name in RATE_NAMES], dtype=np.float64))
 
     def rates_at(place: Vector) -> Rates:
-        found: dict[str, Any] = {name: float(np.exp(value)) for name, value in zip(free, place)}
+        found: dict[str, Any] = {name: float(np.exp(value)) for name, value in zip(RATE_NAMES, place)}
         return replace(start, **found)
 
     def residual(place: Vector) -> Vector:
@@ -51,10 +50,11 @@ def fit(
 
     place, damping = origin.copy(), 1e-2
     now = residual(place)
-    for _ in range(iterations):
-        slope = np.stack([(residual(place + STEP * unit) - now) / STEP for unit in np.eye(len(free))], axis=1)
+    units = np.eye(len(RATE_NAMES))
+    for _ in range(ITERATIONS):
+        slope = np.stack([(residual(place + STEP * unit) - now) / STEP for unit in units], axis=1)
         normal = slope.T @ slope
-        move = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(free))), -slope.T @ now)
+        move = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * units), -slope.T @ now)
         move = np.clip(move, -MAX_MOVE, MAX_MOVE)
         new = residual(place + move)
         if float(new @ new) < float(now @ now):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,3 @@ class Probe:
         arena = self._runner.state.arena
         arena[:, :, :next_block].fill_(0.01 if arena.dtype.is_floating_point else 1)
         return step
-
-
-def measure(probe: Probe, points: Sequence[StepPoint], budget: float = 0.6) -> list[Timed]:
-    return [probe.time(point, budget) for point in points if probe.fits(point)]

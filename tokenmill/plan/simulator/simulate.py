@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.simulator.cluster import Cluster, ClusterSpec, Report
@@ -48,16 +49,12 @@ def crowd(workload: Workload, rate: float, seconds: float, seed: int = 0) -> Wor
             if moment < seconds:
                 rows.append((moment, copy, number))
     rows.sort()
-    ids = workload.hash_ids
-    most = 1 + max((max(one, default=0) for one in ids), default=0) if ids is not None else 0
-    return Workload(
-        f"{workload.name} x {copies}",
-        tuple(at - rows[0][0] for at, _, _ in rows),
-        tuple(workload.prompts[number] for _, _, number in rows),
-        tuple(workload.outputs[number] for _, _, number in rows),
-        None if ids is None else tuple(tuple(id + most * copy for id in ids[number]) for _, copy, number in rows),
-        workload.hash_block,
-    )
+    found = workload.select([number for _, _, number in rows], [at for at, _, _ in rows])
+    ids = found.hash_ids
+    if ids is not None:
+        most = 1 + max((max(one, default=0) for one in ids), default=0)
+        ids = tuple(tuple(id + most * copy for id in one) for one, (_, copy, _) in zip(ids, rows))
+    return replace(found, name=f"{workload.name} x {copies}", hash_ids=ids, texts=None)
 
 
 def shifting(chat: Workload, code: Workload, seconds: float, rates: tuple[float, float]) -> Workload:
