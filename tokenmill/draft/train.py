@@ -29,6 +29,7 @@ LEAST_HELD_OUT = 6  # texts: two of each temperature
 GPU_ROWS = 512
 GPU_KV_BYTES = 16 << 30
 CPU_BATCH = 1024  # entries of a training step
+CPU_TOKENS = 200_000
 
 Tell = Callable[[str], None]
 
@@ -54,6 +55,7 @@ def train_draft(options: TrainOptions, tell: Tell) -> DraftHead:
     _check(options)
     on_gpu = choose_device(options.device).type == "cuda"
     clock = _Clock(tell)
+    clock.tell(_announcement(options, on_gpu))
     with clock.phase("loading the model"):
         llm = LLM(options.model, seed=options.schedule.seed, **_engine_options(options, on_gpu))
     try:
@@ -135,6 +137,14 @@ def _texts(options: TrainOptions, llm: LLM, built: Built, tell: Tell) -> Texts:
     return texts
 
 
+def _announcement(options: TrainOptions, on_gpu: bool) -> str:
+    known = options.data is not None and options.data.exists()
+    texts = f"its texts are in {options.data}" if known else f"it writes {options.tokens:,} tokens itself"
+    length = f"{options.schedule.steps} steps" if options.schedule.steps else f"{options.schedule.minutes:g} minutes"
+    advice = "" if on_gpu else "; a CPU is slow at both: take a GPU where a good head is wanted"
+    return f"a draft head for {options.model}: {texts}, then training takes {length}{advice}"
+
+
 def _prediction(entries: int, sizes: Sizes, built: Built, vocabulary: int, schedule: Schedule) -> str:
     """What a pass over the data takes, so that nobody waits for what cannot end in time."""
     block = sizes.inner * (3 * (sizes.state + built.spec.hidden) + 3 * sizes.state)
@@ -209,11 +219,15 @@ def default_batch(device: str) -> int:
     return Schedule.batch if choose_device(device).type == "cuda" else CPU_BATCH
 
 
+def default_tokens(device: str) -> int:
+    return TrainOptions.tokens if choose_device(device).type == "cuda" else CPU_TOKENS
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tokenmill.draft.train", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
-    parser.add_argument("--tokens", default="10M", help="that the model writes to be trained on")
+    parser.add_argument("--tokens", help="that the model writes to be trained on: 20k, 10M")
     parser.add_argument("--text-minutes", type=float, help="begin no more texts after so many minutes")
     parser.add_argument("--minutes", type=float, default=Schedule.minutes, help="of training")
     parser.add_argument("--steps", type=int, help="of training, instead of minutes")
@@ -240,7 +254,7 @@ def main(words: Sequence[str] | None = None) -> None:
         options = TrainOptions(
             given.model,
             given.out,
-            tokens=count(given.tokens),
+            tokens=count(given.tokens) if given.tokens else default_tokens(given.device),
             text_minutes=given.text_minutes,
             data=given.data,
             vocabulary=given.vocabulary,
