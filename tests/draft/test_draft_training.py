@@ -9,8 +9,10 @@ import pytest
 import torch
 from tiny import write_tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.cli.app import app
 from tokenmill.draft.data import (
     ANSWER_TEMPERATURES,
     LOOP,
@@ -292,3 +294,14 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(tmp_path):
         train_draft(TrainOptions("missing", tmp_path / "head", tokens=0), lambda text: None)
     with pytest.raises(ConfigError, match="no such folder"):
         train_draft(TrainOptions("missing", tmp_path / "none" / "head"), lambda text: None)
+
+
+def test_the_cli_trains_too(model, tmp_path):
+    out = tmp_path / "head.safetensors"
+    words = ["train-draft", model, "-o", str(out), "--tokens", "1k", "--steps", "2", "--inner", "32", "--batch", "128"]
+    result = CliRunner().invoke(app, [*words, "--vocabulary", "64", "--device", "cpu", "--load-format", "dummy"])
+    assert result.exit_code == 0, result.output
+    assert out.exists() and f"a draft head for {model} is in {out}" in result.output
+    assert "it writes 1,000 tokens itself, then training takes 2 steps; a CPU is slow" in result.output
+    result = CliRunner().invoke(app, ["train-draft", model, "-o", str(tmp_path / "none" / "head")])
+    assert result.exit_code == 2 and "cannot be written" in result.output
