@@ -220,8 +220,7 @@ def time_decode() -> None:
     work = load(LLAMA, [650] * 256)
 
     def plan() -> None:
-        work.batch.cache.clear()
-        attention_decode._plan(work.q, 8, 128, work.batch, CAUSAL)
+        attention_decode._make_plan(work.q, 8, 128, work.batch, CAUSAL, "")
 
     work.run()
     torch.cuda.synchronize()  # the timing runs on a stream of its own

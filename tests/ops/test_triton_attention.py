@@ -101,7 +101,7 @@ def test_parts_follow_what_rows_have_to_read(triton_device):
     from tokenmill.ops.triton.attention import decode as attention_decode
 
     case = attention_case([1] * 6, [40, 3000, 64, 17, 1, 90], device=triton_device)
-    plan = attention_decode._plan(case.q, 2, 16, case.batch, case.mask)
+    plan = attention_decode._make_plan(case.q, 2, 16, case.batch, case.mask, "")
     items = [item for item in plan.items.tolist() if item[0] >= 0]
     parts = [sum(item[0] == row for item in items) for row in range(6)]
     assert parts[1] >= 6 and parts[:1] + parts[2:] == [1] * 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.scheme import Linear, QuantScheme, TakesRows
 
 Weight = torch.Tensor | Linear
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,15 @@ def layer_weights(spec: DecoderSpec, weights: Mapping[str, Weight], index: int) 
     """Put the parameters of one layer, found by canonical name, in the form the decoder reads."""
     at = f"layers.{index}."
     norms = {name: _tensor(weights, at + name) for name in NORM_NAMES[spec.norms]}
-    attention = _latent_attention(weights, at) if spec.mla else _attention(weights, at)
-    return LayerWeights(attention, _moe(weights, at) if spec.is_moe(index) else _mlp(weights, at), **norms)
+    attention: AttentionWeights | LatentAttentionWeights = (
+        _filled(LatentAttentionWeights, weights, at) if spec.mla else _filled(AttentionWeights, weights, at)
+    )
+    if not spec.is_moe(index):
+        return LayerWeights(attention, _filled(MLPWeights, weights, at), **norms)
+    mlp = _filled(MoEWeights, weights, at, gate_up="experts_gate_up", down="experts_down")
+    if at + "shared_down" in weights:
+        mlp = replace(mlp, shared=_filled(MLPWeights, weights, at + "shared_"))
+    return LayerWeights(attention, mlp, **norms)
 
 
 def layer_kind(layer: LayerWeights | Linear) -> object:
@@ -171,38 +179,14 @@ def layer_kind(layer: LayerWeights | Linear) -> object:
     return described(layer)
 
 
-def _attention(weights: Mapping[str, Weight], at: str) -> AttentionWeights:
-    return AttentionWeights(
-        qkv=_linear(weights, at + "qkv"),
-        o=_linear(weights, at + "o"),
-        q_norm=_maybe(weights, at + "q_norm"),
-        k_norm=_maybe(weights, at + "k_norm"),
-    )
-
-
-def _latent_attention(weights: Mapping[str, Weight], at: str) -> LatentAttentionWeights:
-    return LatentAttentionWeights(
-        qkv=_linear(weights, at + "qkv"),
-        o=_linear(weights, at + "o"),
-        kv_norm=_tensor(weights, at + "kv_norm"),
-        k_up=_tensor(weights, at + "k_up"),
-        v_up=_tensor(weights, at + "v_up"),
-        q_norm=_maybe(weights, at + "q_norm"),
-        q_up=_linear(weights, at + "q_up") if at + "q_up" in weights else None,
-    )
-
-
-def _mlp(weights: Mapping[str, Weight], at: str) -> MLPWeights:
-    return MLPWeights(_linear(weights, at + "gate_up"), _linear(weights, at + "down"))
-
-
-def _moe(weights: Mapping[str, Weight], at: str) -> MoEWeights:
-    return MoEWeights(
-        router=_tensor(weights, at + "router"),
-        gate_up=_tensor(weights, at + "experts_gate_up"),
-        down=_tensor(weights, at + "experts_down"),
-        shared=_mlp(weights, at + "shared_") if at + "shared_down" in weights else None,
-    )
+def _filled(kind: type[Part], weights: Mapping[str, Weight], at: str, **names: str) -> Part:
+    """One of the classes above, from the parameters that its fields name, or `names` instead."""
+    found: dict[str, Weight] = {}
+    for field in fields(cast(Any, kind)):
+        name = at + names.get(field.name, field.name)
+        if name in weights:
+            found[field.name] = _linear(weights, name) if isinstance(weights[name], Linear) else weights[name]
+    return kind(**found)
 
 
 def _linear(weights: Mapping[str, Weight], name: str) -> Linear:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, gather
 from tokenmill.ops.noise import TOKEN_OFFSET, gumbel, key, mix
 from tokenmill.ops.reference import act_mul, visible
 from tokenmill.ops.registry import Implementation
@@ -126,13 +126,8 @@ def _gather(
     blocks: torch.Tensor,  # [n]
     dtype: torch.dtype,
 ) -> Iterator[torch.Tensor]:  # keys [n * block_size, kv_heads, dim], then values
-    """Always a copy."""
     for cache, beside in ((k_cache, scales.k if scales else None), (v_cache, scales.v if scales else None)):
-        found = cache.index_select(0, blocks).flatten(0, 1)
-        if beside is None:
-            yield found.to(dtype)
-        else:
-            yield dequantize(found, beside.index_select(0, blocks).flatten(0, 1), dtype)
+        yield gather(cache, beside, blocks, dtype).flatten(0, 1)
 
 
 def _attend_row(
@@ -189,7 +184,15 @@ def _attend(
 ) -> torch.Tensor:  # [b, kv_heads, m, group, v_dim]
     """Attention in which the query heads of a group share their keys without a copy."""
     if not _fits_flash(keys, values, mask):
-        return _attend_plain(q, keys, values, seen, mask, scale)
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        b, kv_heads, m, group, dim = q.shape
+        scores = (q.to(wide).reshape(b, kv_heads, m * group, dim) @ keys.to(wide).transpose(2, 3)) * scale
+        if mask.softcap is not None:
+            scores = mask.softcap * torch.tanh(scores / mask.softcap)
+        if seen is not None:
+            by_query = scores.view(b, kv_heads, m, group, -1)
+            by_query.masked_fill_(~seen[:, None, :, None], float("-inf"))
+        return (scores.softmax(-1) @ values.to(wide)).to(q.dtype).view(b, kv_heads, m, group, -1)
     if q.shape[2] == 1:  # the group takes the place of the queries
         some = seen[:, None] if seen is not None else None
         return F.scaled_dot_product_attention(q[:, :, 0], keys, values, attn_mask=some, scale=scale)[:, :, None]
@@ -198,25 +201,6 @@ def _attend(
     some = seen[0] if seen is not None else None
     keys, values = (x[0, :, None].expand(-1, q.shape[3], -1, -1) for x in (keys, values))
     return F.scaled_dot_product_attention(heads, keys, values, attn_mask=some, scale=scale).transpose(1, 2)[None]
-
-
-def _attend_plain(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    mask: Mask,
-    scale: float,
-) -> torch.Tensor:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    b, kv_heads, m, group, dim = q.shape
-    scores = (q.to(wide).reshape(b, kv_heads, m * group, dim) @ keys.to(wide).transpose(2, 3)) * scale
-    if mask.softcap is not None:
-        scores = mask.softcap * torch.tanh(scores / mask.softcap)
-    if seen is not None:
-        by_query = scores.view(b, kv_heads, m, group, -1)
-        by_query.masked_fill_(~seen[:, None, :, None], float("-inf"))
-    return (scores.softmax(-1) @ values.to(wide)).to(q.dtype).view(b, kv_heads, m, group, -1)
 
 
 def moe(

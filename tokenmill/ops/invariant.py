@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, gather
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -146,21 +146,14 @@ def _gathered(
     block = batch.block_tables[rows[:, None], position // block_size].long()
     slot = (block * block_size + position % block_size).flatten()
     keys, values = (
-        _at(cache, beside, slot, wide).view(*position.shape, kv_heads, -1)
-        for cache, beside in ((k_cache, scales.k if scales else None), (v_cache, scales.v if scales else None))
+        gather(cache.flatten(0, 1), beside, slot, wide).view(*position.shape, kv_heads, -1)
+        for cache, beside in (
+            (k_cache, scales.k.flatten(0, 1) if scales else None),
+            (v_cache, scales.v.flatten(0, 1) if scales else None),
+        )
     )
     values = F.pad(values, (0, 1), value=1.0)
     return keys.transpose(1, 2).contiguous().flatten(0, 1), values.permute(0, 2, 3, 1).contiguous().flatten(0, 1)
-
-
-def _at(
-    cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim], or codes
-    scales: torch.Tensor | None,
-    slot: torch.Tensor,  # [n]
-    wide: torch.dtype,
-) -> torch.Tensor:  # [n, kv_heads, dim]
-    found = cache.flatten(0, 1).index_select(0, slot)
-    return found.to(wide) if scales is None else dequantize(found, scales.flatten(0, 1).index_select(0, slot), wide)
 
 
 def _visible(

@@ -115,6 +115,17 @@ def dequantize(
     return (by_group * scale + low).flatten(-2).to(dtype)
 
 
+def gather(
+    cache: torch.Tensor,  # [n, ..., dim], or codes
+    scales: torch.Tensor | None,  # [n, ..., m], where they are codes
+    where: torch.Tensor,  # [k]
+    dtype: torch.dtype,
+) -> torch.Tensor:  # [k, ..., dim]
+    """Some blocks or tokens of a cache, as floats; always a copy."""
+    found = cache.index_select(0, where)
+    return found.to(dtype) if scales is None else dequantize(found, scales.index_select(0, where), dtype)
+
+
 def _quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Byte d holds channel d in its low half and channel d + dim / 2 in its high half."""
     grouped = _grouped(x)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, dequantize, form_of, quantize
+from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, form_of, gather, quantize
 from tokenmill.ops.noise import gumbel_noise
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.shaping import shape
@@ -93,8 +93,10 @@ def attention(
     first = 0
     for row, count, context in zip(batch.host_rows, batch.host_counts, batch.host_context, strict=True):
         blocks = batch.block_tables[row, : -(-context // block_size)].long()
-        keys = _read(k_cache, scales.k if scales else None, blocks, wide)[:context].repeat_interleave(group, 1)
-        values = _read(v_cache, scales.v if scales else None, blocks, wide)[:context].repeat_interleave(group, 1)
+        keys, values = (
+            gather(cache, beside, blocks, wide).flatten(0, 1)[:context].repeat_interleave(group, 1)
+            for cache, beside in ((k_cache, scales.k if scales else None), (v_cache, scales.v if scales else None))
+        )
         queries = q[first : first + count]
         scores = torch.einsum("qhd,khd->hqk", queries.to(wide), keys) * scale
         if mask.softcap is not None:
@@ -105,13 +107,6 @@ def attention(
         out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
         first += count
     return out
-
-
-def _read(
-    cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:  # [keys, kv_heads, dim]
-    found = cache[blocks].flatten(0, 1)
-    return found.to(dtype) if scales is None else dequantize(found, scales[blocks].flatten(0, 1), dtype)
 
 
 def visible(

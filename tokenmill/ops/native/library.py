@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenmill.cache import Chosen, Folder, cannot_keep, native_dir, temporary, writable_or_temporary
 from tokenmill.errors import ConfigError
@@ -21,6 +22,21 @@ WHAT = "the native CPU library"
 Tell = Callable[[int, int, str], None]  # done, in all, what
 
 
+_POINTER, _SIZE, _KIND, _COUNT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_int64
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and what they take
+    "tm_run": (ctypes.c_int, _KIND, _POINTER),
+    "tm_args_bytes": (_KIND, _KIND),
+    "tm_alloc": (_POINTER, _SIZE),
+    "tm_populate": (None, _POINTER, _SIZE),
+    "tm_free": (None, _POINTER, _SIZE),
+    "tm_graph_begin": (_POINTER, _COUNT),
+    "tm_graph_end": (None,),
+    "tm_graph_length": (_COUNT, _POINTER),
+    "tm_graph_run": (ctypes.c_int, _POINTER, _COUNT),
+    "tm_graph_free": (None, _POINTER),
+}
+
+
 class Library:
     """The loaded library: `run(kind, args)` executes one op on the pool."""
 
@@ -28,16 +44,9 @@ class Library:
         self.path = path
         self.note: str | None = None  # why it is kept where nobody wanted it
         self.c = ctypes.CDLL(str(path))
-        self.c.tm_run.argtypes = [ctypes.c_uint32, ctypes.c_void_p]
-        self.c.tm_run.restype = ctypes.c_int
-        self.c.tm_args_bytes.argtypes = [ctypes.c_uint32]
-        self.c.tm_args_bytes.restype = ctypes.c_uint32
-        self.c.tm_alloc.argtypes = [ctypes.c_size_t]
-        self.c.tm_alloc.restype = ctypes.c_void_p
-        self.c.tm_populate.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self.c.tm_populate.restype = None
-        self.c.tm_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self.c.tm_free.restype = None
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(self.c, name)
+            function.argtypes, function.restype = arguments, result
 
     def run(self, kind: int, args: ctypes.Structure) -> None:
         if self.c.tm_run(kind, ctypes.addressof(args)):

@@ -6,7 +6,6 @@ that. Whatever changes from step to step is read through pointers; everything el
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Iterator
@@ -50,7 +49,6 @@ class RecordedGraph:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._library: Library = library()
-        declare(self._library)
         self._buffers = Buffers(capacity)
         self._graph: int | None = None
 
@@ -128,16 +126,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable or any(storage not in given for storage in made):
             raise NotRecordableError(f"{func} is not a native op")
         return result
-
-
-def declare(native: Library) -> None:
-    """The signatures of the graph's functions."""
-    c = native.c
-    c.tm_graph_begin.argtypes, c.tm_graph_begin.restype = [ctypes.c_int64], ctypes.c_void_p
-    c.tm_graph_end.argtypes, c.tm_graph_end.restype = [], None
-    c.tm_graph_length.argtypes, c.tm_graph_length.restype = [ctypes.c_void_p], ctypes.c_int64
-    c.tm_graph_run.argtypes, c.tm_graph_run.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    c.tm_graph_free.argtypes, c.tm_graph_free.restype = [ctypes.c_void_p], None
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

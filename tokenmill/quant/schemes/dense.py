@@ -37,26 +37,20 @@ class Dense(SchemeDefaults):
         return select_matmul(dense_need(storage["weight"], dtype))
 
 
-class InvariantDense(SchemeDefaults):
+class InvariantDense(Dense):
     """The weight as it is; every product goes through one kernel, whatever the number of rows."""
 
     name = "dense, batch-invariant"
-    floats = True
 
     def __init__(self, out_dtype: torch.dtype | None = None) -> None:
         """out_dtype: of products on a GPU; by default that of the model."""
+        super().__init__()
         self._out_dtype = out_dtype
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
         storage = {"weight": torch.empty(rows, columns, dtype=dtype, device=device)}
         self.matmul(storage, dtype)  # refuses what has no such kernel before it is loaded
         return storage
-
-    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return rows * columns * dtype.itemsize
-
-    def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
-        storage["weight"][first_row : first_row + weight.shape[0]].copy_(weight)
 
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         return select_matmul(dense_need(storage["weight"], dtype, batch_invariant=True, out_dtype=self._out_dtype))

@@ -69,7 +69,11 @@ def decode_attention(
     rows, heads = batch.num_singles, q.shape[1]
     kv_heads, value_dim = k_cache.shape[2], out.shape[2]
     cache = cache_arguments(k_cache, v_cache, scales)
-    plan = _plan(q, kv_heads, value_dim, batch, mask, "" if scales is None else form_of(k_cache).name)
+    form = "" if scales is None else form_of(k_cache).name
+    name = f"decode plan: {heads} {kv_heads} {q.shape[2]} {value_dim} {mask.window} {form}"  # equal in many layers
+    if name not in batch.cache:
+        batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask, form)
+    plan: DecodePlan = batch.cache[name]
     tile, value_block = plan.tile, max(16, power_of_two(value_dim))
     # Parts of the rows' own keys come first, then prefix_splits parts per row of what they share.
     slots = plan.num_slots + rows * plan.prefix_splits
@@ -95,17 +99,6 @@ def decode_attention(
             partial, stats, out, plan.joins, out.stride(0), out.stride(1), heads, plan.num_slots, plan.prefix_splits,
             VALUE_DIM=value_dim, JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
         )  # fmt: skip
-
-
-def _plan(
-    q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask, form: str = ""
-) -> DecodePlan:
-    heads, key_dim = q.shape[1:]
-    name = f"decode plan: {heads} {kv_heads} {key_dim} {value_dim} {mask.window} {form}"
-    if name not in batch.cache:
-        batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask, form)
-    plan: DecodePlan = batch.cache[name]
-    return plan
 
 
 def _make_plan(

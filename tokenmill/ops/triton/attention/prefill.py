@@ -45,28 +45,14 @@ def prefill_attention(
         fresh_attention(q, k_cache, v_cache, out, batch, plan, mask, scale, scales)
     if plan is None or len(plan.members) < len(batch.host_counts) - batch.num_singles:
         done = plan.members if plan else frozenset()
-        _paged_attention(q, k_cache, v_cache, out, batch, done, mask, scale, scales)
-
-
-def _paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    batch: AttentionBatch,
-    done: frozenset[int],  # rows that need nothing more
-    mask: Mask,
-    scale: float,
-    scales: KVScales | None,
-) -> None:
-    kv_heads = k_cache.shape[2]
-    tile, tiles = _launch_list(q, kv_heads, out.shape[2], batch, done)
-    cache = cache_arguments(k_cache, v_cache, scales)
-    arguments, constants = paged_arguments(q, cache, batch, mask, scale, tile)
-    _prefill_kernel[(kv_heads * tiles.shape[0],)](
-        *arguments, out, *out.stride()[:2], tiles, batch.rows, batch.q_start, batch.context, kv_heads,
-        mask.window or 0, **constants, WINDOWED=mask.window is not None,
-    )  # fmt: skip
+        kv_heads = k_cache.shape[2]
+        tile, tiles = _launch_list(q, kv_heads, out.shape[2], batch, done)
+        cache = cache_arguments(k_cache, v_cache, scales)
+        arguments, constants = paged_arguments(q, cache, batch, mask, scale, tile)
+        _prefill_kernel[(kv_heads * tiles.shape[0],)](
+            *arguments, out, *out.stride()[:2], tiles, batch.rows, batch.q_start, batch.context, kv_heads,
+            mask.window or 0, **constants, WINDOWED=mask.window is not None,
+        )  # fmt: skip
 
 
 def _launch_list(
