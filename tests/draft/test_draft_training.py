@@ -154,9 +154,10 @@ def test_the_draft_vocabulary_has_the_commonest_tokens_and_all_that_end_a_text(t
 def test_a_text_ends_where_it_begins_to_go_in_circles():
     once = list(range(40))
     assert loop_start(once) == 40
-    assert loop_start([*once, *once]) == 40
-    assert loop_start([1, 2] * 100) == 2
-    assert loop_start([*once, *once[: LOOP - 1]]) == 40 + LOOP - 1
+    assert loop_start(once * 2) == 80
+    assert loop_start(once * 3) == loop_start(once * 9) == 80
+    assert loop_start([1, 2] * 100) == 4
+    assert loop_start([*once, *once, *once[: LOOP - 1]]) == 80 + LOOP - 1
     assert loop_start([]) == 0
 
 

@@ -29,7 +29,7 @@ ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)  # of every three answers
 QUESTION_TEMPERATURES = (1.0, 1.0, 1.0, 0.8)
 ROUND = 8192  # texts that are written together; the last of them run in ever smaller batches
 TYPICAL_TOKENS = 250  # of a question and its answer, for the size of the first round
-LOOP = 24  # tokens that come a second time: from there on an answer goes in circles, which needs no trained drafter
+LOOP = 24  # tokens that come a third time: from there on an answer goes in circles, which needs no trained drafter
 
 Tell = Callable[[str], None]
 
@@ -205,14 +205,15 @@ class _Writer:
 
 
 def loop_start(tokens: Sequence[int]) -> int:
-    """Where a text begins to say the same again; its length where it never does."""
+    """Where a text begins to say the same for the third time; its length where it never does."""
     words = np.asarray(tokens, dtype=np.int32).tobytes()
-    seen: set[bytes] = set()
+    once: set[bytes] = set()
+    twice: set[bytes] = set()
     for first in range(len(tokens) - LOOP + 1):
         window = words[4 * first : 4 * (first + LOOP)]
-        if window in seen:
+        if window in twice:
             return first
-        seen.add(window)
+        (twice if window in once else once).add(window)
     return len(tokens)
 
 
