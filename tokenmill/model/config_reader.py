@@ -49,10 +49,13 @@ class ConfigReader:
         return self.raw[key] if key in self.raw else self._defaults.get(key)
 
     def whole(self, key: str, low: int = 1) -> int:
+        return _whole(key, self._needed(key), low)
+
+    def _needed(self, key: str) -> Any:
         value = self.raw[key] if self.has(key) else self._defaults.get(key)
         if value is None:
             raise ModelError(f"config.json has no {key}, which this architecture needs")
-        return _whole(key, value, low)
+        return value
 
     def num_layers(self) -> int:
         layers = self.whole("num_hidden_layers")
@@ -71,10 +74,7 @@ class ConfigReader:
         return [_whole(key, entry, 0) for entry in value]
 
     def number(self, key: str) -> float:
-        value = self.raw[key] if self.has(key) else self._defaults.get(key)
-        if value is None:
-            raise ModelError(f"config.json has no {key}, which this architecture needs")
-        return as_number(key, value)
+        return as_number(key, self._needed(key))
 
     def maybe_number(self, key: str) -> float | None:
         value = self.get(key)

@@ -46,7 +46,7 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
-        self._pieces = TokenBytes(backend)
+        self.pieces = TokenBytes(backend)
         self._special = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
@@ -104,10 +104,6 @@ class Tokenizer:
     def eos_token(self) -> str:
         return self.id_to_token(self.eos_ids[0]) or "" if self.eos_ids else ""
 
-    @property
-    def pieces(self) -> TokenBytes:
-        return self._pieces
-
     @cached_property
     def bound(self) -> TextBound | None:
         """How long a text can be for a number of tokens; None: of any length. Takes a while when first asked."""
@@ -131,7 +127,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary have no text."""
-        pieces = self._pieces
+        pieces = self.pieces
         kept = (id for id in ids if not (skip_special_tokens and id in self._special))
         text = b"".join(map(pieces.bytes_of, kept)).decode("utf-8", "replace")
         return text[1:] if pieces.drops_first_space and text.startswith(" ") else text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class _Beam:
     cumulative: float
 
 
+@dataclass
 class BeamGroup:
     """Beam search over one prompt, with the choices that transformers' beam search makes.
 
@@ -37,23 +38,14 @@ class BeamGroup:
     best live beam, scored at its present length, does not beat the worst finished one.
     """
 
-    def __init__(
-        self,
-        width: int,
-        num_return: int,
-        length_penalty: float,
-        early_stopping: bool,
-        stop_ids: frozenset[int],
-        max_new_tokens: int,
-    ) -> None:
-        self.width = width
-        self.num_return = num_return
-        self.length_penalty = length_penalty
-        self.early_stopping = early_stopping
-        self.stop_ids = stop_ids
-        self.max_new_tokens = max_new_tokens
-        self._live = [_Beam([], 0.0)]
-        self._finished: list[BeamHypothesis] = []  # best first, at most `width`
+    width: int
+    num_return: int
+    length_penalty: float
+    early_stopping: bool
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+    _live: list[_Beam] = field(default_factory=lambda: [_Beam([], 0.0)], init=False)
+    _finished: list[BeamHypothesis] = field(default_factory=list, init=False)  # best first, at most `width`
 
     @property
     def done(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.ops.device_facts import Feature, Requirement, multiprocessors
+from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.registry import Implementation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,32 +25,11 @@ _LONE_WARPS = 2  # times as many programs where each is a single warp
 _MOST_PREFIX_SPLITS = 8
 
 
-def declare(
-    fn: Callable[..., Any],
-    *,
-    head_dims: tuple[int, int] = (1, 1 << 20),
-    batch_invariant: bool = True,
-    kv_forms: tuple[str, ...] = (),
-    features: tuple[Feature, ...] = (),
-    requires: Requirement | None = None,
-    optional: bool = False,
-) -> Implementation:
-    """The capabilities of a Triton op; it is named as the op that it implements."""
-    return Implementation(
-        op=fn.__name__,
-        name="triton",
-        fn=fn,
-        devices=("cuda",),
-        dtypes=DTYPES,
-        head_dims=head_dims,
-        capture_safe=True,
-        batch_invariant=batch_invariant,
-        kv_forms=kv_forms,
-        features=features,
-        requires=requires,
-        optional=optional,
-        rank=10,
-    )
+def declare(fn: Callable[..., Any], **capabilities: Any) -> Implementation:
+    """A Triton op, named as the op that it implements; `capabilities`: fields of Implementation that differ."""
+    usual: dict[str, Any] = {"name": "triton", "devices": ("cuda",), "dtypes": DTYPES, "rank": 10}
+    usual |= {"capture_safe": True, "batch_invariant": True}
+    return Implementation(op=fn.__name__, fn=fn, **(usual | capabilities))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,16 @@ class Moments:
     mean: torch.Tensor  # [in]: of the magnitudes
     largest: torch.Tensor  # [in]: magnitude
 
+    @classmethod
+    def summed(cls, x: torch.Tensor, known: Moments | None) -> Moments:  # [..., in]
+        """With these inputs, too; until all are seen, the mean is a sum."""
+        x = x.flatten(0, -2)
+        size = x.abs()
+        gram, total, largest = x.T @ x, size.sum(0), size.amax(0)
+        if known is None:
+            return cls(gram, total, largest)
+        return cls(known.gram + gram, known.mean + total, torch.maximum(known.largest, largest))
+
     def divided(self, scale: torch.Tensor) -> Moments:  # [in]
         """Of the same inputs, each channel divided by its scale."""
         return Moments(self.gram / scale / scale[:, None], self.mean / scale, self.largest / scale)
@@ -96,13 +106,7 @@ class LayerCalibration:
         sums: dict[str, Moments] = {}
 
         def show(name: str, x: torch.Tensor) -> None:
-            x, known = x.flatten(0, -2), sums.get(name)
-            size = x.abs()
-            now = Moments(x.T @ x, size.sum(0), size.amax(0))
-            if known is not None:
-                largest = torch.maximum(known.largest, now.largest)
-                now = Moments(known.gram + now.gram, known.mean + now.mean, largest)
-            sums[name] = now
+            sums[name] = Moments.summed(x, sums.get(name))
 
         linears = {
             name: Linear(tap(partial(show, name)), {"weight": params[name]}) for name in self._linear_names(index)
@@ -118,14 +122,12 @@ class LayerCalibration:
 
     def head_moments(self, final_norm: torch.Tensor) -> Moments:
         """Of what the head reads, once the hidden states have come through all layers."""
-        gram = torch.zeros(self.spec.hidden, self.spec.hidden, device=self.device)
-        total, largest = torch.zeros_like(gram[0]), torch.zeros_like(gram[0])
+        found: Moments | None = None
         for part in self.hidden:
             x = self._decoder.ops.rms_norm(part.to(self.device), final_norm.to(self.device), self.spec.norm_eps)
-            gram += x.T @ x
-            total += x.abs().sum(0)
-            largest = torch.maximum(largest, x.abs().amax(0))
-        return Moments(gram, total / (self.hidden.shape[0] * self.hidden.shape[1]), largest)
+            found = Moments.summed(x, found)
+        assert found is not None
+        return replace(found, mean=found.mean / (self.hidden.shape[0] * self.hidden.shape[1]))
 
     def _linear_names(self, index: int) -> list[str]:
         return [name for name, param in self.spec.layer_parameters(index).items() if param.kind == "linear"]

@@ -14,7 +14,7 @@ different height, with what could differ between heights kept out of it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -344,4 +344,4 @@ def _nothing(BLOCK_M: tl.constexpr, VALUE_BLOCK: tl.constexpr):
     return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
 
 
-IMPLEMENTATIONS = (replace(declare(attention, head_dims=(1, MAX_HEAD_DIM)), name="invariant", rank=20),)
+IMPLEMENTATIONS = (declare(attention, head_dims=(1, MAX_HEAD_DIM), name="invariant", rank=20),)

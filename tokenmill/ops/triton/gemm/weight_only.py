@@ -46,12 +46,11 @@ def weight_only_gemm(
         shape = choose_shape(rows, bands, tiles, codes.step, codes.kind, x.device, may_split=counters is not None)
     if isinstance(shape, FewShape):
         launch_few(x, codes, bias, out, shape)
-    elif shape.splits > 1:
-        # A counter belongs to a tile, so rows of several tiles take turns; later ones find the codes in the cache.
-        for part, result in zip(x.split(MOST_ROWS_OF_A_TILE), out.split(MOST_ROWS_OF_A_TILE), strict=True):
-            _launch_gemm(part, codes, bias, result, counters, shape)
-    else:
-        _launch_gemm(x, codes, bias, out, counters, shape)
+        return out
+    # A counter belongs to a tile, so rows of several tiles take turns; later ones find the codes in the cache.
+    at_once = MOST_ROWS_OF_A_TILE if shape.splits > 1 else rows
+    for part, result in zip(x.split(at_once), out.split(at_once), strict=True):
+        _launch_gemm(part, codes, bias, result, counters, shape)
     return out
 
 

@@ -7,8 +7,6 @@ from the beginning of the inner dimension to its end. Tokens are only grouped, s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -117,6 +115,6 @@ def _product_kernel(
 
 
 IMPLEMENTATIONS = (
-    replace(declare(route, optional=True), name="invariant", rank=20),
-    replace(declare(moe), name="invariant", rank=20),
+    declare(route, optional=True, name="invariant", rank=20),
+    declare(moe, name="invariant", rank=20),
 )
