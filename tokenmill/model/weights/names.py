@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -126,7 +127,7 @@ def _linear(name: str, at: str, ways: list[list[tuple[str, int]]], columns: int)
 
 def _latent(spec: DecoderSpec, mla: MLASpec, at: str) -> dict[str, list[Recipe]]:
     at += "self_attn."
-    split, rank = _QueryRows(mla), mla.kv_rank
+    split, rank = partial(_query_rows, mla), mla.kv_rank
     query_rows = spec.heads * (mla.nope_dim + mla.rope_dim)
     query = Piece(f"{at}q_proj.weight", (query_rows, spec.hidden), change=split)
     found: dict[str, list[Recipe]] = {}
@@ -134,14 +135,13 @@ def _latent(spec: DecoderSpec, mla: MLASpec, at: str) -> dict[str, list[Recipe]]
         query = Piece(f"{at}q_a_proj.weight", (mla.q_rank, spec.hidden))
         found["q_norm"] = [[Piece(f"{at}q_a_layernorm.weight", (mla.q_rank,))]]
         found["q_up"] = [[Piece(f"{at}q_b_proj.weight", (query_rows, mla.q_rank), change=split)]]
-    down = Piece(
-        f"{at}kv_a_proj_with_mqa.weight", (rank + mla.rope_dim, spec.hidden), spec.q_size, change=_KeyRows(mla)
-    )
+    change = partial(_key_rows, mla)
+    down = Piece(f"{at}kv_a_proj_with_mqa.weight", (rank + mla.rope_dim, spec.hidden), spec.q_size, change=change)
     found["qkv"] = [[query, down]]
     found["kv_norm"] = [[Piece(f"{at}kv_a_layernorm.weight", (rank,))]]
     up = (spec.heads * (mla.nope_dim + mla.v_dim), rank)
-    found["k_up"] = [[Piece(f"{at}kv_b_proj.weight", up, change=_PerHead(spec.heads, slice(None, mla.nope_dim)))]]
-    found["v_up"] = [[Piece(f"{at}kv_b_proj.weight", up, change=_PerHead(spec.heads, slice(mla.nope_dim, None)))]]
+    for name, rows in (("k_up", slice(None, mla.nope_dim)), ("v_up", slice(mla.nope_dim, None))):
+        found[name] = [[Piece(f"{at}kv_b_proj.weight", up, change=partial(_per_head, spec.heads, rows))]]
     return found | _linear("o", at, [[("o_proj", spec.hidden)]], spec.attention_size)
 
 
@@ -180,35 +180,19 @@ def _half_split(rows: torch.Tensor) -> torch.Tensor:  # [..., rope_dim, in]
     return torch.cat([rows[..., 0::2, :], rows[..., 1::2, :]], dim=-2)
 
 
-@dataclass(frozen=True)
-class _QueryRows:
+def _query_rows(mla: MLASpec, weight: torch.Tensor) -> torch.Tensor:
     """Rows of each head: [nope | rope interleaved] -> [rope half-split | nope]."""
-
-    mla: MLASpec
-
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        heads = weight.view(-1, self.mla.nope_dim + self.mla.rope_dim, weight.shape[1])
-        nope, rope = heads[:, : self.mla.nope_dim], heads[:, self.mla.nope_dim :]
-        return torch.cat([_half_split(rope), nope], dim=1).flatten(0, 1)
+    heads = weight.view(-1, mla.nope_dim + mla.rope_dim, weight.shape[1])
+    nope, rope = heads[:, : mla.nope_dim], heads[:, mla.nope_dim :]
+    return torch.cat([_half_split(rope), nope], dim=1).flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class _KeyRows:
+def _key_rows(mla: MLASpec, weight: torch.Tensor) -> torch.Tensor:
     """Rows [latent | rope interleaved] -> [rope half-split | latent]."""
-
-    mla: MLASpec
-
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        latent, rope = weight[: self.mla.kv_rank], weight[self.mla.kv_rank :]
-        return torch.cat([_half_split(rope), latent], dim=0)
+    latent, rope = weight[: mla.kv_rank], weight[mla.kv_rank :]
+    return torch.cat([_half_split(rope), latent], dim=0)
 
 
-@dataclass(frozen=True)
-class _PerHead:
+def _per_head(heads: int, rows: slice, weight: torch.Tensor) -> torch.Tensor:
     """Rows of all heads -> [heads, some of each head's rows, in]."""
-
-    heads: int
-    rows: slice
-
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.view(self.heads, -1, weight.shape[1])[:, self.rows]
+    return weight.view(heads, -1, weight.shape[1])[:, rows]
