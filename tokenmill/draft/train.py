@@ -30,6 +30,8 @@ GPU_ROWS = 512
 GPU_KV_BYTES = 16 << 30
 CPU_BATCH = 1024  # entries of a training step
 CPU_TOKENS = 200_000
+STATES_SHARE = 0.6  # of a GPU's free memory, for hidden states
+ENTRY_BYTES = 64  # of all else that is kept of a token
 
 Tell = Callable[[str], None]
 
@@ -69,6 +71,7 @@ def _train(options: TrainOptions, llm: LLM, clock: _Clock) -> DraftHead:
     decoder = runner_of(built).decoder
     with clock.phase("writing texts"):
         texts = _texts(options, llm, built, clock.tell)
+    texts = _fitting(texts, built, clock.tell)
     held_out = min(len(texts) - 1, max(LEAST_HELD_OUT, int(HELD_OUT * len(texts))))
     if held_out < 1:
         raise ConfigError(f"there are {len(texts)} texts, too few to train and to judge; raise --tokens")
@@ -135,6 +138,20 @@ def _texts(options: TrainOptions, llm: LLM, built: Built, tell: Tell) -> Texts:
     if options.data is not None:
         texts.save(options.data, mark)
     return texts
+
+
+def _fitting(texts: Texts, built: Built, tell: Tell) -> Texts:
+    """As many of the texts as a GPU can keep hidden states of, beside what training takes."""
+    device = runner_of(built).device
+    if device.type != "cuda":
+        return texts
+    free, _ = torch.cuda.mem_get_info(device)
+    fits = int(STATES_SHARE * free) // (2 * built.spec.hidden + ENTRY_BYTES)
+    wanted = texts.num_written
+    if wanted <= fits:
+        return texts
+    tell(f"there is memory for the hidden states of {fits} tokens: the rest of {wanted} is left out")
+    return texts.part(0, max(1, int(len(texts) * fits / wanted)))
 
 
 def _announcement(options: TrainOptions, on_gpu: bool) -> str:
