@@ -93,11 +93,11 @@ def test_texts_are_what_the_model_says_again(texts, llm):
 def test_texts_of_the_same_seed_are_the_same(llm):
     spec = llm._built.spec
     first, again = (write_texts(llm, spec, 500, seed=1, max_len=128, tell=lambda text: None) for _ in range(2))
-    assert torch.equal(first.seeds[:16], again.seeds[:16])  # of the first round
-    same = [torch.equal(first.part(i, i + 1).tokens, again.part(i, i + 1).tokens) for i in range(16)]
-    assert sum(same) >= 14  # a prefix hit may break a tie
+    assert torch.equal(first.seeds[:4], again.seeds[:4])
+    same = [torch.equal(first.part(i, i + 1).tokens, again.part(i, i + 1).tokens) for i in range(4)]
+    assert sum(same) >= 3  # a prefix hit may break a tie
     other = write_texts(llm, spec, 500, seed=2, max_len=128, tell=lambda text: None)
-    assert not torch.equal(first.seeds[:16], other.seeds[:16])
+    assert not torch.equal(first.seeds[:4], other.seeds[:4])
 
 
 def test_states_are_those_that_the_tokens_were_sampled_from(states, llm):
