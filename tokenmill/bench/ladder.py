@@ -92,7 +92,7 @@ class LadderPlan:
     def rungs(self) -> list[Rung]:
         if self.device == "cpu":
             return [*_alone(), *_together(self.sizes), *_on_cpu(self.stored_packed)]
-        return [*_alone(), *_gpu_kernels(), *_together(self.sizes), *_on_gpu()]
+        return [*_alone(), FUSED_ON_GPU, *_together(self.sizes), *_on_gpu()]
 
     def settings(self, name: str) -> dict[str, Any]:
         """Of the engine on this rung: everything off, and then every switch up to it. None leaves it to the engine."""
@@ -127,9 +127,8 @@ def _alone() -> list[Rung]:
     ]
 
 
-def _gpu_kernels() -> list[Rung]:
-    """Before the batches: attention in plain torch loops over rows there, and would hide what batches gain."""
-    return [Rung("fused-ops", "fused kernels", {"ops": None}, "Triton kernels; below, plain torch.")]
+# Before the batches: attention in plain torch loops over rows there, and would hide what batches gain.
+FUSED_ON_GPU = Rung("fused-ops", "fused kernels", {"ops": None}, "Triton kernels; below, plain torch.")
 
 
 def _together(sizes: LadderSizes) -> list[Rung]:

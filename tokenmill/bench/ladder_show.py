@@ -130,10 +130,11 @@ def page(title: str, told: Sequence[str], rows: Sequence[RungResult], settings: 
         f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
         for name, row in cells(rows)
     )
+    lines_of_settings = ["\n".join(f"{name} = {value!r}" for name, value in one.items()) for one in settings]
     steps = "".join(
         f"<li><b>{escape(row.rung.title)}</b> ({row.rung.claim}). {escape(row.rung.told)}"
-        f"<details><summary>settings</summary><pre>{escape(_as_lines(options))}</pre></details></li>"
-        for row, options in zip(rows, settings, strict=True)
+        f"<details><summary>settings</summary><pre>{escape(options)}</pre></details></li>"
+        for row, options in zip(rows, lines_of_settings, strict=True)
     )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -150,10 +151,6 @@ pre{{font-size:12px}}summary{{cursor:pointer;opacity:.7}}</style></head><body>
 {"".join(f"<p>{escape(one)}</p>" for one in notes(rows))}
 <h2>The rungs</h2><ol>{steps}</ol></body></html>
 """
-
-
-def _as_lines(options: dict[str, Any]) -> str:
-    return "\n".join(f"{name} = {value!r}" for name, value in options.items())
 
 
 def _short(value: float) -> str:

@@ -50,7 +50,8 @@ class Check:
 
 async def drive(place: ServerAddress, load: Load, watch: Watch | None = None) -> Run:
     """Put the load on the server. Nothing is parsed before the last answer has ended."""
-    _allow_files((len(load.asks) if _is_open(load) else min(load.streams, len(load.asks))) + _FILES)
+    timed = any(ask.at is not None for ask in load.asks)
+    _allow_files((len(load.asks) if timed else min(load.streams, len(load.asks))) + _FILES)
     asked = [place.post("/v1/completions", _body(load, ask)) for ask in load.asks]
     found: list[Exchange | None] = [None] * len(asked)
     idle: list[Connection] = []
@@ -93,7 +94,7 @@ async def drive(place: ServerAddress, load: Load, watch: Watch | None = None) ->
         for connection in idle:
             connection.close()
     seconds = time.perf_counter() - began
-    return Run(seconds, [_placed(exchange, began) for exchange in found if exchange is not None])
+    return Run(seconds, [read(exchange, began) for exchange in found if exchange is not None])
 
 
 async def alone(place: ServerAddress, load: Load, watch: Watch | None = None) -> list[str]:
@@ -118,16 +119,6 @@ def compare(answers: list[Answer], expected: list[str]) -> Check:
         else:
             check.different += 1
     return check
-
-
-def _placed(exchange: Exchange, began: float) -> Answer:
-    answer = read(exchange)
-    answer.start = exchange.meant - began
-    return answer
-
-
-def _is_open(load: Load) -> bool:
-    return any(ask.at is not None for ask in load.asks)
 
 
 def _body(load: Load, ask: Ask) -> dict[str, Any]:

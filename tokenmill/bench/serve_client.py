@@ -164,9 +164,9 @@ class Connection(asyncio.BufferedProtocol):
             self._done.set_result(None)
 
 
-def read(exchange: Exchange) -> Answer:
-    """What an exchange's bytes say."""
-    answer = Answer(exchange.ended - exchange.meant, late=exchange.began - exchange.meant)
+def read(exchange: Exchange, began: float = 0.0) -> Answer:
+    """What an exchange's bytes say; `began` is when the run did."""
+    answer = Answer(exchange.ended - exchange.meant, start=exchange.meant - began, late=exchange.began - exchange.meant)
     status, body = _events_of(exchange)
     if exchange.failure is not None:
         answer.error = exchange.failure

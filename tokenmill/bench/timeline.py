@@ -90,7 +90,8 @@ def draw(timeline: Timeline, title: str) -> str:
             if x(span.end) < drawn + LEAST_PIXELS:
                 continue  # too small to be seen
             drawn, width = x(span.end), max((span.end - span.start) * scale, LEAST_PIXELS)
-            fill = colours.get(span.name, "#999999") if spans is busy else _host_colour(span)
+            waits = "#e8edf2" if "Synchronize" in span.name else "#8fa3b8"  # the host waits, or works
+            fill = colours.get(span.name, "#999999") if spans is busy else waits
             took = f"{span.name}: {span.end - span.start:.1f} us"
             parts.append(
                 f'<rect x="{x(span.start):.2f}" y="{y}" width="{width:.2f}" height="{LANE}" fill="{fill}">'
@@ -133,10 +134,6 @@ def _outermost(spans: Iterable[Span]) -> list[Span]:
         if not kept or span.start >= kept[-1].end:
             kept.append(span)
     return kept
-
-
-def _host_colour(span: Span) -> str:
-    return "#e8edf2" if "Synchronize" in span.name else "#8fa3b8"  # the host waits, or works
 
 
 def _short(name: str) -> str:

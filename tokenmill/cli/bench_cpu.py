@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenmill.cache import figures_dir
 from tokenmill.cli.bench_options import whole_numbers
 from tokenmill.cli.options import DEFAULT_MODEL, CacheDir, Model, option
 from tokenmill.cli.terminal import note, progress
@@ -61,7 +62,7 @@ def cpu(
     setup = Setup(
         model=path,
         vocab=vocab,
-        forms=_forms(path),
+        forms=figures_dir("bench") / path.stem,
         pythons=pythons,
         threads=threads or usable_cores(),
         rounds=rounds,
@@ -109,13 +110,6 @@ def _model(model: str) -> tuple[Path, int, str]:
     config = open_checkpoint(EngineConfig(model=model, load_format="dummy"), files)[1]
     form = weights_form(files.path) if files.kind == "gguf" else str(config.get("dtype") or "")
     return files.path, spec_from_config(config).vocab_size, form
-
-
-def _forms(model: Path) -> Path:
-    """Other forms of a file's weights are kept beside the downloaded models."""
-    from tokenmill.cache import figures_dir
-
-    return figures_dir("bench") / model.stem
 
 
 def _peer(word: str) -> tuple[str, str]:

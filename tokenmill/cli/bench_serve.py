@@ -133,7 +133,9 @@ def serve(
         _draw(plot, points, promise)
     if url is not None and any("connect" in point.figures["errors"] for point in points):
         note(f"{url} could not be reached; is a server running there?")
-    if any(point.figures["errors"] or _differs(point.figures) for point in points):
+    checks = [(point.figures["check"], point.figures["requests"]) for point in points]
+    differ = any(check is not None and check["equal"] != requests for check, requests in checks)
+    if differ or any(point.figures["errors"] for point in points):
         raise typer.Exit(1)
 
 
@@ -185,8 +187,3 @@ def _draw(folder: Path, points: list[Point], promise: Slo | None) -> None:
 
     named = [(point.mix.told() or "closed loop", point.mix.rate, point.runs) for point in points]
     note(f"wrote {', '.join(map(str, draw(folder, named, promise)))}")
-
-
-def _differs(found: dict[str, Any]) -> bool:
-    check = found["check"]
-    return check is not None and check["equal"] != found["requests"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 from tokenmill.errors import ConfigError
@@ -13,6 +14,7 @@ from tokenmill.plan.simulator.replica import Replica, SimulatedJob
 
 CHUNK = 512  # tokens per identity in the router's map: coarser than blocks, so that the map stays small
 REMEMBERED = 1_000_000  # identities
+_load = attrgetter("load")
 
 
 class Router(Protocol):
@@ -103,7 +105,3 @@ def router_named(name: str, seed: int = 0) -> Router:
     if name not in ROUTERS:
         raise ConfigError(f"there is no router {name!r}; it may be one of {', '.join(ROUTERS)}")
     return ROUTERS[name](seed)
-
-
-def _load(replica: Replica) -> int:
-    return replica.load

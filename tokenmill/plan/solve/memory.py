@@ -49,19 +49,14 @@ class MemoryPlan:
         return self.weights + self.kv + self.activations + self.workspace
 
     def lines(self, kv_tokens: int) -> list[str]:
+        guard = f" ({_size(self.guard)} of it for adaptive_precision)" if self.guard else ""
         return [
             f"weights      {_size(self.weights)}",
             f"kv cache     {_size(self.kv)}  ({kv_tokens:,} tokens in {self.num_blocks:,} blocks)",
             f"activations  {_size(self.activations)}  (the largest step, logits and sampling included)",
             f"workspace    {_size(self.workspace)}  (tables, attention scratch, libraries)",
-            f"in all       {_size(self.total)}  of {_size(self.budget)} that may be used{self._guarded}",
+            f"in all       {_size(self.total)}  of {_size(self.budget)} that may be used{guard}",
         ]
-
-    @property
-    def _guarded(self) -> str:
-        if not self.guard:
-            return ""
-        return f" ({_size(self.guard)} of it for adaptive_precision)"
 
 
 def guard_bytes(

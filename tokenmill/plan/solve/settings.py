@@ -83,16 +83,13 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
 
 
 def _rows(hardware: Hardware, step_tokens: int | None) -> tuple[int, str]:
-    rows, why = _usual_rows(hardware)
+    rows, why = DEFAULT_ROWS[hardware.device], f"enough to fill a {hardware.device} device"
+    if hardware.device == "cuda" and hardware.total_bytes >= LARGE_GPU_BYTES:
+        rows = LARGE_GPU_ROWS
+        why = "under a heavy load newcomers start at once; a device of this size has the memory"
     if step_tokens is not None and step_tokens < rows:
         return step_tokens, "no more than max_num_batched_tokens: every running request needs a token per step"
     return rows, why
-
-
-def _usual_rows(hardware: Hardware) -> tuple[int, str]:
-    if hardware.device == "cuda" and hardware.total_bytes >= LARGE_GPU_BYTES:
-        return LARGE_GPU_ROWS, "under a heavy load newcomers start at once; a device of this size has the memory"
-    return DEFAULT_ROWS[hardware.device], f"enough to fill a {hardware.device} device"
 
 
 def _step_tokens(hardware: Hardware, model: ModelBytes, max_rows: int) -> tuple[int, str]:

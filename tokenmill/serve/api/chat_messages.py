@@ -43,10 +43,11 @@ def _normal(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
     kept["role"] = _ROLES.get(role, role)
     kept["content"] = text_of(f"messages[{number}]", message.get("content"))
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [_normal_call(f"messages[{number}]", call) for call in _list(kept["tool_calls"])]
-        if not kept["tool_calls"]:
-            del kept["tool_calls"]
+    calls = kept.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"tool_calls is a {type(calls).__name__}; it must be a list")
+    if calls:
+        kept["tool_calls"] = [_normal_call(f"messages[{number}]", call) for call in calls]
     return kept
 
 
@@ -143,9 +144,3 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     said = [json.dumps({key: call["function"].get(key) for key in ("name", "arguments")}) for call in calls]
     text = "\n".join([*filter(None, [message["content"]]), *(f"<tool_call>{one}</tool_call>" for one in said)])
     return {"role": message["role"], "content": text}
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise InvalidRequest(f"tool_calls is a {type(value).__name__}; it must be a list")
-    return value

@@ -50,7 +50,10 @@ async def complete(context: RequestContext, body: CompletionRequest) -> Response
     outputs = await context.all_outputs(streams)
     if nothing:
         for output in outputs:
-            output.outputs = [_emptied(one) for one in output.outputs]
+            output.outputs = [
+                CompletionOutput(one.index, "", [], None, None if one.logprobs is None else [], "length")
+                for one in output.outputs
+            ]
 
     def choices() -> list[msgspec.Raw]:
         return [
@@ -77,10 +80,6 @@ def prompts_of(prompt: Any, name: str) -> list[str | list[int]]:
     if not all(isinstance(one, str | list) for one in prompt):
         raise InvalidRequest(f"{name} must be text, token ids, or a list of these")
     return prompt
-
-
-def _emptied(one: CompletionOutput) -> CompletionOutput:
-    return CompletionOutput(one.index, "", [], None, None if one.logprobs is None else [], "length")
 
 
 def _head(context: RequestContext) -> dict[str, Any]:

@@ -23,9 +23,10 @@ async def embed(context: RequestContext, body: EmbeddingRequest) -> Response:
     vectors = [stream.request_state.leader.pooled for stream in streams]
     if body.dimensions is not None:
         vectors = [_shortened(vector, body.dimensions) for vector in vectors]
-    data = [
-        {"object": "embedding", "index": at, "embedding": _vector_json(one, format)} for at, one in enumerate(vectors)
-    ]
+    told: list[Any] = vectors
+    if format == "base64":
+        told = [base64.b64encode(array("f", vector).tobytes()).decode() for vector in vectors]
+    data = [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(told)]
     used = {"prompt_tokens": context.prompt_tokens, "total_tokens": context.prompt_tokens}
     return context.answer({"object": "list", "data": data, "model": context.model, "usage": used})
 
@@ -37,7 +38,3 @@ def _shortened(vector: list[float], dimensions: int) -> list[float]:
     kept = vector[:dimensions]
     length = sum(value * value for value in kept) ** 0.5 or 1.0
     return [value / length for value in kept]
-
-
-def _vector_json(vector: list[float], format: str) -> Any:
-    return vector if format == "float" else base64.b64encode(array("f", vector).tobytes()).decode()

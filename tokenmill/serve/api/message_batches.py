@@ -127,10 +127,6 @@ def _result(answer: _Answer) -> dict[str, Any]:
     return {"type": kind, "error": {"request_id": None, **error}}
 
 
-def _status(answer: bytes) -> int:
-    return _read_line(answer).response.status_code
-
-
 def _kind(status: int) -> str:
     return "succeeded" if status == 200 else "expired" if status in RETRY_STATUSES else "errored"
 
@@ -139,7 +135,8 @@ def _batch(job: Job) -> dict[str, Any]:
     ended, counts = job.how is not None, Counter[str]()
     if ended:  # before that, all are told as processing
         # Those that are long need not be read for it.
-        counts.update("succeeded" if ok else _kind(_status(answer)) for ok, answer in job.answers.values())
+        answers = job.answers.values()
+        counts.update("succeeded" if ok else _kind(_read_line(said).response.status_code) for ok, said in answers)
         counts["canceled"] = len(job.items) - len(job.answers)
     else:
         counts["processing"] = len(job.items)

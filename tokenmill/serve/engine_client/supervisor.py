@@ -288,16 +288,14 @@ class _Process:
             os.killpg(self._process.pid, number)
 
     async def _pass_on(self, stream: asyncio.StreamReader) -> None:
-        while line := await _read_line(stream):
+        line = b"..."
+        while line:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than the buffer; what is left of it is the next line
+                line = b"...\n"
             self._lines.append(line.decode(errors="replace"))
             sys.stderr.write(self._lines[-1])
-
-
-async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    try:
-        return await stream.readline()
-    except ValueError:  # longer than the buffer; what is left of it is the next line
-        return b"...\n"
 
 
 def _send_nowait(socket: zmq.asyncio.Socket, message: wire.ToEngine) -> None:

@@ -31,11 +31,9 @@ def _code_and_param(message: str) -> tuple[str, str | None]:
     if message.startswith("the prompt has "):
         return "context_length_exceeded", None
     name, _, rest = message.partition(" ")  # messages about a setting begin with its name
-    return "invalid_value", name if rest.startswith(_ABOUT) and _is_name(name) else None
+    is_name = name.isascii() and name.replace("_", "").isalnum() and name not in _NO_NAMES
+    return "invalid_value", name if is_name and rest.startswith(_ABOUT) else None
 
 
 _ABOUT = ("is ", "has ", "contains ", "names ", "allows ", "must ", "key is ", "value is ", "entry is ")
-
-
-def _is_name(word: str) -> bool:
-    return word.isascii() and word.replace("_", "").isalnum() and word not in ("this", "it", "message", "structured")
+_NO_NAMES = ("this", "it", "message", "structured")

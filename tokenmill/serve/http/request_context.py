@@ -107,7 +107,7 @@ class RequestContext:
         """What the streams brought was written to the socket."""
         for stream in self._streams:
             if stream.made is not None:
-                self.server.metrics.token_sent(time.monotonic() - stream.made)
+                self.server.metrics.token_to_socket.observe(time.monotonic() - stream.made)
                 stream.made = None
 
     def record_output(self, output: RequestOutput) -> RequestOutput:
@@ -156,7 +156,7 @@ class RequestContext:
         self.tenant.leave(self.prompt_tokens + self.output_tokens)
         self.tenant.open_requests.discard(self.id)
         if self.service is not self.server.service:
-            self.server.metrics.degraded()
+            self.server.metrics.degraded.inc()
         self.server.metrics.tenant_used(self.tenant.name, self.prompt_tokens, self.output_tokens)
         times = self.metrics or Metrics()
         told = {

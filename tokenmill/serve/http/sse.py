@@ -108,7 +108,8 @@ class SSEResponse(SelfClosingResponse):
         if number not in self._open:
             return
         connection = self._connection
-        if self._slow or self._updates or connection is None or _is_behind(connection):
+        behind = connection is None or connection.flow.write_paused or connection.transport.is_closing()
+        if self._slow or self._updates or behind:
             self._updates[number] = None
             self._woken.set()
             return
@@ -158,7 +159,3 @@ class SSEResponse(SelfClosingResponse):
             await asyncio.sleep(self._context.server.settings.beat_seconds)
             if self._sent == before:
                 await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-
-
-def _is_behind(connection: Any) -> bool:
-    return bool(connection.flow.write_paused or connection.transport.is_closing())

@@ -34,7 +34,7 @@ class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         more = "".join(f" {name}={value}" for name, value in _extra(record).items())
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname.lower()} "
-        line += _on_one_line(record.getMessage() + more)
+        line += "".join(one if one.isprintable() else repr(one)[1:-1] for one in record.getMessage() + more)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -52,7 +52,3 @@ def set_up_logs(format: str, level: str) -> None:
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in record.__dict__.items() if name not in _USUAL}
-
-
-def _on_one_line(text: str) -> str:
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

@@ -59,7 +59,7 @@ class ServerMetrics:
         self._gap = FastHistogram(
             "tokenmill_inter_token_seconds", "Between two tokens of a request", _SHORT, registry=self.registry
         )
-        self._sent = FastHistogram(
+        self.token_to_socket = FastHistogram(
             "tokenmill_token_to_socket_seconds",
             "From the end of a step in the engine until its token of a stream was written",
             _LAG,
@@ -77,7 +77,7 @@ class ServerMetrics:
         self._generated = counter("generated_tokens", "Output tokens computed, as it happens")
         self._tenant = counter("tenant_tokens", "Tokens by tenant", ["tenant", "kind"], self._by_tenant)
         self._engine = counter("engine_events", "What happened to the engine process", ["kind"])
-        self._degraded = counter("degraded_requests", "Requests that the degrade model answered")
+        self.degraded = counter("degraded_requests", "Requests that the degrade model answered")
         for status, code in _REFUSALS:
             self._errors.labels(status, code)
         for kind in _ENGINE_EVENTS:
@@ -90,15 +90,9 @@ class ServerMetrics:
         if status >= 400 and status != GONE:
             self._errors.labels(str(status), code or "none").inc()
 
-    def degraded(self) -> None:
-        self._degraded.inc()
-
     def tenant_used(self, tenant: str, prompt: int, output: int) -> None:
         self._tenant.labels(tenant, "prompt").inc(prompt)
         self._tenant.labels(tenant, "output").inc(output)
-
-    def token_sent(self, seconds: float) -> None:
-        self._sent.observe(seconds)
 
     def text(self, tenants: bool = True) -> bytes:
         return generate_latest(self.registry) + (generate_latest(self._by_tenant) if tenants else b"")
