@@ -111,8 +111,9 @@ def shape_batch(rows: int, length: int, penalized: bool) -> ShapeBatch:
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
+    flipped = torch.arange(rows, device="cuda").flip(0)
     return ShapeBatch(
-        rows=torch.arange(rows, device="cuda").flip(0), positions=column(length, torch.int64), tokens=tokens,
+        rows=flipped, mask_rows=flipped, positions=column(length, torch.int64), tokens=tokens,
         prompt_len=column(length // 2, torch.int32), repetition=column(1.2 if penalized else 1.0),
         presence=column(0.5 if penalized else 0.0), frequency=column(0.1 if penalized else 0.0),
         stops_from=column(0, torch.int32), edits={}, edits_at=column(0, torch.int64), masks=None,

@@ -366,6 +366,7 @@ def shape_logits(rows: int) -> None:
         edits={},
         edits_at=words[2],
         masks=new(rows, 1 + 151936 // 32, dtype=torch.int32),
+        mask_rows=words[0],
         counters=new(rows, 151936, dtype=torch.int32),
     )
     shape(new(rows, 151936, dtype=FP32), batch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -360,6 +361,15 @@ class Matcher:
         fits = bool(self.allowed()[token])
         self.said += 1
         return fits
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return all(self.consume_token(token) for token in tokens)
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def deep_copy(self) -> Matcher:
+        return copy(self)
 
     def is_stopped(self) -> bool:
         return self.said == 12

@@ -55,7 +55,7 @@ def test_every_kind_of_row_at_once(triton_device):
         admissions = [Admission(row, [1] * 15, 15, one, 7 + row, [3, 6]) for row, one in enumerate(params)]
         sampler.admit(admissions[:4])
         sampler.admit(admissions[4:])
-        sampler.take_masks({6: np.packbits(bits, bitorder="little").tobytes()})
+        sampler.take_masks({6: [np.packbits(bits, bitorder="little").tobytes()]})
         traits = sampler.traits(rows[:-1])
         assert traits.warm and traits.filtered and traits.shaped and traits.best == 8
         sampled = sampler.sample(

@@ -43,6 +43,7 @@ class Case:
             edits={},
             edits_at=torch.zeros(n, dtype=torch.int64, device=device),
             masks=None,
+            mask_rows=torch.tensor(rows, device=device),
             counters=torch.zeros(slots, VOCAB, dtype=torch.int32, device=device),
         )
 

@@ -358,7 +358,7 @@ def test_a_grammar_leaves_only_what_it_allows(words):
     bench = Bench()
     bench.admit(3, 5, structured={"regex": "a"}, logprobs=1)
     bench.admit(4, repetition_penalty=1.5)
-    bench.sampler.take_masks({5: packed([7, 30, 31], words), 3: packed([0], words)})
+    bench.sampler.take_masks({5: [packed([7, 30, 31], words)], 3: [packed([0], words)]})
     logits = bench.logits(3)
     logits[2, 31] = 40.0
     sampled = bench.sample([3, 4, 5], [15, 15, 15], logits)
@@ -374,7 +374,7 @@ def test_a_new_request_in_a_row_forgets_the_old_grammar():
     bench = Bench()
     bench.admit(3, structured={"regex": "a"})
     bench.admit(4, structured={"regex": "a"})
-    bench.sampler.take_masks({3: packed([7]), 4: packed([9])})
+    bench.sampler.take_masks({3: [packed([7])], 4: [packed([9])]})
     bench.admit(3)
     logits = bench.logits(2)
     bench.sample([3, 4], [11, 11], logits)
@@ -388,7 +388,7 @@ def test_masks_cost_one_copy(monkeypatch):
     copies = []
     to_device = Sampler._to_device
     monkeypatch.setattr(Sampler, "_to_device", lambda self, words: copies.append(1) or to_device(self, words))
-    bench.sampler.take_masks({0: packed([1]), 1: packed([2]), 2: packed([3])})
+    bench.sampler.take_masks({0: [packed([1])], 1: [packed([2])], 2: [packed([3])]})
     assert bench.sample([0, 1, 2], [10, 10, 10]).tokens.tolist() == [1, 2, 3]
     assert len(copies) == 1
 

@@ -40,6 +40,8 @@ class Engine:
         self.runner = runner
         self.grammars = grammars
         self.speculation = speculation
+        if grammars is not None:
+            grammars.looks_ahead = speculation is not None
         self.clock = clock
         self._depth = 1 if overlap else 0
         self._in_flight: deque[tuple[Step, Pending, float]] = deque()  # and when it was launched
@@ -110,12 +112,20 @@ class Engine:
 
     def _propose(self, speculation: Speculation) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
-        decoding = [one for one in self.scheduler.running if one.num_tokens > one.prompt_len and one.beams is None]
+        decoding = [
+            one
+            for one in self.scheduler.running
+            if one.num_tokens > one.prompt_len
+            and one.beams is None
+            and (one.grammar is None or (one.grammar.ready and one.waits_for is None))
+        ]
         try:
             speculation.propose(decoding)
             self.scheduler.drafting = speculation.drafting
         except Exception as error:
             self.speculation, self.scheduler.drafting = None, False
+            if self.grammars is not None:
+                self.grammars.looks_ahead = False
             for request in decoding:
                 request.drafts = []
             log.warning("nothing is proposed any more, because the proposer failed: %s", _cause(error))

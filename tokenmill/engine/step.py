@@ -72,7 +72,8 @@ class Step:
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
     pooling: dict[int, tuple[str, int]] = field(default_factory=dict)  # row -> (one of POOLINGS, prompt length)
-    masks: dict[int, bytes] = field(default_factory=dict)  # row -> tokens that may be sampled, one bit each
+    # row -> tokens that its grammar allows, one bit each: next, then behind each of its drafts
+    masks: dict[int, list[bytes]] = field(default_factory=dict)
     in_float32: list[int] = field(default_factory=list)  # indices of rows computed in that, whatever the model's dtype
     shared: SharedPrefix | None = None  # changes the cost of the step, never its result
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank

@@ -24,9 +24,9 @@ def shape(
             if row in batch.edits:
                 edit(logits[entry], batch.edits[row], batch.tokens[row, :position], position >= stops_from)
     if batch.masks is not None and logits.device.type == "cpu":
-        allow_only_on_host(logits, batch.masks, batch.rows)
+        allow_only_on_host(logits, batch.masks, batch.mask_rows)
     elif batch.masks is not None:
-        allow_only(logits, batch.masks, batch.rows)
+        allow_only(logits, batch.masks, batch.mask_rows)
 
 
 def _penalize_rows(logits: torch.Tensor, batch: ShapeBatch) -> None:

@@ -95,7 +95,8 @@ class ShapeBatch:
     # tokens of the longest word and stop ids there are, then the ids of the biases, their values (float64), the words
     # and the stop ids, as in RowEdits.
     edits_at: torch.Tensor
-    masks: torch.Tensor | None  # [all rows, 1 + words] int32: whether it has a mask; one bit per token, lowest first
+    masks: torch.Tensor | None  # [places, 1 + words] int32: whether there is a mask; one bit per token, lowest first
+    mask_rows: torch.Tensor  # int64: which of the masks is for an entry; `rows`, except where drafts have their own
     counters: torch.Tensor | None  # [slots, vocab] int32, all zero before and after; None on a CPU
 
 

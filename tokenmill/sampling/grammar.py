@@ -11,9 +11,9 @@ import json
 import queue
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenmill.errors import InvalidRequest, pip_install
 from tokenmill.sampling.form_levels import check_levels
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 32  # grammars that are kept for the next request with the same one
 MAX_LEXER_STATES = 100_000  # of one grammar, 1 to 2 kB each
+MOST_FORCED = 15  # tokens that are looked ahead
+MOST_CHECKED = 8  # drafts of others whose masks are computed for one step, on the engine's own time
+SLOW = 0.0003  # seconds per mask, beyond which that is not done
+LEARNING = 0.1  # how fast the mean follows a new one
 GRACE = 0.001  # seconds that a step waits for masks: they are nearly always there, and others must not wait for one
 
 # In JSON. A model that may write any white space anywhere may write nothing else until its tokens are spent.
@@ -52,13 +56,16 @@ class Constraint:
     that goes on in another process hands them in at the start.
     """
 
-    __slots__ = ("_grammars", "_matcher", "complete", "error", "id", "mask")
+    __slots__ = ("_behind", "_grammars", "_mask_seconds", "_matcher", "complete", "error", "forced", "id", "mask")
 
     def __init__(self, id: str, grammars: Grammars) -> None:
         self.id = id  # of the request
         self._grammars = grammars
         self._matcher: LLMatcher | None = None  # None: not compiled yet
         self.mask: bytes | None = None  # one bit per token, lowest first: what may come next; None: not known yet
+        self.forced: Sequence[int] = ()  # tokens that the grammar leaves no choice about, from the next one on
+        self._behind: dict[tuple[int, ...], bytes] = {}  # drafts -> what may come behind them
+        self._mask_seconds = 0.0  # that one takes, lately
         self.complete = False  # nothing may follow
         self.error: str | None = None
 
@@ -71,22 +78,85 @@ class Constraint:
         """Compile, and advance over what the request has said already."""
         self._grammars.compile(self, structured, output)
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Tokens were added: see whether they complete the answer, and else start on the next mask."""
-        assert self._matcher is not None
-        self.mask = None
-        self.consume(self._matcher, tokens)
-        if not self.complete and self.error is None:
-            self._grammars.compute_mask(self, self._matcher)
-
-    def consume(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
-        """Takes microseconds, unlike a mask."""
+    def start(self, matcher: LLMatcher, output: Sequence[int]) -> None:
+        """The grammar is compiled, and the request has said this already."""
         self._matcher = matcher
-        for token in tokens:
-            if matcher.is_stopped() or not matcher.consume_token(token):
-                self.error = f"token {token} of the output does not fit its grammar: {_said(matcher.get_error())}"
+        for token in output:
+            self.consume(token)
+            if self.error is not None:
                 return
-        self.complete = matcher.is_stopped()
+
+    def consume(self, token: int) -> bool:
+        """The request said it. Whether it goes on: it may be complete, or the token may not fit. Takes microseconds,
+        unlike a mask."""
+        assert self._matcher is not None
+        self.mask, self.forced = None, ()
+        self._behind.clear()
+        if self._matcher.is_stopped() or not self._matcher.consume_token(token):
+            said = _said(self._matcher.get_error())
+            self.error = f"token {token} of the output does not fit its grammar: {said}"
+            return False
+        self.complete = self._matcher.is_stopped()
+        return not self.complete
+
+    def start_mask(self) -> None:
+        """Start on what may come next."""
+        assert self._matcher is not None
+        self._grammars.compute_mask(self, self._matcher)
+
+    def take(self, found: _Found) -> None:
+        """What was computed in another thread is there."""
+        self.mask, self.forced = found.mask, found.forced
+        self.error = self.error or found.error
+        self._mask_seconds += LEARNING * (found.mask_seconds - self._mask_seconds)
+        for count, mask in enumerate(found.masks, start=1):
+            self._behind[tuple(found.forced[:count])] = mask
+
+    def masks_behind(self, drafts: Sequence[int]) -> list[bytes]:
+        """What may come behind each of these, as far as that is known: a draft is verified under its mask, or not."""
+        masks: list[bytes] = []
+        while len(masks) < len(drafts) and (known := self._behind.get(tuple(drafts[: len(masks) + 1]))) is not None:
+            masks.append(known)
+        return masks
+
+    def check(self, drafts: Sequence[int]) -> int:
+        """How many of these the grammar allows, each behind those before it. Computes their masks, of a few, if that is
+        quick: the engine waits for it."""
+        masks = self.masks_behind(drafts)
+        known = len(masks)
+        drafts = drafts[: max(known, MOST_CHECKED)]
+        if self.mask is None or self._matcher is None or known == len(drafts) or self._mask_seconds > SLOW:
+            return known
+        mask = masks[-1] if masks else self.mask
+        if not _allows(mask, drafts[known]):
+            return known
+        try:
+            ahead = self._matcher.deep_copy()
+            if known and not ahead.consume_tokens(list(drafts[:known])):
+                return known
+            began = time.thread_time()
+            for found in _masks_behind(ahead, mask, drafts[known:]):
+                known += 1
+                self._behind[tuple(drafts[:known])] = found
+                ended = time.thread_time()
+                self._mask_seconds += LEARNING * (ended - began - self._mask_seconds)
+                began = ended
+        except BaseException as problem:  # of the parser, whose panics are no Exceptions: a draft is worth no answer
+            if isinstance(problem, KeyboardInterrupt | SystemExit):
+                raise
+        return known
+
+
+class _Found(NamedTuple):
+    """What a thread made for a constraint."""
+
+    constraint: Constraint
+    compiled: bool = False  # it was compiled just now
+    mask: bytes | None = None
+    error: str | None = None
+    mask_seconds: float = 0.0
+    forced: Sequence[int] = ()  # tokens that have to come next
+    masks: Sequence[bytes] = ()  # what may come behind each of these
 
 
 class Grammars:
@@ -101,7 +171,8 @@ class Grammars:
         # A mask must not wait for somebody's large grammar. Threads start with the first job.
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._maskers = ThreadPoolExecutor(threads, "grammar-masks")
-        self._done: queue.SimpleQueue[tuple[Constraint, bytes | None, str | None, bool]] = queue.SimpleQueue()
+        self.looks_ahead = False  # whether forced tokens are of use to anybody
+        self._done: queue.SimpleQueue[_Found] = queue.SimpleQueue()
         self._compiling = 0
         self._masking = 0
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # at their start; the compiling thread's
@@ -131,14 +202,13 @@ class Grammars:
             waits = self._masking or (for_grammars and not collected)
             left = max(0.0, until - time.monotonic()) if waits else 0.0
             try:
-                constraint, mask, error, compiled = self._done.get(left > 0, left or None)
+                found = self._done.get(left > 0, left or None)
             except queue.Empty:
                 break
-            self._compiling -= compiled
-            self._masking -= not compiled
-            constraint.mask = mask
-            constraint.error = constraint.error or error
-            collected.append(constraint)
+            self._compiling -= found.compiled
+            self._masking -= not found.compiled
+            found.constraint.take(found)
+            collected.append(found.constraint)
         return collected
 
     def close(self) -> None:
@@ -149,19 +219,28 @@ class Grammars:
         mask = error = None
         try:
             matcher = self._matcher(grammar_text(structured))
-            constraint.consume(matcher, output)
+            constraint.start(matcher, output)
             if not constraint.complete and constraint.error is None:
                 mask, error = _mask(matcher)
         except BaseException as problem:  # the request must hear of it; a panic of the parser is no Exception
             error = str(problem) or type(problem).__name__
-        self._done.put((constraint, mask, error, True))
+        self._done.put(_Found(constraint, True, mask, error))
 
     def _mask_job(self, constraint: Constraint, matcher: LLMatcher) -> None:
+        began = time.thread_time()
+        forced: list[int] = []
+        masks: list[bytes] = []
         try:
             mask, error = _mask(matcher)
+            seconds = time.thread_time() - began
+            if self.looks_ahead and mask is not None:
+                ahead = matcher.deep_copy()  # costs less than the way back, and what goes wrong with it does not matter
+                forced = ahead.compute_ff_tokens()[:MOST_FORCED]
+                masks = list(_masks_behind(ahead, mask, forced))
         except BaseException as problem:
-            mask, error = None, str(problem) or type(problem).__name__
-        self._done.put((constraint, mask, error, False))
+            self._done.put(_Found(constraint, error=str(problem) or type(problem).__name__))
+        else:
+            self._done.put(_Found(constraint, False, mask, error, seconds, forced[: len(masks)], masks))
 
     def _matcher(self, text: str) -> LLMatcher:
         """A matcher at its grammar's start."""
@@ -237,6 +316,22 @@ def _mask(matcher: LLMatcher) -> tuple[bytes | None, str | None]:
     if matcher.is_error():
         return None, f"its grammar leaves no way to go on, or is too complex: {_said(matcher.get_error())}"
     return mask, None
+
+
+def _masks_behind(ahead: LLMatcher, mask: bytes, drafts: Sequence[int]) -> Iterator[bytes]:
+    """What may come behind each of these: up to one that is not allowed, or that nothing may follow."""
+    for token in drafts:
+        if not _allows(mask, token) or not ahead.consume_token(token) or ahead.is_stopped():
+            return
+        found, _ = _mask(ahead)
+        if found is None:
+            return
+        mask = found
+        yield mask
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return 0 <= token < 8 * len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
 def _tokenizer_of(vocabulary: Vocabulary, eos_ids: tuple[int, ...]) -> LLTokenizer:

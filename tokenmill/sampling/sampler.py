@@ -82,9 +82,9 @@ class Sampler:
         self._seeds = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._edits_at = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)  # addresses
         self._edits: dict[int, RowEdits] = {}  # keeps what these point to
-        # [max_rows + 1 + max_verified, 1 + words] int32: whether the row has a mask, and a bit per token; made when first
-        # needed. Behind the rows are places for the masks of a step's drafts. An even number of words, so that masks
-        # travel as 64-bit ones.
+        # [max_rows + 1 + max_verified, 1 + words] int32: whether the row has a mask, and a bit per token; made when
+        # first needed. Behind the rows are places for the masks of a step's drafts. An even number of words, so that
+        # masks travel as 64-bit ones.
         self._mask_words = (-(-vocab_size // 32) + 2) & ~1
         self._num_masks = max_rows + 1 + max_verified
         self._masks: torch.Tensor | None = None
@@ -155,8 +155,7 @@ class Sampler:
         self._masked_rows.update(masks)
 
     def mask_rows(self, rows: Words, numbers: Words) -> Words:
-        """Where in the table the masks of a step's entries are: an entry's row, and whether it is the row's newest token
-        (0) or which of its drafts it is."""
+        """Where in the table the masks of entries are. `numbers`: 0 for a row's newest token, or which draft it is."""
         if not self._draft_masks:
             return rows
         found = rows.copy()

@@ -77,7 +77,7 @@ class RecordedDecode:
             sampled = Sampled(self._tokens[:n].clone())
         else:
             rows, positions = self._rows[:n], self._starts[:n] + 1
-            sampled = self._sampler.sample(self._logits[:n], rows, positions, traits)
+            sampled = self._sampler.sample(self._logits[:n], rows, positions, traits, self._mask_rows(step))
             self._state.tokens[rows, positions] = sampled.tokens.clamp_min(0).int()
         last = self._reject_drafts(step, sampled) if step.drafts else range(n)
         if self._state.hidden is not None:
@@ -86,6 +86,12 @@ class RecordedDecode:
             self._state.hidden[rows] = self._hidden[entries]
             self._state.hidden_at[rows] = self._starts[entries]
         return sampled
+
+    def _mask_rows(self, step: Step) -> torch.Tensor | None:
+        if not (step.drafts and step.masks):
+            return None
+        numbers = self._host_starts[: step.num_tokens] - np.repeat(step.starts, step.counts)
+        return torch.from_numpy(self._sampler.mask_rows(self._host_rows[: step.num_tokens], numbers))
 
     def _place_drafts(self, step: Step) -> None:
         """Every token is an entry of its own: the last known one of its row, or a draft behind it."""

@@ -21,7 +21,7 @@ from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
 
-INPUTS = 12  # integers per row that a step may bring
+INPUTS = 13  # integers per row that a step may bring
 PROPOSED = 2  # tokens that may be proposed per token of a step: some stand where rows may already be
 STRETCH = 2  # a size without a recording may be padded to so many times its rows: a replay costs no launches
 PLAIN = Traits()
@@ -177,8 +177,8 @@ class DecodeGraphs:
         self._traits = PLAIN
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
-        # where there is one; then [block_at | block_value]. With drafts `draft_columns`, then proposed tokens, then
-        # the same.
+        # where there is one; then [block_at | block_value]. With drafts `draft_columns`, then where entries' masks
+        # are, then proposed tokens, then the same.
         self._inputs = torch.zeros(INPUTS * max_rows, dtype=torch.int64, device=device)
         self._staging = _Staging(INPUTS * max_rows)
         self._columns = _Columns(state.scratch_row)
@@ -195,7 +195,7 @@ class DecodeGraphs:
         if not is_speculative(step):
             return True
         proposed, blocks = sum(map(len, step.drafts.values())), sum(len(blocks) for _, _, blocks in step.blocks)
-        return proposed <= PROPOSED * step.num_tokens and COLUMNS + PROPOSED + 2 * blocks / largest <= INPUTS
+        return proposed <= PROPOSED * step.num_tokens and COLUMNS + 1 + PROPOSED + 2 * blocks / largest <= INPUTS
 
     def run(self, step: Step) -> Sampled:  # [tokens], overwritten by the next run
         """Launch the step that was just asked for."""
@@ -240,11 +240,12 @@ class DecodeGraphs:
             at, value = inputs[sum(map(len, parts)) :].chunk(2)
             self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _draft_inputs(self, step: Step, bucket: int) -> list[Ints]:  # [COLUMNS * bucket], [PROPOSED * bucket]
+    def _draft_inputs(self, step: Step, bucket: int) -> list[Ints]:  # [(COLUMNS + 1) * bucket], [PROPOSED * bucket]
         told, proposed = draft_columns(step)
-        columns = np.zeros((COLUMNS, bucket), dtype=np.int64)
-        columns[0] = self._state.scratch_row
-        columns[:, : told.shape[1]] = told
+        columns = np.zeros((COLUMNS + 1, bucket), dtype=np.int64)
+        columns[[0, COLUMNS]] = self._state.scratch_row
+        columns[:COLUMNS, : told.shape[1]] = told
+        columns[COLUMNS, : told.shape[1]] = self._sampler.mask_rows(told[0], told[2])
         tokens = np.zeros(PROPOSED * bucket, dtype=np.int64)
         tokens[: len(proposed)] = proposed
         return [columns.reshape(-1), tokens]
@@ -271,9 +272,11 @@ class DecodeGraphs:
 
     def _verify(self, bucket: int, traits: Traits) -> Sampled:  # [bucket]
         """Drafts are tokens like any others: every one is a row of its own to attention."""
-        told, proposed = self._inputs[: COLUMNS * bucket], self._inputs[COLUMNS * bucket :][: PROPOSED * bucket]
-        entries = Entries.place(self._state, told.view(COLUMNS, bucket), proposed)
-        hidden, sampled = self._sample(entries.ids, entries.rows, entries.positions, traits)
+        columns = self._inputs[: (COLUMNS + 1) * bucket].view(COLUMNS + 1, bucket)
+        told, mask_rows = columns[:COLUMNS], columns[COLUMNS]
+        proposed = self._inputs[(COLUMNS + 1) * bucket :][: PROPOSED * bucket]
+        entries = Entries.place(self._state, told, proposed)
+        hidden, sampled = self._sample(entries.ids, entries.rows, entries.positions, traits, mask_rows=mask_rows)
         tokens, last = entries.accept(self._state, sampled.tokens)
         if self.drafter is not None:
             rows = torch.where(last, entries.rows, self._state.scratch_row)
@@ -289,6 +292,7 @@ class DecodeGraphs:
         traits: Traits,
         members: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
+        mask_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sampled]:  # [bucket, hidden], [bucket]
         state, bucket = self._state, len(rows)
         live = rows != state.scratch_row
@@ -314,6 +318,6 @@ class DecodeGraphs:
         )
         hidden = self._decoder.forward(batch, state.kv)
         logits = self._decoder.logits(hidden, wide=False)
-        sampled = self._sampler.sample(logits, rows, starts + 1, traits)
+        sampled = self._sampler.sample(logits, rows, starts + 1, traits, mask_rows)
         state.tokens[rows, starts + 1] = sampled.tokens.clamp_min(0).int()
         return hidden, sampled

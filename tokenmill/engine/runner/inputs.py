@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,15 +58,17 @@ def pack(
     padding: tuple[int, int] = (0, 0),
     num_entries: int = 0,
     split_drafts: bool = False,
+    mask_rows: Callable[[Ints, Ints], Ints] | None = None,
 ) -> PackedStep:
     """All the integers a step brings; padding: to how many tokens (t) with which row; num_entries: to how many entries,
-    where they are fewer, by repeating the first; split_drafts: attention sees drafts as rows of one query each.
+    where they are fewer, by repeating the first; split_drafts: attention sees drafts as rows of one query each;
+    mask_rows: where the masks of entries are, by row and number within the row (`Sampler.mask_rows`).
 
     Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
     Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
     move_from/move_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
-    Drafts, where there are any: told [6 d], proposed (see `draft_columns`).
+    Drafts, where there are any: told [6 d], proposed (see `draft_columns`); mask_rows [m], where they have masks.
     """
     rows, starts, counts, samples = (
         np.array(column, dtype=np.int64) for column in (step.rows, step.starts, step.counts, step.samples)
@@ -105,6 +108,8 @@ def pack(
         "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
         "shared_tokens": shared_lengths(step.shared, len(rows)) if step.shared else np.zeros(0, dtype=np.int64),
     }
+    if mask_rows is not None:
+        named["mask_rows"] = mask_rows(entry_rows, within)
     if is_speculative(step):
         told, named["proposed"] = draft_columns(step)
         named["told"] = told.reshape(-1)

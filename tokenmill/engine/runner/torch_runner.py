@@ -60,7 +60,8 @@ class TorchRunner:
         self.device = state.tokens.device
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._activations = 0  # bytes that are reserved
-        self.sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens)
+        at_once = max(max_rows, max_verified)  # tokens of a step that only decodes
+        self.sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens, at_once)
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
@@ -69,7 +70,7 @@ class TorchRunner:
         self._recorded: RecordedDecode | None = None
         self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
-            self._graphs = DecodeGraphs(decoder, state, self.sampler, max(max_rows, max_verified))
+            self._graphs = DecodeGraphs(decoder, state, self.sampler, at_once)
             self.decode_paths.append(self._graphs)
             if prompt_graphs:
                 most = tokens_worth_recording(decoder.spec, max_tokens)
@@ -79,7 +80,7 @@ class TorchRunner:
             from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
             from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
 
-            self._recorded = RecordedDecode(decoder, state, self.sampler, max(max_rows, max_verified))
+            self._recorded = RecordedDecode(decoder, state, self.sampler, at_once)
             self.decode_paths.append(self._recorded)
             if prompt_graphs:
                 self._chunks = RecordedChunks(decoder, state, max_rows, max_tokens)
@@ -122,6 +123,7 @@ class TorchRunner:
             (path.padded(step), self.state.scratch_row),
             self._num_entries(step),
             split_drafts=speculative,
+            mask_rows=self.sampler.mask_rows if step.drafts and step.masks else None,
         )
         words = _to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
@@ -156,7 +158,7 @@ class TorchRunner:
         if packed.sample_rows:
             wanted, traits = logits[: len(packed.sample_rows)], self.sampler.traits(packed.sample_rows)
             at = part["entry_rows"], part["entry_positions"]
-            sampled = self.sampler.sample(wanted, *at, traits)
+            sampled = self.sampler.sample(wanted, *at, traits, part.get("mask_rows"))
             self.state.tokens[at] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
             if drafts is not None:
                 sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)])[0])

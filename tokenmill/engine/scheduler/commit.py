@@ -59,10 +59,9 @@ class Commits:
                 rounds[request.beams.leader.id] = request.beams
                 request.beams.collect(request, tokens, logprobs)
                 continue
-            if samples > 1:  # drafts: as many as the device found right are computed, too
-                if request.state is RUNNING:
-                    request.num_computed += len(tokens) - 1
-            elif request.grammar is not None:
+            if samples > 1 and request.state is RUNNING:  # drafts: as many as the device found right are computed, too
+                request.num_computed += len(tokens) - 1
+            if request.grammar is not None:
                 request.waits_for = None
             deltas.append(self._append(request, tokens, logprobs, now))
             if len(request.tokens) % block_size < len(tokens) and request.state is RUNNING:  # a block became full
@@ -108,7 +107,7 @@ class Commits:
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs], now: float) -> Delta:
         """Add sampled tokens until one ends the request."""
-        kept, known, times = 0, request.tokens, request.metrics.token_times
+        kept, known, times, grammar = 0, request.tokens, request.metrics.token_times, request.grammar
         for token in tokens:
             if token < 0:
                 self._not_finite(request, now, report=False)
@@ -123,9 +122,12 @@ class Commits:
                 if self.batching.is_continuous or not self.batching.keeps(request, why):
                     self.life.finish(request, why, now, report=False)
                 break
-        if request.grammar is not None and kept and request.state is not FINISHED:
-            request.grammar.advance(known[len(known) - kept :])
+            if grammar is not None and not grammar.consume(token):
+                break
+        if grammar is not None and kept and request.state is not FINISHED:
             self.end_with_grammar(request, now, report=False)
+            if request.state is not FINISHED:
+                grammar.start_mask()
         if logprobs:
             logprobs = logprobs[:kept]
             request.logprobs += logprobs

@@ -195,8 +195,10 @@ class Scheduler:
                 continue
             if request.drafts:
                 wanted = request.max_tokens - (request.num_tokens + request.unsure - request.prompt_len) - 1
-                # Proposals are for requests that are through their prompt; with a grammar each would need its own mask.
-                through = work == 1 + request.num_drafts and request.grammar is None and request.beams is None
+                # Proposals are for requests that are through their prompt; with a grammar each needs its own mask.
+                through = work == 1 + request.num_drafts and request.beams is None
+                if request.grammar is not None:
+                    wanted = min(wanted, len(request.grammar.masks_behind(request.drafts)))
                 verified = max(0, min(wanted, for_drafts, self._room_for_drafts(request))) if through else 0
                 del request.drafts[request.unsure + verified if verified else 0 :]
                 drafts = request.num_drafts
@@ -397,7 +399,7 @@ class Scheduler:
                 request.waits_for = None if beams is None else Wait.ROUND
                 if request.grammar is not None and request.grammar.mask is not None:
                     request.waits_for = Wait.GRAMMAR  # what may come next is known once it is known what came
-                    step.masks[request.row] = request.grammar.mask
+                    step.masks[request.row] = [request.grammar.mask, *request.grammar.masks_behind(drafts)]
                 if request.followers:
                     self.life.release_followers(request)
             else:

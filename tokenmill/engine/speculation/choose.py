@@ -10,6 +10,7 @@ import torch
 
 from tokenmill.config import EngineConfig, parse_speculation
 from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES, TorchRunner
+from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
 from tokenmill.engine.speculation.head_runner import HeadRunner
 from tokenmill.engine.speculation.proposer import Proposer
@@ -41,6 +42,7 @@ def speculation_for(
     if config.speculation is None and not recorded:
         return None, "off (steps that verify drafts are not recorded here, and would cost more than they bring)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
+    speculation.add(GrammarProposer())
     names = parse_speculation(config.speculation or "suffix")
     for kind, path in names:
         if kind == "suffix":

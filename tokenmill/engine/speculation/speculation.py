@@ -16,10 +16,12 @@ from tokenmill.engine.speculation.calibration import Calibration, Floats, Reques
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.engine.step import ON_DEVICE, Step, StepResult
+from tokenmill.sampling.grammar import Constraint
 
 log = logging.getLogger("tokenmill.engine")
 
 TRY_AGAIN, TRIES = 512, 12  # of so many turns this many are tried, whatever is known
+CHECKED_PER_TURN = 32  # drafts that grammars are asked about: masks take the engine's own time
 MANY = 32  # rows: with so many, those for which nothing was found are asked about less often
 
 
@@ -63,6 +65,7 @@ class Speculation:
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
         self._turn = 0
+        self._left_to_check = 0  # drafts in this turn
         for one in proposers:
             self.add(one)
 
@@ -86,11 +89,12 @@ class Speculation:
         if not self.proposers:
             return
         self._turn += 1
+        self._left_to_check = CHECKED_PER_TURN
         asked: list[tuple[Request, _Record]] = []
         for request in requests:
             record = self._record(request)
             self._judge(request, record)
-            if record.due <= self._turn:
+            if record.due <= self._turn or (request.grammar is not None and request.grammar.forced):
                 asked.append((request, record))
         if not asked:
             return
@@ -182,8 +186,21 @@ class Speculation:
                     record.probes[index] = len(request.tokens), draft
                 chances = chances[request.pending + request.unsure :]
             if len(chances) and (best is None or chances.sum() > best[2].sum()):
+                if request.grammar is not None:
+                    chances = chances[: self._check(request.grammar, draft)]
+                    if not len(chances) or (best is not None and chances.sum() <= best[2].sum()):
+                        continue
                 best = draft, index, chances
         return best
+
+    def _check(self, grammar: Constraint, draft: Draft) -> int:
+        """How many tokens of the draft may be verified: as many as there are masks for."""
+        known = len(grammar.masks_behind(draft.tokens))
+        if known == len(draft.tokens) or not self._left_to_check:
+            return known
+        checked = grammar.check(draft.tokens[: known + self._left_to_check])
+        self._left_to_check -= checked - known
+        return checked
 
     def _pays_to_draft(self, drafter: int, asked: Sequence[tuple[Request, _Record]], rows: int) -> bool:
         """Whether steps that verify the device's drafts, and draft, bring more tokens per second than plain ones.

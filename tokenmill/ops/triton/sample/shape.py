@@ -36,7 +36,7 @@ def shape(
         batch.tokens.stride(0), BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     if batch.masks is not None:
-        allow_only(logits, batch.masks, batch.rows)
+        allow_only(logits, batch.masks, batch.mask_rows)
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
