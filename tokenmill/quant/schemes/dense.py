@@ -6,10 +6,10 @@ import torch
 
 from tokenmill.ops.matmul import Matmul, dense_need, select_matmul
 from tokenmill.ops.types import Storage
-from tokenmill.quant.schemes.storage import SchemeDefaults, counters_beside
+from tokenmill.quant.schemes.scheme import QuantScheme, counters_beside
 
 
-class Dense(SchemeDefaults):
+class Dense(QuantScheme):
     """The weight as it is, in the model's dtype or in one of its own, in which it is then multiplied."""
 
     name = "dense"

@@ -19,7 +19,7 @@ from tokenmill.ops.types import Storage
 from tokenmill.quant.forms import FLOATS, WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS
-from tokenmill.quant.schemes.storage import SchemeDefaults
+from tokenmill.quant.schemes.scheme import QuantScheme
 
 BLOCK = 32  # columns of a block of small numbers
 F32, Q4_0, Q4_1, Q8_0 = 0, 2, 3, 8  # as GGUF numbers its types
@@ -50,7 +50,7 @@ def float_bytes(dtype: torch.dtype | None, rows: int, columns: int) -> int:
     return OF_DTYPE.get(dtype or torch.float32, OF_DTYPE[torch.float32]).form.nbytes(rows, columns)
 
 
-class Packed(SchemeDefaults):
+class Packed(QuantScheme):
     """Rows in the form they have in the file: 4, 5, 6 or 8 bits with scales, or 16- and 32-bit floats.
 
     With a form, floats are rounded to it as they are written; else weights are represented exactly. Inputs of

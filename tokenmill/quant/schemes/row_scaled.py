@@ -8,12 +8,12 @@ from tokenmill.ops.matmul import Matmul, MatmulNeed, select_matmul
 from tokenmill.ops.matmul_torch import FLOAT8, quantize_rows
 from tokenmill.ops.types import Storage
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.schemes.storage import SchemeDefaults, counters_beside
+from tokenmill.quant.schemes.scheme import QuantScheme, counters_beside
 
 _CHUNK = 1 << 24  # elements quantized at once while loading, so that the wide copy stays small
 
 
-class RowScaled(SchemeDefaults):
+class RowScaled(QuantScheme):
     """Codes of one dtype on both sides, a float32 scale per output channel, and per token or one for all of them.
 
     A checkpoint may hold the scale of the inputs (static). The parts of a fused matrix share their input, so the

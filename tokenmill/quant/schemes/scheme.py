@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from tokenmill.ops.matmul import Matmul
+from tokenmill.ops.matmul import Matmul, MatmulNeed, counters_of
 from tokenmill.ops.types import Rows, Storage, Unnormed
 from tokenmill.quant.groups import Groups
-from tokenmill.quant.schemes.dense import Dense
 
 if TYPE_CHECKING:
     from tokenmill.quant.schemes.packed import Blocks
@@ -24,12 +23,12 @@ class QuantScheme(Protocol):
     Rows arrive in any order while loading, each exactly once; `matmul` is asked for only when all have arrived.
     """
 
-    name: str
-    floats: bool  # the storage's "weight" is the matrix, in floats
-    stores_embeddings: bool  # it is a TakesRows, so that an embedding may be stored as a linear layer is
-    as_in_file: bool  # a TakesBlocks: weights stay as the checkpoint has them, which also says what they take
-    in_one_part: bool  # rows that are written together are stored together: best are all of a matrix
-    kv_dtype: torch.dtype | None  # of the KV cache beside weights that were rounded; None: as the model computes
+    name: str = ""
+    floats: bool = False  # the storage's "weight" is the matrix, in floats
+    stores_embeddings: bool = False  # it is a TakesRows, so that an embedding may be stored as a linear layer is
+    as_in_file: bool = False  # a TakesBlocks: weights stay as the checkpoint has them, which also says what they take
+    in_one_part: bool = False  # rows that are written together are stored together: best are all of a matrix
+    kv_dtype: torch.dtype | None = None  # of the KV cache beside rounded weights; None: as the model computes
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage: ...
 
@@ -39,11 +38,11 @@ class QuantScheme(Protocol):
 
     def input_bytes(self, columns: int) -> int:
         """Bytes per token of the copy that a product makes of its input."""
-        ...
+        return 0
 
     def scratch_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Bytes that a product needs while it runs, whatever the number of tokens."""
-        ...
+        return 0
 
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
         """Store weight [n, in] as rows first_row, ..., converting it to the storage's own form and device."""
@@ -52,6 +51,12 @@ class QuantScheme(Protocol):
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         """What multiplies inputs of this dtype with what is stored, of the kernels of ops/matmul.py."""
         ...
+
+
+def counters_beside(need: MatmulNeed) -> Storage:
+    """Counters for sums that are computed in parts (split-K), where a kernel does so; all zero between products."""
+    count = counters_of(need)
+    return {"counters": torch.zeros(count, dtype=torch.int32, device=need.device)} if count else {}
 
 
 @runtime_checkable
@@ -136,4 +141,6 @@ class Schemes:
     @classmethod
     def inside(cls, scheme: QuantScheme) -> Schemes:
         """One for all layers. The head stays dense, as the embedding does: errors there reach the logits undamped."""
+        from tokenmill.quant.schemes.dense import Dense  # which is a QuantScheme
+
         return cls(scheme, {"lm_head": Dense()})

@@ -11,7 +11,7 @@ from tokenmill.ops.weight_words import FLOAT8, PARTS, TILE, is_tiled, pack, rows
 from tokenmill.quant.forms import GROUPS, WeightForm
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import round_to_nearest
-from tokenmill.quant.schemes.storage import SchemeDefaults, counters_beside
+from tokenmill.quant.schemes.scheme import QuantScheme, counters_beside
 
 _CHUNK = 1 << 24  # elements rounded at once while loading, so that the wide copy stays small
 
@@ -27,7 +27,7 @@ def why_not(rows: int, columns: int, form: WeightForm) -> str | None:
     return None
 
 
-class WeightOnly(SchemeDefaults):
+class WeightOnly(QuantScheme):
     """int4 in groups (with zeros or without), int8 per row or in groups, float8 in groups.
 
     On a GPU, few rows are multiplied with codes that become floats in registers; for many rows the whole weight is
