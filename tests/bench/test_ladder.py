@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from tokenmill.bench import ladder_run
 from tokenmill.bench.ladder import BOUNDED, TORCH_OPS, LadderPlan, LadderSizes, Rung, fitted, requests
-from tokenmill.bench.ladder_process import RungWorker, workers
-from tokenmill.bench.ladder_run import Exactness, RungResult, climb, first_differences
+from tokenmill.bench.ladder_run import Exactness, RungResult, RungWorker, climb, first_differences, workers
 from tokenmill.bench.ladder_show import cells, lines, page, waterfall
 from tokenmill.bench.peers.host import WorkerFailed
 from tokenmill.cli.app import app

@@ -24,7 +24,7 @@ from tokenmill.model.weights.source import resolve
 from tokenmill.plan.planner.calibrate import CPU_START, calibrate, kept_at
 from tokenmill.plan.planner.candidates import GpuFleet
 from tokenmill.plan.planner.configfile import ConfigFile, read_config_file, write_config
-from tokenmill.plan.planner.stored import stored_precision
+from tokenmill.plan.planner.precision import stored_precision
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import cpu_hardware
 from tokenmill.plan.solve.shape import shape_of

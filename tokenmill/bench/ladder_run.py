@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from tokenmill.bench.ladder import LadderPlan, Rung
-from tokenmill.bench.ladder_process import Asked, Report, workers
-from tokenmill.bench.peers.host import WorkerFailed
+from tokenmill.bench.peers.host import CHECKOUT, WorkerFailed, WorkerProcess
 from tokenmill.bench.stats import spread
 
 Ask = tuple[str | list[int], int]
+Report = Callable[[int, int, str], None]
+Asked = Callable[[str, dict[str, Any], dict[str, Any], str, Report], dict[str, Any]]
 
 # Gaps in log-probability under which another token is a near tie: what rounding in this precision can turn around.
 NEAR = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
@@ -206,3 +210,43 @@ def _compare(
             counts.near += 1
         else:
             counts.different += 1
+
+
+class RungWorker(WorkerProcess):
+    """A process in which rungs are measured: a running `ladder_worker`."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tokenmill.bench.ladder_worker"]
+        super().__init__(command, {"PYTHONPATH": os.pathsep.join([CHECKOUT, *sys.path])})
+
+    def ask(
+        self, model: str, options: dict[str, Any], question: dict[str, Any], title: str, report: Report
+    ) -> dict[str, Any]:
+        self.send({"model": model, "options": options, **question})
+        while "found" not in (said := self.receive()):
+            report(said["done"], said["of"], title if said["what"] is None else said["what"])
+        return dict(said["found"])
+
+
+@contextlib.contextmanager
+def workers(shared: bool) -> Iterator[Asked]:
+    """A function that asks a worker. `shared`: the same one every time, until it fails, where a start costs much."""
+    alive: list[RungWorker] = []
+
+    def ask(*question: Any) -> dict[str, Any]:
+        if not alive:
+            alive.append(RungWorker())
+        ended = True
+        try:
+            found = alive[0].ask(*question)
+            ended = not shared
+            return found
+        finally:
+            if ended:
+                alive.pop().close()
+
+    try:
+        yield ask
+    finally:
+        for worker in alive:
+            worker.close()

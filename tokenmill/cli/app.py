@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, run, serve, simulate, train_draft, warm
+from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, run, serve, simulate, train_draft
 from tokenmill.cli.engine_options import ALL_OPTIONS
 from tokenmill.cli.options import option
 from tokenmill.cli.settings_file import CommandWithFile
@@ -82,7 +82,7 @@ app.command(name="chat", cls=CommandWithFile, epilog=ALL_OPTIONS)(chat.chat)
 app.command(name="serve", cls=CommandWithFile)(serve.serve)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(models.pull)
-app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(warm.warm)
+app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(models.warm)
 app.command(name="models")(models.models)
 app.command(name="quantize")(quantize.quantize)
 app.command(name="train-draft")(train_draft.train_draft)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenmill.cli import bench_options as given
-from tokenmill.cli.bench_live import live
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.options import DEFAULT_MODEL, Model, option
 from tokenmill.cli.terminal import note, progress
@@ -20,10 +23,13 @@ from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.bench.achieved import Roof
-    from tokenmill.bench.serve_run import Point
+    from tokenmill.bench.serve import Point
     from tokenmill.bench.workloads import Mix
     from tokenmill.plan.demand.slo import Slo
 
+Watch = Callable[[int, int, float], None]  # ended, in all, output tokens per second lately
+
+EVERY = 10.0  # seconds between lines where nobody watches a terminal
 _WHEN = "When requests are sent"
 _STREAMS = 64
 
@@ -82,9 +88,8 @@ def serve(
     completed requests; how many timed out is told beside them.
     """
     from tokenmill.bench.cost import cost, parse_price
-    from tokenmill.bench.serve import Load
+    from tokenmill.bench.serve import POINT_STRIDE, Load, LoadPlan, measure
     from tokenmill.bench.serve_client import ServerAddress
-    from tokenmill.bench.serve_run import POINT_STRIDE, LoadPlan, measure
     from tokenmill.bench.serve_started import started_server
     from tokenmill.plan.demand.slo import parse_slo
 
@@ -187,3 +192,37 @@ def _draw(folder: Path, points: list[Point], promise: Slo | None) -> None:
 
     named = [(point.mix.told() or "closed loop", point.mix.rate, point.runs) for point in points]
     note(f"wrote {', '.join(map(str, draw(folder, named, promise)))}")
+
+
+@contextmanager
+def live() -> Iterator[Callable[[str], Watch]]:
+    """Yields what makes a watch for each thing that is under way."""
+    with ExitStack() as bar:
+        yield partial(_bar, bar) if sys.stderr.isatty() else _log()
+
+
+def _bar(shown: ExitStack, what: str) -> Watch:
+    """One bar, for what is under way now; it vanishes in the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    shown.close()
+    speed = TextColumn("{task.fields[speed]:,.0f} tokens/s")
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), speed)
+    progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    task = progress.add_task(what, total=None, speed=0.0)
+    shown.enter_context(progress)
+    return lambda done, total, speed: progress.update(task, completed=done, total=total, speed=speed)
+
+
+def _log() -> Callable[[str], Watch]:
+    """A plain line now and then."""
+    told = time.monotonic()
+
+    def tell(what: str, done: int, total: int, speed: float) -> None:
+        nonlocal told
+        if time.monotonic() - told >= EVERY:
+            told = time.monotonic()
+            note(f"({done} of {total} {what}, {speed:,.0f} tokens/s)")
+
+    return lambda what: partial(tell, what)

@@ -125,7 +125,7 @@ def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightPrecision 
     from tokenmill.engine.build import open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.load import stored_forms
-    from tokenmill.plan.planner.stored import stored_precision
+    from tokenmill.plan.planner.precision import stored_precision
     from tokenmill.plan.solve.shape import shape_of
 
     folder = files.kind == "directory"
