@@ -115,7 +115,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
@@ -158,7 +158,3 @@ def _to_json(
 
 def _refuse(message: str) -> NoReturn:
     raise _Refused(message)
-
-
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)

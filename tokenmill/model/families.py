@@ -16,10 +16,6 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 Flag = bool | str  # fixed by the architecture, or the config key that says
 
 
-def _no_window(config: ConfigReader) -> list[int | None]:
-    return [None] * config.num_layers()
-
-
 def _window_everywhere(config: ConfigReader) -> list[int | None]:
     window = config.maybe_whole("sliding_window") if config.flag("use_sliding_window", True) else None
     return [window] * config.num_layers()
@@ -104,7 +100,7 @@ class Family:
     mlp_bias: Flag = False
     activation_key: str = "hidden_act"
     scaled_embedding: bool = False  # by the square root of the hidden size
-    windows: Callable[[ConfigReader], list[int | None]] = _no_window
+    windows: Callable[[ConfigReader], list[int | None]] = lambda config: [None] * config.num_layers()
     moe: Callable[[ConfigReader], MoESpec] | None = None
     mla: Callable[[ConfigReader], MLASpec] | None = None
 

@@ -43,6 +43,11 @@ class Layout:
         return None if name == "lm_head" else self.default
 
     @property
+    def kinds(self) -> set[str]:
+        """Of all forms that it names."""
+        return {form.kind for form in (self.default, *(form for _, form in self.overrides)) if form is not None}
+
+    @property
     def name(self) -> str:
         parts = [self.default.name] if self.default else []
         return ", ".join([*parts, *(f"{pattern}={form.name}" for pattern, form in self.overrides)])

@@ -65,16 +65,6 @@ class Changed(Dense):
         return multiply_dense(need, self._change(x), storage, bias)
 
 
-def tap(show: Callable[[torch.Tensor], None]) -> Changed:
-    """A dense layer that shows its inputs to somebody before it multiplies them."""
-
-    def shown(x: torch.Tensor) -> torch.Tensor:
-        show(x)
-        return x
-
-    return Changed(shown)
-
-
 def round_inputs(x: torch.Tensor, kind: str, scale: torch.Tensor | None = None) -> torch.Tensor:  # [..., in]
     """To the nearest int8 or float8, with one scale for each token, or with the one given."""
     return quantize_rows(x, {"int8": torch.int8, "fp8": FLOAT8}[kind], scale).widen()
@@ -105,11 +95,12 @@ class LayerCalibration:
         """Of every linear layer of a layer with these parameters; the hidden states stay where they are."""
         sums: dict[str, Moments] = {}
 
-        def show(name: str, x: torch.Tensor) -> None:
+        def seen(name: str, x: torch.Tensor) -> torch.Tensor:
             sums[name] = Moments.summed(x, sums.get(name))
+            return x
 
         linears = {
-            name: Linear(tap(partial(show, name)), {"weight": params[name]}) for name in self._linear_names(index)
+            name: Linear(Changed(partial(seen, name)), {"weight": params[name]}) for name in self._linear_names(index)
         }
         self._pass(index, params, linears, keep=False)
         tokens = self.hidden.shape[0] * self.hidden.shape[1]

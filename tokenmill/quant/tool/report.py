@@ -56,8 +56,7 @@ def candidates() -> list[Candidate]:
 
 def ways_of(layout: Layout) -> list[Candidate]:
     """A scheme with each method that may suit it."""
-    scheme = layout.name
-    kinds = {form.kind for form in (layout.default, *(form for _, form in layout.overrides)) if form is not None}
+    scheme, kinds = layout.name, layout.kinds
     if "int4" in kinds:
         return [
             Candidate(f"{scheme} rtn", scheme),
@@ -73,9 +72,7 @@ def ways_of(layout: Layout) -> list[Candidate]:
 
 def has_small_inputs(candidate: Candidate) -> bool:
     """Whether any layer's inputs are rounded, too."""
-    layout = parse_layout(candidate.scheme)
-    forms = (layout.default, *(form for _, form in layout.overrides))
-    return any(form is not None and form.kind in INPUTS for form in forms)
+    return not parse_layout(candidate.scheme).kinds.isdisjoint(INPUTS)
 
 
 def measure(
