@@ -16,6 +16,7 @@ from tokenmill.sampling import grammar
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
 LENGTH, EVERY = 40, 97  # tokens of an answer; the n-th token of one must be n modulo 97
+FORCED = range(10, 30)  # and among these just n
 
 
 class Matcher:
@@ -26,7 +27,7 @@ class Matcher:
         self.said: list[int] = []
 
     def allowed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        return np.arange(self.vocab) % EVERY == len(self.said)
+        return np.arange(self.vocab) % (self.vocab if len(self.said) in FORCED else EVERY) == len(self.said)
 
     def compute_bitmask(self) -> bytes:
         return np.packbits(self.allowed(), bitorder="little").tobytes() + bytes(4)
@@ -35,6 +36,17 @@ class Matcher:
         fits = bool(self.allowed()[token])
         self.said.append(token)
         return fits
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return all(self.consume_token(token) for token in tokens)
+
+    def compute_ff_tokens(self) -> list[int]:
+        return [token for token in FORCED if token >= len(self.said)] if len(self.said) in FORCED else []
+
+    def deep_copy(self) -> Matcher:
+        copied = Matcher(self.vocab)
+        copied.said = list(self.said)
+        return copied
 
     def is_stopped(self) -> bool:
         return len(self.said) == LENGTH
@@ -76,3 +88,8 @@ def test_only_allowed_tokens_are_sampled_and_neighbours_do_not_notice(
             assert [token % EVERY for token in request.output] == list(range(LENGTH))
         assert sum(a.output == b.output for a, b in zip(alone, beside, strict=True)) >= 5  # up to rounding of ties
         assert all(len(request.output) == 200 for request in beside)
+        speculation = llm._processor.engine.speculation  # type: ignore[attr-defined]
+        assert (speculation is not None) == graphs
+        if speculation is not None:
+            forced = speculation.stats["grammar"]
+            assert forced.accepted == forced.drafted > 0

@@ -29,7 +29,7 @@ class Bench:
         self.tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=self.random, dtype=torch.int32)
         self.op = op
         ops = SimpleNamespace(sample=self._sample, logprobs=reference.logprobs, shape=shaping.shape)
-        self.sampler = Sampler(ops, ROWS, VOCAB, "cpu", self.tokens)
+        self.sampler = Sampler(ops, ROWS, VOCAB, "cpu", self.tokens, max_verified=8)
 
     def _sample(self, logits, batch):
         self.shaped, self.batch = logits.clone(), batch
@@ -391,6 +391,25 @@ def test_masks_cost_one_copy(monkeypatch):
     bench.sampler.take_masks({0: [packed([1])], 1: [packed([2])], 2: [packed([3])]})
     assert bench.sample([0, 1, 2], [10, 10, 10]).tokens.tolist() == [1, 2, 3]
     assert len(copies) == 1
+
+
+def test_drafts_are_sampled_under_masks_of_their_own():
+    """Two rows with drafts, one with a grammar and no drafts, one with drafts and no grammar."""
+    bench = Bench()
+    bench.admit(2, 3, 7, structured={"regex": "a"}, temperature=0.0)
+    bench.admit(4, temperature=0.0, repetition_penalty=1.1)
+    allowed = {3: [7, 8, 9], 2: [5], 7: [1, 2]}
+    bench.sampler.take_masks({row: [packed([token]) for token in tokens] for row, tokens in allowed.items()})
+    rows, numbers = [2, 3, 3, 3, 4, 4, 7, 7], [0, 0, 1, 2, 0, 1, 0, 1]
+    mask_rows = bench.sampler.mask_rows(np.array(rows), np.array(numbers))
+    assert sorted(set(mask_rows)) == [2, 3, 4, 7, *range(ROWS + 1, ROWS + 4)]
+    positions = torch.tensor([15 + number for number in numbers])
+    logits, traits = bench.logits(8), bench.sampler.traits(rows)
+    free = bench.sampler.sample(logits[4:6].clone(), torch.tensor([4, 4]), positions[4:6], traits).tokens.tolist()
+    sampled = bench.sampler.sample(logits.clone(), torch.tensor(rows), positions, traits, torch.from_numpy(mask_rows))
+    assert sampled.tokens.tolist() == [5, 7, 8, 9, *free, 1, 2]
+    bench.sampler.take_masks({3: [packed([6])]})  # places of drafts are free again
+    assert bench.sampler.mask_rows(np.array([3, 3]), np.array([0, 1])).tolist() == [3, 3]
 
 
 def test_traits_say_what_any_of_the_rows_needs():
