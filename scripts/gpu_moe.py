@@ -156,7 +156,7 @@ def check_hopper(layer: Layer) -> int:
             weights, experts = routed(x, layer)
             if chosen == "skewed":  # long groups, and experts without tokens
                 experts = experts // 16 * 5
-            results = [moe.hopper(x, weights, experts, layer.gate_up, layer.down, "silu") for _ in range(5)]
+            results = [moe.grouped(x, weights, experts, layer.gate_up, layer.down, "silu", None) for _ in range(5)]
             plain = moe.grouped(x, weights, experts, layer.gate_up, layer.down, "silu", moe.shapes(100, BF16))
             off = float((results[0].float() - plain.float()).norm() / plain.float().norm())
             same = all(torch.equal(results[0], other) for other in results)
@@ -252,7 +252,8 @@ def timings(layer: Layer, specialised: bool) -> None:
         print(line(f"route and moe {count} tokens", seconds(whole, fast), experts_moved, flops), flush=True)
         print(line(f"    moe {count} tokens", seconds(one(moe.moe), fast), experts_moved, flops), flush=True)
         if count >= 256 and specialised:
-            print(line(f"    hopper {count} tokens", seconds(one(moe.hopper), fast), experts_moved, flops), flush=True)
+            taken = seconds(one(moe.grouped, None), fast)
+            print(line(f"    hopper {count} tokens", taken, experts_moved, flops), flush=True)
         if 2 <= count <= 8:
             taken = seconds(one(moe_few.few, moe_few.few_shapes(BF16)))
             print(line(f"    as few {count} tokens", taken, experts_moved, flops), flush=True)

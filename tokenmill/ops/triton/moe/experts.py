@@ -52,9 +52,9 @@ def moe(
     if x.shape[0] <= FEW_TOKENS:
         return few(x, weights, experts, gate_up, down, kind, few_shapes(x.dtype))
     per_expert = experts.numel() / gate_up.shape[0]
-    if per_expert > NARROW_CHOICES and hopper_fits(x, gate_up, down):
-        return hopper(x, weights, experts, gate_up, down, kind)
-    return grouped(x, weights, experts, gate_up, down, kind, shapes(per_expert, x.dtype))
+    by_hopper = per_expert > NARROW_CHOICES and hopper_fits(x, gate_up, down)
+    launch = None if by_hopper else shapes(per_expert, x.dtype)
+    return grouped(x, weights, experts, gate_up, down, kind, launch)
 
 
 def grouped(
@@ -64,9 +64,15 @@ def grouped(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     kind: str,
-    launch: tuple[ExpertTile, ExpertTile],
+    launch: tuple[ExpertTile, ExpertTile] | None,  # None: by the products of hopper.py
 ) -> torch.Tensor:
     """Tokens in the order of their experts, so that each expert is one matrix product."""
+    if launch is None:
+        from tokenmill.ops.triton.moe.hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper
+
+        groups = group_by_expert(experts, gate_up.shape[0], BLOCK_M)
+        active = gate_up_rows_hopper(x, groups, experts.shape[1], gate_up, kind)
+        return join(down_rows_hopper(active, groups, down), weights)
     groups = group_by_expert(experts, gate_up.shape[0], launch[0].block_m)
     active = gate_up_rows(x, groups, experts.shape[1], gate_up, kind, launch[0])
     return join(down_rows(active, groups, down, launch[1]), weights)
@@ -79,22 +85,6 @@ def hopper_fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> b
     from tokenmill.ops.triton.moe.hopper import fits
 
     return fits(x, gate_up, down)
-
-
-def hopper(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    kind: str,
-) -> torch.Tensor:
-    """As `grouped`."""
-    from tokenmill.ops.triton.moe.hopper import BLOCK_M, down_rows_hopper, gate_up_rows_hopper
-
-    groups = group_by_expert(experts, gate_up.shape[0], BLOCK_M)
-    active = gate_up_rows_hopper(x, groups, experts.shape[1], gate_up, kind)
-    return join(down_rows_hopper(active, groups, down), weights)
 
 
 def join(
