@@ -9,12 +9,12 @@ from tiny import logits_of
 
 from tokenmill.model.families import spec_from_config
 from tokenmill.quant.forms import parse_form, parse_layout
-from tokenmill.quant.tool.awq import best_scale, product_error, scale_for_inputs
+from tokenmill.quant.tool.awq import best_scale, product_error
 from tokenmill.quant.tool.calibrate import Moments
 from tokenmill.quant.tool.evaluate import StoreBuilder
 from tokenmill.quant.tool.joints import Joint, joints
 from tokenmill.quant.tool.layer_source import LayerSource
-from tokenmill.quant.tool.quantize import Method, Quantized, plan_forms, quantize_model
+from tokenmill.quant.tool.quantize import Method, Quantized, _prepare, plan_forms, quantize_model
 
 CPU = torch.device("cpu")
 GEMMA = {
@@ -108,10 +108,11 @@ def test_folding_is_part_of_scaling():
     params = source.layer(0)
     norm, weight = params["before_attention"], params["qkv"]
     inputs = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * norm
-    known = scale_for_inputs(params, Joint("qkv", "before_attention"), moments_of(inputs), parse_form("int4-g32"))
+    known = {"qkv": moments_of(inputs)}
+    _prepare(source.spec, params, {"qkv": parse_form("int4-g32")}, Method("awq"), known)
     scale = norm / params["before_attention"]
     assert torch.allclose(params["qkv"], weight * scale, rtol=1e-4)
-    assert torch.allclose(known.mean, (inputs / scale).abs().mean(0), rtol=1e-3)
+    assert torch.allclose(known["qkv"].mean, (inputs / scale).abs().mean(0), rtol=1e-3)
 
 
 def divergence(source: LayerSource, method: Method, layout: str = "int4-g32") -> float:

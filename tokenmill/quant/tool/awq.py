@@ -7,17 +7,10 @@ import torch
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.rounding import round_to_nearest
 from tokenmill.quant.tool.calibrate import Moments
-from tokenmill.quant.tool.joints import Joint, Params
+from tokenmill.quant.tool.joints import Joint
 
 STEPS = 20  # exponents of the inputs' magnitude that are tried, from 0 to 1
 ROWS = 512  # rows that are tried, spread over the matrix: the scales are common to all
-
-
-def scale_for_inputs(params: Params, joint: Joint, moments: Moments, form: WeightForm) -> Moments:
-    """Folds the best scales found into the layer; gives the moments of the inputs as they are then."""
-    scale = best_scale(params[joint.reader], moments, form, joint)
-    joint.fold(params, scale)
-    return moments.divided(scale)
 
 
 def best_scale(weight: torch.Tensor, moments: Moments, form: WeightForm, joint: Joint) -> torch.Tensor:  # [columns]

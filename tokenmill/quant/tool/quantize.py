@@ -12,12 +12,12 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.quant.forms import FLOATS, GROUPS, Layout, WeightForm, check_names
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.rounding import GRIDS, INPUTS, group_blocks, group_of, round_to_nearest
-from tokenmill.quant.tool.awq import scale_for_inputs
+from tokenmill.quant.tool.awq import best_scale
 from tokenmill.quant.tool.calibrate import LayerCalibration, Moments
 from tokenmill.quant.tool.gptq import gptq
 from tokenmill.quant.tool.joints import Params, joints
 from tokenmill.quant.tool.layer_source import LayerSource
-from tokenmill.quant.tool.smooth import ALPHA, smooth
+from tokenmill.quant.tool.smooth import ALPHA, smoothing_scale
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 
@@ -135,18 +135,20 @@ def round_one(weight: torch.Tensor, form: WeightForm, method: Method, moments: M
 def _prepare(
     spec: DecoderSpec, params: Params, wanted: dict[str, WeightForm], method: Method, moments: dict[str, Moments]
 ) -> None:
-    """Folds scales into the layer before it is rounded."""
+    """Folds scales into the layer before it is rounded; the moments become those of the inputs as they are then."""
     if method.name not in ("awq", "smoothquant"):
         return
     for joint in joints(spec, params, norms_only=method.name == "smoothquant"):
         form = wanted.get(joint.reader)
         if form is None or form.kind in FLOATS:
             continue
-        known = moments[joint.reader]
+        known, weight = moments[joint.reader], params[joint.reader]
         if method.name == "awq":
-            moments[joint.reader] = scale_for_inputs(params, joint, known, form)
+            scale = best_scale(weight, known, form, joint)
         else:
-            moments[joint.reader] = smooth(params, joint, known, method.alpha)
+            scale = smoothing_scale(weight, joint.shared(known.largest), method.alpha)
+        joint.fold(params, scale)
+        moments[joint.reader] = known.divided(scale)
 
 
 def _on_host(layer: Quantized) -> Quantized:

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.quant.tool.calibrate import Moments
-from tokenmill.quant.tool.joints import Joint, Params
-
 ALPHA = 0.5  # how much of the difficulty the weights take over
-
-
-def smooth(params: Params, joint: Joint, moments: Moments, alpha: float = ALPHA) -> Moments:
-    """Folds the scales into the layer; gives the moments of the inputs as they are then."""
-    scale = smoothing_scale(params[joint.reader], joint.shared(moments.largest), alpha)
-    joint.fold(params, scale)
-    return moments.divided(scale)
 
 
 def smoothing_scale(weight: torch.Tensor, largest: torch.Tensor, alpha: float) -> torch.Tensor:  # [columns]
