@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.outputs import CompletionOutput
 from tokenmill.serve.api.chat_messages import normal_messages
-from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, encoded, token_logprobs, usage_of
+from tokenmill.serve.api.output_format import ChoicesEncoder, OutputDelta, encoded, token_logprobs, usage_of
 from tokenmill.serve.api.request_tools import RequestTools
 from tokenmill.serve.api.sampling_params import check_logprobs, sampling_params
 from tokenmill.serve.api.schemas import ChatRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext
-from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEEncoder, SSEResponse, event
+from tokenmill.serve.http.sse import SSEResponse
 from tokenmill.serve.tool_calls.parsers import CallDelta, ToolCallParser, ToolDelta, parse
 
 
@@ -96,33 +96,15 @@ def _logprobs_json(context: RequestContext, body: ChatRequest, tokens: list[int]
     }
 
 
-class _ChatEncoder(SSEEncoder):
+class _ChatEncoder(ChoicesEncoder):
     def __init__(self, context: RequestContext, body: ChatRequest, stream: Stream, tools: RequestTools, n: int) -> None:
-        self.streams = [stream]
-        self._context = context
+        super().__init__(context, body, [stream], n, _head(context, "chat.completion.chunk"))
         self._body = body
-        self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._head = _head(context, "chat.completion.chunk")
-        self._chunks = ChunkEncoder(self._head | ({"usage": None} if self._with_usage else {}))
-        with_ids = bool(body.return_token_ids)
-        self._tracker = DeltaTracker(n, with_ids)
-        self._choices = [_ChoiceEncoder(tools.parser(), with_ids) for _ in range(n)]
-        self._last: list[RequestOutput] = []
+        self._choices = [_ChoiceEncoder(tools.parser(), bool(body.return_token_ids)) for _ in range(n)]
 
-    def update(self, number: int) -> bytes:
-        state = self.streams[number].request_state
-        if state.finished:
-            self._last = [self._context.record_output(state.output())]
-        said = []
-        for delta in self._tracker.take(state):
-            logprobs = _logprobs_json(self._context, self._body, delta.token_ids, delta.logprobs)
-            said += self._choices[delta.index].encode(delta, logprobs)
-        return b"".join(map(self._chunks.event, said))
-
-    def finish(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return event(self._head | {"choices": [], "usage": usage_of(self._last)}) + DONE
+    def choices(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        logprobs = _logprobs_json(self._context, self._body, delta.token_ids, delta.logprobs)
+        return self._choices[delta.index].encode(delta, logprobs)
 
 
 class _ChoiceEncoder:

@@ -13,13 +13,13 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable, RequestOutput
 from tokenmill.processor import Prompt
-from tokenmill.serve.api.output_format import DeltaTracker, OutputDelta, best_of, encoded, finite, usage_of
+from tokenmill.serve.api.output_format import ChoicesEncoder, OutputDelta, best_of, encoded, finite, usage_of
 from tokenmill.serve.api.sampling_params import check_logprobs, sampling_params
 from tokenmill.serve.api.schemas import CompletionRequest
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.errors import HttpError, unsupported
 from tokenmill.serve.http.request_context import RequestContext
-from tokenmill.serve.http.sse import DONE, ChunkEncoder, SSEEncoder, SSEResponse, event
+from tokenmill.serve.http.sse import SSEResponse
 
 MOST_PROMPTS = 256
 
@@ -142,33 +142,16 @@ def _best(table: LogprobTable, top: int) -> dict[str, float]:
     return {table[token].decoded_token or str(token): finite(table[token].logprob) for token in best_of(table, top)}
 
 
-class _CompletionEncoder(SSEEncoder):
+class _CompletionEncoder(ChoicesEncoder):
     def __init__(self, context: RequestContext, body: CompletionRequest, streams: list[Stream], n: int) -> None:
-        self.streams = streams
-        self._context = context
+        super().__init__(context, body, streams, n, _head(context))
         self._n = n
         self._top = body.logprobs or 0
         self._with_ids = bool(body.return_token_ids)
-        self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._chunks = ChunkEncoder(_head(context) | ({"usage": None} if self._with_usage else {}))
-        self._trackers = [DeltaTracker(n, self._with_ids) for _ in streams]
         self._offsets = [_Offsets(context.service.tokenizer) for _ in range(n * len(streams))]
-        self._last: dict[int, RequestOutput] = {}
 
-    def update(self, number: int) -> bytes:
-        state = self.streams[number].request_state
-        if state.finished:
-            self._last[number] = self._context.record_output(state.output())
-        deltas = self._trackers[number].take(state)
-        return b"".join([self._chunks.event(self._choice_json(number * self._n + one.index, one)) for one in deltas])
-
-    def finish(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return event(_head(self._context) | {"choices": [], "usage": usage_of(self._last.values())}) + DONE
-
-    def _choice_json(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        logprobs = None
+    def choices(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        index, logprobs = number * self._n + delta.index, None
         if delta.logprobs is not None:
             logprobs = self._offsets[index].tell(delta.token_ids, delta.logprobs, self._top)
         choice: dict[str, Any] = {
@@ -181,4 +164,4 @@ class _CompletionEncoder(SSEEncoder):
             choice["token_ids"] = delta.token_ids
         if delta.finish is not None:
             choice["stop_reason"] = delta.stop
-        return choice
+        return [choice]

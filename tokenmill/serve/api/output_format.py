@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,10 @@ import msgspec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import LogprobTable, RequestOutput
 from tokenmill.request_state import RequestState
+from tokenmill.serve.api.schemas import Sampling
+from tokenmill.serve.engine_client.streams import Stream
+from tokenmill.serve.http.request_context import RequestContext
+from tokenmill.serve.http.sse import DONE, SSEEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON cannot say
@@ -53,6 +58,38 @@ class DeltaTracker:
                 self._ended[index], finish, stop = True, str(one.finish), one.stop_reason
             deltas.append(OutputDelta(index, one.text[characters:], one.tokens_from(before), logprobs, finish, stop))
         return deltas
+
+
+class ChoicesEncoder(SSEEncoder):
+    """The events of OpenAI's chats and completions: chunks that each tell of one choice, and at the end the usage."""
+
+    def __init__(
+        self, context: RequestContext, body: Sampling, streams: list[Stream], n: int, head: dict[str, Any]
+    ) -> None:
+        self.streams = streams
+        self._context = context
+        self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._head = head
+        # Chunks differ in nothing but their one choice: the rest is encoded once.
+        self._before = b'data: %b,"choices":[' % _encode(head | ({"usage": None} if self._with_usage else {}))[:-1]
+        self._trackers = [DeltaTracker(n, bool(body.return_token_ids)) for _ in streams]
+        self._last: dict[int, RequestOutput] = {}
+
+    @abstractmethod
+    def choices(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        """What there is to tell of a delta of this stream, a chunk each."""
+
+    def update(self, number: int) -> bytes:
+        state = self.streams[number].request_state
+        if state.finished:
+            self._last[number] = self._context.record_output(state.output())
+        told = [one for delta in self._trackers[number].take(state) for one in self.choices(number, delta)]
+        return b"".join([b"%b%b]}\n\n" % (self._before, _encode(choice)) for choice in told])
+
+    def finish(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return event(self._head | {"choices": [], "usage": usage_of(self._last.values())}) + DONE
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

@@ -23,16 +23,6 @@ def event(content: Any, name: str | None = None) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(content))
 
 
-class ChunkEncoder:
-    """Events that differ in nothing but their one choice: the rest is encoded once."""
-
-    def __init__(self, head: dict[str, Any]) -> None:
-        self._before = b'data: %b,"choices":[' % _encode(head)[:-1]
-
-    def event(self, choice: dict[str, Any]) -> bytes:
-        return b"%b%b]}\n\n" % (self._before, _encode(choice))
-
-
 class SSEEncoder(Protocol):
     """Encodes what streams bring as events, in the format of one API. It never waits."""
 
