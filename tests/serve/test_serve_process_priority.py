@@ -9,23 +9,23 @@ import threading
 
 import pytest
 
-from tokenmill.serve.engine import process_priority
+from tokenmill.serve.engine import process_limits
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_RR"), reason="needs Linux")
 
 # In a process of its own: what a thread takes, threads that it starts inherit.
 SCRIPT = """
 import os, threading
-from tokenmill.serve.engine import process_priority
-own = process_priority.niceness()
+from tokenmill.serve.engine import process_limits
+own = process_limits.niceness()
 def seen(name):
-    print(name, os.sched_getscheduler(0), process_priority.niceness())
-process_priority.raise_priority()
+    print(name, os.sched_getscheduler(0), process_limits.niceness())
+process_limits.raise_priority()
 seen("taken")
 inherits = threading.Thread(target=seen, args=("inherited",))
 inherits.start()
 inherits.join()
-process_priority.restore_priority(own)
+process_limits.restore_priority(own)
 seen("back")
 late = threading.Thread(target=seen, args=("late",))
 late.start()
@@ -55,5 +55,5 @@ def test_precedence_is_taken_inherited_and_given_back():
     seen = {name: (int(policy), int(nice)) for name, policy, nice in (line.split() for line in ran.stdout.splitlines())}
     if may_be_real_time():
         assert seen["taken"][0] == seen["inherited"][0] == os.SCHED_RR
-    ours = (os.SCHED_OTHER, process_priority.niceness())
+    ours = (os.SCHED_OTHER, process_limits.niceness())
     assert seen["back"] == seen["late"] == ours

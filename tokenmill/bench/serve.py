@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from tokenmill.bench.serve_started import Started, counters
 from tokenmill.bench.workloads import Ask, Mix
 from tokenmill.errors import TokenmillError
 from tokenmill.plan.demand.slo import Slo
+from tokenmill.serve.engine.process_limits import allow_files
 
 _FILES = 64  # that are no connections
 
@@ -59,7 +59,7 @@ class Check:
 async def drive(place: ServerAddress, load: Load, watch: Watch | None = None) -> Run:
     """Put the load on the server. Nothing is parsed before the last answer has ended."""
     timed = any(ask.at is not None for ask in load.asks)
-    _allow_files((len(load.asks) if timed else min(load.streams, len(load.asks))) + _FILES)
+    allow_files((len(load.asks) if timed else min(load.streams, len(load.asks))) + _FILES)
     asked = [place.post("/v1/completions", _body(load, ask)) for ask in load.asks]
     found: list[Exchange | None] = [None] * len(asked)
     idle: list[Connection] = []
@@ -142,13 +142,6 @@ def _body(load: Load, ask: Ask) -> dict[str, Any]:
     if load.ignore_eos:
         body["ignore_eos"] = True
     return body
-
-
-def _allow_files(wanted: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if most > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @dataclass(frozen=True)

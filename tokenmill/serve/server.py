@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import uvicorn
 
 from tokenmill.errors import ConfigError
 from tokenmill.serve.app import create_app
-from tokenmill.serve.engine import process_priority
+from tokenmill.serve.engine import process_limits
 from tokenmill.serve.engine_client.remote_model import Progress
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.http.protocol import protocol_for
@@ -40,12 +39,12 @@ async def serve(
     The port is open while the model loads, so that whoever watches sees a live server that is not ready yet.
     """
     sock = listen(settings.host, settings.port)
-    allow_files(settings.max_connections + _SPARE_FILES)
+    process_limits.allow_files(settings.max_connections + _SPARE_FILES)
     server = _Server(settings, service)
     services = service.and_degrade()[::-1]
     for one in services:
-        one.set_engine_niceness(process_priority.niceness())
-    process_priority.raise_priority()
+        one.set_engine_niceness(process_limits.niceness())
+    process_limits.raise_priority()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(_start(services, progress))
     told = asyncio.create_task(_stop_signal(services))
@@ -156,11 +155,3 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _shown(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def allow_files(wanted: int) -> None:
-    """Every connection is a file: ask the system for as many as it grants."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if most > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

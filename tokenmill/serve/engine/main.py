@@ -31,7 +31,7 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Pending, Runner, Step
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.serve.engine import process_priority, wire
+from tokenmill.serve.engine import process_limits, wire
 from tokenmill.serve.engine.in_flight import InFlightFile
 from tokenmill.serve.engine.introspection import stats_of, view_of
 from tokenmill.serve.engine.startup import STARTING
@@ -79,7 +79,7 @@ def main(build: Builder | None = None) -> int:
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.connect(args.address)
     if args.niceness is not None:  # only now: the thread that carries messages keeps the front's
-        process_priority.restore_priority(args.niceness)
+        process_limits.restore_priority(args.niceness)
     try:
         # The front bounds the queue; what it accepted and resubmits after a restart must fit.
         config = replace(EngineConfig(**args.config), max_queued_requests=UNLIMITED, max_queued_tokens=UNLIMITED)

@@ -1,4 +1,6 @@
-"""Precedence: the front has little to do, but at once; the engine computes on every core. Where the system lets us, the
+"""What a process asks of the system: files, and precedence.
+
+The front has little to do, but at once; the engine computes on every core. Where the system lets us, the
 front and the threads that carry messages go first, so that a token does not wait for a time slice to end.
 
 Niceness alone does not do it: the client that a written token wakes takes its turn (until the next tick, 4 ms) from
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 
 AHEAD = 20  # steps of niceness
 
@@ -33,3 +36,11 @@ def restore_priority(niceness: int) -> None:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
+
+
+def allow_files(wanted: int) -> None:
+    """Every connection is a file: ask the system for as many as it grants."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
