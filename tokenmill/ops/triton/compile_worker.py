@@ -64,13 +64,15 @@ class _NoDevice:
 
 
 def _compile(job: tuple[str, Specialization]) -> dict[str, Any]:
+    from tokenmill.ops.triton.compiler import marks_dir
+
     name, one = job
     began = time.monotonic()
     error = None
     try:
         made = one.compile()
         _build_launcher(made)
-        remember(_marks(), name, made)
+        remember(marks_dir(), name, made)
     except Exception as problem:  # the engine meets it again, where it can be told
         error = f"{type(problem).__name__}: {problem}"[:500]
     return {"kernel": one.kernel, "seconds": round(time.monotonic() - began, 3), "error": error}
@@ -94,12 +96,6 @@ def _build_utilities() -> None:
 
     with contextlib.suppress(Exception):
         driver.CudaUtils()
-
-
-def _marks() -> Path:
-    from tokenmill.ops.triton.compiler import marks_dir
-
-    return marks_dir()
 
 
 def hash_triton() -> None:

@@ -56,7 +56,7 @@ def choose_schemes(
         if form is None:
             continue
         if form not in made:
-            made[form] = _scheme(form, place, plain)
+            made[form] = _scheme(form, plain)
         if form.group and columns % form.group:
             raise ConfigError(
                 f"quantization: {name} has {columns} columns, which are no multiple of the group of {form.name}; "
@@ -108,7 +108,7 @@ def _complete(form: WeightForm, columns: int, place: ComputeTarget) -> WeightFor
     return replace(form, group=max(fitting)) if fitting else None
 
 
-def _scheme(form: WeightForm, place: ComputeTarget, plain: QuantScheme) -> QuantScheme:
+def _scheme(form: WeightForm, plain: QuantScheme) -> QuantScheme:
     if isinstance(plain, Packed) and form.kind != "fp8":
         return Packed(form, beside=plain)
     if form.kind in FLOATS:

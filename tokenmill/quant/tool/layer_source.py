@@ -44,7 +44,7 @@ class LayerSource:
         self.spec = spec
         self.checkpoint = checkpoint
         self._spelled = spelled_as_in_transformers(checkpoint.names())
-        self._recipes = {name: self._fitting(name, ways) for name, ways in recipes(spec).items()}
+        self._recipes = {name: self._fitting(ways) for name, ways in recipes(spec).items()}
 
     def read(self, name: str) -> torch.Tensor:
         """One parameter by its canonical name, float32."""
@@ -67,7 +67,7 @@ class LayerSource:
         for piece in self._recipes[name]:
             yield self._spelled[piece.source], Part(name, piece.first, piece.shape[0], piece)
 
-    def _fitting(self, name: str, ways: list[Recipe]) -> Recipe:
+    def _fitting(self, ways: list[Recipe]) -> Recipe:
         for way in ways:
             if all(piece.source in self._spelled for piece in way):
                 return way
