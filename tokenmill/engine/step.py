@@ -20,6 +20,7 @@ NOT_FINITE = "the model's logits were not finite; try dtype float32 (on CPUs kv_
 POOLINGS = ("mean", "last")
 
 
+DRAFTED = 4  # tokens that a device drafts for a row, at most
 ON_DEVICE = -1  # stands for a draft that only the device knows: its own, at the row's own position
 
 

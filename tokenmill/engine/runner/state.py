@@ -8,6 +8,7 @@ from threading import Thread
 import numpy as np
 import torch
 
+from tokenmill.engine.step import DRAFTED
 from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
@@ -15,7 +16,6 @@ from tokenmill.ops.kv_forms import KVScales, form_for
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.library import Library, library
 
-DRAFTED = 4  # tokens that a device drafts for a row, at most
 FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 
 

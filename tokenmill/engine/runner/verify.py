@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.engine.runner.state import DRAFTED, DeviceState
-from tokenmill.engine.step import ON_DEVICE, Step
+from tokenmill.engine.runner.state import DeviceState
+from tokenmill.engine.step import DRAFTED, ON_DEVICE, Step
 
 REJECTED = -2  # stands for a sampled token behind a draft that did not hold
 COLUMNS = 6  # of `draft_columns`
@@ -58,9 +58,8 @@ class Entries:
         misses = torch.cumsum(wrong, 0)
         own = torch.arange(len(sampled), device=sampled.device) - self.offsets  # the row's first entry
         holds = misses == misses[own]
-        behind = torch.roll(holds & (self.offsets > 0), -1)
-        behind[-1] = False
-        last = holds & ~behind
+        follows = torch.nn.functional.pad((holds & (self.offsets > 0))[1:], (0, 1))  # (a recording copies no scalars)
+        last = holds & ~follows
         state.lengths[torch.where(last, self.rows, state.scratch_row)] = self.positions + 2
         return torch.where(holds, sampled, REJECTED), last
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from tokenmill.engine.request import Request
-from tokenmill.engine.runner.state import DRAFTED, DeviceState
+from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.speculation.head_runner import HeadRunner
 from tokenmill.engine.speculation.proposer import Draft
-from tokenmill.engine.step import ON_DEVICE
+from tokenmill.engine.step import DRAFTED, ON_DEVICE
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
 
