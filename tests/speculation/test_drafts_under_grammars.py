@@ -241,7 +241,13 @@ def of_another_place(random: Random, rest: list[int]) -> list[int]:
     return rest[skipped:] if random.random() < 0.5 else [*rest[:skipped], *rest[2 * skipped :]]
 
 
-@pytest.mark.parametrize("spoil", [right, forbidden, of_another_place])
+def another_letter(random: Random, rest: list[int]) -> list[int]:
+    """Allowed, mostly: another digit, another one of "xyz"."""
+    others = {19 + n: 19 + (n + 1) % 10 for n in range(10)} | {91: 92, 92: 93, 93: 91}
+    return [others.get(token, token) if random.random() < 0.5 else token for token in rest]
+
+
+@pytest.mark.parametrize("spoil", [right, forbidden, of_another_place, another_letter])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_wrong_drafts_change_nothing(model: str, plain: LLM, spoil: Any, overlap: bool) -> None:
     params = [one for one in mix(plain, {"temperature": 1.0}) if one.structured is not None]
@@ -251,7 +257,7 @@ def test_wrong_drafts_change_nothing(model: str, plain: LLM, spoil: Any, overlap
         stats = with_proposer(llm, Oracle(known, spoil)).stats["oracle"]
         assert answers(llm, params) == expected
     assert stats.drafted > 50
-    assert stats.accepted <= stats.drafted - 10 if spoil is of_another_place else stats.accepted > 50
+    assert stats.accepted > 20 and (stats.accepted < stats.drafted or spoil is not another_letter)
 
 
 class Longer:

@@ -119,6 +119,13 @@ class Constraint:
             masks.append(known)
         return masks
 
+    def may_begin(self, drafts: Sequence[int]) -> bool:
+        """Whether the answer may go on with the first of these, as far as that is known without another mask."""
+        count = min(len(drafts), len(self.forced))
+        if self.mask is None or not drafts or not _allows(self.mask, drafts[0]):
+            return False
+        return list(drafts[:count]) == list(self.forced[:count])
+
     def check(self, drafts: Sequence[int]) -> int:
         """How many of these the grammar allows, each behind those before it. Computes their masks, of a few, if that is
         quick: the engine waits for it."""

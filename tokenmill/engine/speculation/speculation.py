@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenmill.engine.request import Request
-from tokenmill.engine.runner.state import DRAFTED
 from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
 from tokenmill.engine.speculation.verify_time import VerifyTime
-from tokenmill.engine.step import ON_DEVICE, Step, StepResult
+from tokenmill.engine.step import DRAFTED, ON_DEVICE, Step, StepResult
 from tokenmill.sampling.grammar import Constraint
 
 log = logging.getLogger("tokenmill.engine")
@@ -112,6 +111,8 @@ class Speculation:
         time = self.drafting_time if self.drafting else self.time
         counts = admit(chances, len(requests), self._max_tokens - len(requests), time.seconds)
         for (request, record, draft, source), count in zip(chosen, counts, strict=True):
+            if count and request.grammar is not None:
+                count = self._check(request.grammar, draft.tokens[:count])
             if count and source == self._drafter:
                 request.drafts = [ON_DEVICE] * (request.unsure + count)
             elif count:
@@ -185,20 +186,15 @@ class Speculation:
                 if record.probes[index] is None:
                     record.probes[index] = len(request.tokens), draft
                 chances = chances[request.pending + request.unsure :]
-            if len(chances) and (best is None or chances.sum() > best[2].sum()):
-                if request.grammar is not None:
-                    chances = chances[: self._check(request.grammar, draft)]
-                    if not len(chances) or (best is not None and chances.sum() <= best[2].sum()):
-                        continue
+            is_better = len(chances) and (best is None or chances.sum() > best[2].sum())
+            if is_better and (request.grammar is None or request.grammar.may_begin(draft.tokens)):
                 best = draft, index, chances
         return best
 
-    def _check(self, grammar: Constraint, draft: Draft) -> int:
-        """How many tokens of the draft may be verified: as many as there are masks for."""
-        known = len(grammar.masks_behind(draft.tokens))
-        if known == len(draft.tokens) or not self._left_to_check:
-            return known
-        checked = grammar.check(draft.tokens[: known + self._left_to_check])
+    def _check(self, grammar: Constraint, tokens: list[int]) -> int:
+        """How many of these may be verified: as many as there are masks for."""
+        known = len(grammar.masks_behind(tokens))
+        checked = grammar.check(tokens[: known + self._left_to_check])
         self._left_to_check -= checked - known
         return checked
 
