@@ -11,6 +11,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.speculation.head_runner import HeadRunner
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.step import DRAFTED, ON_DEVICE
+from tokenmill.errors import ModelError
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
 
@@ -52,6 +53,8 @@ class HeadProposer:
             ids = self._head.choose(logits, rows, positions + depth, traits)
             likely = _chance(logits, self._head.places[ids])
             believed = believed * likely
+            if not bool(believed.isfinite().all()):
+                raise ModelError("the logits of the draft head are not finite")
             kinds = torch.bucketize(likely, bounds)
             for (tokens, classes), token, kind in zip(found, ids.tolist(), kinds.tolist(), strict=True):
                 tokens.append(token)

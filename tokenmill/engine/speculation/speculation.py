@@ -64,13 +64,14 @@ class Speculation:
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
         self._turn = 0
+        self._failed: list[Proposer] = []
         self._left_to_check = 0  # drafts in this turn
         for one in proposers:
             self.add(one)
 
     def add(self, proposer: Proposer) -> None:
         self.proposers.append(proposer)
-        self.stats[proposer.name] = DraftStats()
+        self.stats.setdefault(proposer.name, DraftStats())
         self._calibrations.append(Calibration(proposer))
         if proposer.on_device:
             self._drafter = len(self.proposers) - 1
@@ -99,7 +100,10 @@ class Speculation:
             return
         self.drafting = self._drafter is not None and self._pays_to_draft(self._drafter, asked, len(requests))
         ahead = max(request.pending + request.unsure for request, _ in asked)
-        found = [one.propose([request for request, _ in asked], MAX_DRAFTS + ahead) for one in self.proposers]
+        found = [self._ask(one, [request for request, _ in asked], MAX_DRAFTS + ahead) for one in self.proposers]
+        if self._failed:
+            self._drop_failed()
+            return
         chosen, chances = [], []
         for index, (request, record) in enumerate(asked):
             best = self._best(request, record, [drafts[index] for drafts in found])
@@ -161,6 +165,21 @@ class Speculation:
                 self.add(one.result())
             else:
                 log.warning("a proposer of drafts is missing: %s", error)
+
+    def _ask(self, proposer: Proposer, requests: Sequence[Request], length: int) -> Sequence[Draft | None]:
+        try:
+            return proposer.propose(requests, length)
+        except Exception as error:  # a proposer may fail in its own way: that costs its drafts, and no answer
+            log.warning("drafts of %s are not used any more: %s", proposer.name, error)
+            self._failed.append(proposer)
+            return [None] * len(requests)
+
+    def _drop_failed(self) -> None:
+        left = [one for one in self.proposers if one not in self._failed]
+        self._failed, self.proposers, self._calibrations, self._drafter = [], [], [], None
+        self.drafting = False
+        for one in left:
+            self.add(one)
 
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request.id)

@@ -164,6 +164,7 @@ class Live:
             "stage": None if service.startup.now is None else str(service.startup.now),
             "degraded": service.route() is not service,
             **{name: getattr(stats, name) for name in _TOLD},
+            "drafts": stats.engine.drafts,
             "evicted": stats.evicted_blocks,
             "memory": stats.engine.memory + stats.engine.device_memory,
             "pool": None if view is None else _pool(view.blocks, stats.engine.block_size),

@@ -32,6 +32,10 @@ def stats_of(engine: Engine) -> wire.EngineStats:
         memory=_resident_bytes(),
         device_memory=_device_bytes(),
         late_kernels=_late_kernels(),
+        drafts={
+            name: (one.drafted, one.accepted, one.steps)
+            for name, one in (engine.speculation.stats.items() if engine.speculation is not None else ())
+        },
     )
 
 

@@ -60,6 +60,8 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     memory: int = 0  # resident bytes of the process
     device_memory: int = 0  # bytes held on the device, 0 on a CPU
     late_kernels: int = 0  # compiled or loaded while requests waited for them
+    # Proposer -> drafts that were verified, those that held, rows of steps that verified any
+    drafts: dict[str, tuple[int, int, int]] = {}
 
 
 class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):

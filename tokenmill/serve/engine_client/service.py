@@ -27,8 +27,6 @@ from tokenmill.serve.engine_client.supervisor import Supervisor
 from tokenmill.serve.engine_client.text_pool import SHORT, TextPool, size_of
 from tokenmill.serve.settings import ServeSettings
 
-__all__ = ["Service", "ServiceStats", "Stream"]
-
 
 class Service:
     """One model behind one supervised engine process. Everything runs on the event loop that called `start`.

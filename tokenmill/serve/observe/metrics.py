@@ -162,6 +162,17 @@ class _StatsCollector(Collector):
             yield GaugeMetricFamily(f"tokenmill_{name}", what, value=value)
         for name, (what, count) in counters.items():
             yield CounterMetricFamily(f"tokenmill_{name}", what, value=count)
+        drafted = CounterMetricFamily(
+            "tokenmill_draft_tokens", "Drafts verified, since this engine process started", labels=["proposer"]
+        )
+        accepted = CounterMetricFamily("tokenmill_draft_tokens_accepted", "Drafts that held", labels=["proposer"])
+        verified = CounterMetricFamily(
+            "tokenmill_draft_rows", "Rows of steps that verified drafts", labels=["proposer"]
+        )
+        for name, figures in engine.drafts.items():
+            for family, figure in zip((drafted, accepted, verified), figures, strict=True):
+                family.add_metric([name], figure)
+        yield from (drafted, accepted, verified)
         finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
         for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
             finished.add_metric([reason], count)

@@ -83,6 +83,11 @@ function show(now) {
   say("rate-sub", `prefill ${count(prefilled)}`);
   say("hits", now.cache_queried ? `${Math.round((100 * now.cache_hit) / now.cache_queried)} %` : "-");
   say("hits-sub", now.cache_queried ? `${count(now.cache_hit)} of ${many(now.cache_queried, "token")}` : "");
+  const drafts = Object.entries(now.drafts ?? {}).filter(([, [drafted]]) => drafted);
+  const [drafted, held, rows] = drafts.reduce((sums, [, one]) => sums.map((sum, i) => sum + one[i]), [0, 0, 0]);
+  say("drafts", drafted ? `${Math.round((100 * held) / drafted)} %` : "-");
+  const names = drafts.map(([name, [some, right]]) => `${name} ${Math.round((100 * right) / some)} %`);
+  say("drafts-sub", drafted ? `${(1 + held / rows).toFixed(1)} tokens a step; ${names.join(", ")}` : "");
   say("restarts", count(now.restarts));
   say("restarts-sub", `${many(now.preemptions, "preemption")}, ${many(now.evicted, "eviction")}`);
   for (const kind of ["ttft", "itl"]) {

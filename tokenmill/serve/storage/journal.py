@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 
 from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.serve.storage.journal_recovery import MAGIC, RecoveredJournal, framed, recover_journal
@@ -225,9 +224,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _lock(self) -> None:

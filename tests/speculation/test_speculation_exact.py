@@ -1,0 +1,185 @@
+"""Every proposer leaves every answer as it is: drafts of suffix and head, in all ways of sampling and of running."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny import TINY, write_tiny
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.engine.speculation import choose
+from tokenmill.engine.speculation.head import HeadProposer
+from tokenmill.engine.speculation.verify_time import VerifyTime
+from tokenmill.errors import ConfigError, ModelError
+from tokenmill.model.draft_head import DraftHead, Target
+from tokenmill.ops.native.library import Library, load
+
+pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 16, "max_model_len": 256,
+}  # fmt: skip
+# What is repeated is drafted; what is sampled at random is not
+PROMPTS = [[3 + (7 * i + j) % (5 + i) for j in range(12 + 9 * i)] for i in range(6)]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.4, "seed": 7},
+    "filters": {"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 3},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.02, "frequency_penalty": 0.01},
+    "logprobs": {"temperature": 0.0, "logprobs": 3},
+    "bias": {"temperature": 0.0, "logit_bias": {5: 1.0}, "min_tokens": 20, "bad_words": None},
+    "several": {"temperature": 0.4, "n": 3, "seed": 5},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "one row": {"max_num_seqs": 1},
+    "chunked": {"max_num_batched_tokens": 20},
+    "preempted": {"kv_cache_memory": 24 * 8192},  # of 8192 bytes a block
+    "int8 keys": {"kv_cache_dtype": "int8"},
+    "int8 weights": {"quantization": "int8"},
+    "no cache": {"enable_prefix_caching": False},
+    "overlap": {"overlap": True},
+    "plain steps": {"cuda_graphs": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which drafts are verified must not depend on how busy the machine is."""
+    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny(tmp_path_factory.mktemp("model"), hidden_size=64, head_dim=16, intermediate_size=96)
+
+
+def made_head(model: str, path: Path, **changes: Any) -> Path:
+    """A head that drafts at random, which is now and then what the model says."""
+    with LLM(model, **OPTIONS) as llm:
+        spec, norm = llm._built.spec, llm._built.engine.runner.decoder.weights.final_norm
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape) * 0.2
+
+    width, inner, vocab = spec.hidden, 32, 40
+    DraftHead(
+        torch.ones(width), draw(width, width), torch.ones(2 * width), draw(2 * inner, 2 * width), draw(width, inner),
+        torch.ones(width), draw(2 * inner, width), draw(width, inner), torch.ones(width), draw(vocab, width),
+        torch.arange(2, 2 + vocab).int(), Target.of(spec, norm), **changes,
+    ).save(path)  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_head(model, tmp_path_factory.mktemp("heads") / "head.safetensors")
+
+
+def answers(llm: LLM, way: dict[str, Any], tokens: int = 60) -> list[Any]:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **way)
+    found = []
+    for _ in range(2):  # the second time with a warm prefix cache
+        outputs = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], params, use_tqdm=False)
+        assert all(one.error is None for one in outputs)
+        found += [(list(one.token_ids), one.logprobs) for output in outputs for one in output.outputs]
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(model: str, head: Path) -> Iterator[dict[str, LLM]]:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setitem(choose.PER_TOKEN, "cpu", 0.0)
+        names = {"off": "off", "suffix": "suffix", "head": f"head:{head}", "both": f"suffix,head:{head}"}
+        yield {name: stack.enter_context(LLM(model, speculation=value, **OPTIONS)) for name, value in names.items()}
+
+
+def drafted(llm: LLM) -> int:
+    speculation = llm._built.engine.speculation
+    assert speculation is not None
+    return sum(one.drafted for one in speculation.stats.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("proposer", ["suffix", "head", "both"])
+def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, way: str) -> None:
+    before = drafted(engines[proposer])
+    assert answers(engines[proposer], WAYS[way]) == answers(engines["off"], WAYS[way])
+    assert drafted(engines[proposer]) > before + 20
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_way_of_running_is_changed(model: str, run: str) -> None:
+    settings = {"speculation": "suffix"} | OPTIONS | RUNS[run]
+    with LLM(model, **settings) as llm:
+        found = answers(llm, WAYS["greedy"])
+        assert drafted(llm) > 20
+        assert run != "preempted" or llm._built.engine.scheduler.stats.preemptions
+        steps = llm._built.engine.scheduler.stats.steps
+    with LLM(model, **(settings | {"speculation": "off"})) as llm:
+        assert found == answers(llm, WAYS["greedy"])
+        assert steps < llm._built.engine.scheduler.stats.steps
+
+
+def test_hits_of_the_prefix_cache_are_those_without_drafts(engines: dict[str, LLM]) -> None:
+    hits = []
+    for name in ("off", "suffix"):
+        llm = engines[name]
+        llm.reset_prefix_cache()
+        stats = llm._built.engine.scheduler.kv.stats
+        before = stats.hit, stats.queried
+        answers(llm, WAYS["greedy"])
+        hits.append((stats.hit - before[0], stats.queried - before[1]))
+        llm._built.engine.scheduler.check_integrity()
+    assert hits[0] == hits[1] and hits[0][0]
+
+
+def test_a_long_repetition_takes_far_fewer_steps(engines: dict[str, LLM]) -> None:
+    taken = {}
+    for name in ("off", "suffix"):
+        stats = engines[name]._built.engine.scheduler.stats
+        before = stats.steps
+        answers(engines[name], WAYS["greedy"], tokens=150)
+        taken[name] = stats.steps - before
+    assert taken["off"] > 1.5 * taken["suffix"]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [("ngram", "it must be off, suffix, head:FILE"), ("head:", "it must be off"), ("suffix:x", "it must be off")],
+)
+def test_what_is_no_proposer_is_refused(model: str, value: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LLM(model, speculation=value, **OPTIONS)
+
+
+def test_a_head_of_another_model_is_refused(head: Path, tmp_path: Path) -> None:
+    wider = write_tiny(tmp_path / "wider", hidden_size=TINY["hidden_size"] * 4)
+    with pytest.raises(ModelError, match="drafts for a model of hidden width 64, and this one's is 128"):
+        LLM(wider, speculation=f"head:{head}", **OPTIONS)
+
+
+def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
+    model: str, head: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model, speculation=f"suffix,head:{head}", **OPTIONS) as llm:
+        plain = answers(llm, WAYS["greedy"])
+        speculation = llm._built.engine.speculation
+        assert speculation is not None
+        proposer = next(one for one in speculation.proposers if one.name == "head")
+        assert isinstance(proposer, HeadProposer)
+        enter = proposer._head.enter
+        monkeypatch.setattr(proposer._head, "enter", lambda hidden: enter(hidden) * torch.nan)
+        assert answers(llm, WAYS["greedy"]) == plain
+        assert proposer not in speculation.proposers and speculation.proposers
+    assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text
