@@ -99,7 +99,7 @@ class ContenderFigures:
 
 
 def compare(
-    setup: Setup, who: list[Contender], tell: Tell, keep: Callable[[list[ContenderFigures]], None] | None = None
+    setup: Setup, who: list[Contender], tell: Tell, keep: Callable[[list[ContenderFigures]], None] = lambda rows: None
 ) -> list[ContenderFigures]:
     """The table's rows. A contender that fails keeps what it has, with the reason, and the others go on.
 
@@ -108,8 +108,7 @@ def compare(
     rows = prepare(setup, who, tell)
     for number in range(setup.rounds):
         _round(setup, rows, number, tell)
-        if keep is not None:
-            keep(rows)
+        keep(rows)
     return rows
 
 

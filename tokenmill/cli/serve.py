@@ -12,7 +12,7 @@ import typer
 from tokenmill.cli import options
 from tokenmill.cli.engine_options import EngineSettings, with_engine_options
 from tokenmill.cli.options import option
-from tokenmill.cli.terminal import note, progress
+from tokenmill.cli.terminal import EVERY, note, progress
 from tokenmill.config import LOAD, OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError, pip_install
 from tokenmill.serve.settings import MB, HttpSettings, ServeSettings
@@ -20,7 +20,6 @@ from tokenmill.serve.settings import MB, HttpSettings, ServeSettings
 _NET = "Who may ask"
 _WATCH = "What it tells"
 HOUR = 3600.0  # seconds
-EVERY = 5.0  # seconds between two lines of a log that say how far a start is
 
 
 @with_engine_options("serve", show=None)
