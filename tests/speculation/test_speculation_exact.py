@@ -178,8 +178,9 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
         assert speculation is not None
         proposer = next(one for one in speculation.proposers if one.name == "head")
         assert isinstance(proposer, HeadProposer)
-        enter = proposer._head.enter
-        monkeypatch.setattr(proposer._head, "enter", lambda hidden: enter(hidden) * torch.nan)
+        assert proposer._recorded is not None
+        enter = proposer._recorded.enter
+        monkeypatch.setattr(proposer._recorded, "enter", lambda hidden: enter(hidden * torch.nan))
         assert answers(llm, WAYS["greedy"]) == plain
         assert proposer not in speculation.proposers and speculation.proposers
     assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text

@@ -14,6 +14,7 @@ from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
 from tokenmill.engine.speculation.head_runner import HeadRunner
 from tokenmill.engine.speculation.proposer import Proposer
+from tokenmill.engine.speculation.recorded_head import RecordedHead
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import ConfigError
@@ -62,7 +63,8 @@ def _head(path: str, runner: TorchRunner) -> Proposer:
         runner.draft_with(on_device)
         return on_device
     runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
-    return HeadProposer(ready, runner.state, runner.sampler)
+    recorded = RecordedHead(ready, decoder, len(head.out_norm), len(runner.state.tokens)) if native else None
+    return HeadProposer(ready, runner.state, runner.sampler, recorded)
 
 
 def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.device) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.speculation.head_runner import HeadRunner
 from tokenmill.engine.speculation.proposer import Draft
+from tokenmill.engine.speculation.recorded_head import RecordedHead, chances
 from tokenmill.engine.step import DRAFTED, ON_DEVICE
 from tokenmill.errors import ModelError
 from tokenmill.sampling.sampler import Sampler
@@ -27,8 +29,9 @@ class HeadProposer:
     kinds = len(CONFIDENCE) + 1
     on_device = False
 
-    def __init__(self, head: HeadRunner, state: DeviceState, sampler: Sampler) -> None:
+    def __init__(self, head: HeadRunner, state: DeviceState, sampler: Sampler, recorded: RecordedHead | None) -> None:
         self._head, self._state, self._sampler = head, state, sampler
+        self._recorded = recorded  # the same, where the native library computes it
 
     def prior(self, kind: int, depth: int) -> float:
         return (0.0, *CONFIDENCE)[kind] * 0.9 + 0.05
@@ -44,26 +47,40 @@ class HeadProposer:
         traits = self._sampler.traits(rows.tolist())
         positions = torch.tensor([len(requests[i].tokens) for i in known])
         ids = torch.tensor([requests[i].tokens[-1] for i in known])
-        state = self._head.enter(self._state.hidden[rows])
+        state = self._enter(self._state.hidden[rows])
         found: list[tuple[list[int], list[int]]] = [([], []) for _ in known]
-        believed = torch.ones(len(known))
-        bounds = torch.tensor(CONFIDENCE)
+        believed = np.ones(len(known))
         for depth in range(min(LENGTH, length)):
-            state, logits = self._head.step(state, ids)
-            ids = self._head.choose(logits, rows, positions + depth, traits)
-            likely = _chance(logits, self._head.places[ids])
+            state, logits, best = self._step(state, ids)
+            ids = self._head.choose(logits, best, rows, positions + depth, traits)
+            likely = chances(logits, self._head.places[ids])
             believed = believed * likely
-            if not bool(believed.isfinite().all()):
+            if not np.isfinite(believed).all():
                 raise ModelError("the logits of the draft head are not finite")
-            kinds = torch.bucketize(likely, bounds)
-            for (tokens, classes), token, kind in zip(found, ids.tolist(), kinds.tolist(), strict=True):
+            for (tokens, kinds), token, kind in zip(
+                found, ids.tolist(), np.searchsorted(CONFIDENCE, likely).tolist(), strict=True
+            ):
                 tokens.append(token)
-                classes.append(kind)
-            if float(believed.max()) < LEAST:
+                kinds.append(kind)
+            if believed.max() < LEAST:
                 break
-        for i, (tokens, classes) in zip(known, found, strict=True):
-            drafts[i] = Draft(tokens, classes)
+        for i, (tokens, kinds) in zip(known, found, strict=True):
+            drafts[i] = Draft(tokens, kinds)
         return drafts
+
+    def _enter(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self._recorded is None:
+            return self._head.enter(hidden)
+        self._recorded.enter(hidden)
+        return None
+
+    def _step(
+        self, state: torch.Tensor | None, ids: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        if self._recorded is not None:
+            return None, *self._recorded.step(ids)
+        assert state is not None
+        return *self._head.step(state, ids), None
 
     def ended(self, request: Request) -> None:
         pass
@@ -100,7 +117,7 @@ class DeviceHead:
         state = self._head.enter(hidden)
         for depth in range(self.length):
             state, logits = self._head.step(state, tokens)
-            tokens = self._head.choose(logits, rows, positions + 1 + depth, traits)
+            tokens = self._head.choose(logits, None, rows, positions + 1 + depth, traits)
             self._state.drafts[rows, depth] = tokens
 
     def ended(self, request: Request) -> None:
@@ -108,8 +125,3 @@ class DeviceHead:
 
     def forget(self) -> None:
         pass
-
-
-def _chance(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # [n, draft vocabulary], [n] -> [n]
-    chosen = logits.gather(1, places[:, None])[:, 0]
-    return (chosen - logits.logsumexp(-1)).exp()

@@ -48,9 +48,13 @@ class HeadRunner:
 
     def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, state] and the token that comes next [n] -> the state behind it, and logits [n, draft vocabulary]."""
-        ops = self._decoder.ops
         embedding, _ = self._decoder.embed(ids).take()
-        mixed = ops.rms_norm(torch.cat([state, embedding], dim=-1), self._mix_norm, EPS)
+        return self.mix(torch.cat([state, embedding], dim=-1), state)
+
+    def mix(self, both: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`step` from [n, state + hidden]: the state, which may be overwritten, and the embedding behind it."""
+        ops = self._decoder.ops
+        mixed = ops.rms_norm(both, self._mix_norm, EPS)
         update = self._down(gate_up_for(self._down, ops, self._gate_up, mixed, "silu"))
         mixed, state = ops.add_rms_norm(update, state, self._norm2, EPS)
         update = self._down2(gate_up_for(self._down2, ops, self._gate_up2, mixed, "silu"))
@@ -60,13 +64,14 @@ class HeadRunner:
     def choose(
         self,
         logits: torch.Tensor,  # [n, draft vocabulary]
+        best: torch.Tensor | None,  # [n]: where they are largest, if that is known
         rows: torch.Tensor,  # [n]
         positions: torch.Tensor,  # [n]: where the tokens will stand
         traits: Traits,
     ) -> torch.Tensor:  # [n]: tokens of the target
         """With the noise that the target will be sampled with at that position: what both find likely is the same."""
         if not traits.warm:
-            return self.ids[logits.argmax(-1)]
+            return self.ids[logits.argmax(-1) if best is None else best]
         whole = logits.new_full((len(rows), self._decoder.spec.vocab_size), -torch.inf)
         whole[:, self.ids] = logits
         return self._sampler.sample(whole, rows, positions, Traits(True, traits.filtered, False, None)).tokens

@@ -47,6 +47,10 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:  # [..., dim]
     return out.view(x.shape)
 
 
+def copy_into(x: torch.Tensor, out: torch.Tensor) -> None:  # [rows, dim] each; rows may lie apart
+    _map(x, out, _TIMES, 1.0)
+
+
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:  # [..., vocab], overwritten where its rows are dense
     rows = as_rows(x)
     if rows.stride(0) < rows.shape[1]:  # rows that share memory would be capped more than once
