@@ -23,7 +23,7 @@ class HeadRunner:
         self._decoder, self._sampler = decoder, sampler
         weights = decoder.weights
         self._dtype, device = weights.dtype, weights.device
-        scheme: QuantScheme = Packed(parse_form("int8")) if native else Dense()
+        scheme: QuantScheme = Packed(parse_form("int4")) if native else Dense()
 
         def linear(weight: torch.Tensor) -> Linear:
             rows, columns = weight.shape

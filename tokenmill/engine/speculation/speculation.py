@@ -13,6 +13,7 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
+from tokenmill.engine.speculation.trial import Trial
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.engine.step import DRAFTED, ON_DEVICE, Step, StepResult
 from tokenmill.sampling.grammar import Constraint
@@ -60,6 +61,8 @@ class Speculation:
         self.drafting_time = VerifyTime(per_token)  # of steps at whose end the device drafts
         self.drafting = False  # whether the next step has the device draft for the one after it
         self._drafter: int | None = None  # number of the proposer that does
+        self.trial = Trial()
+        self._on = False  # whether anything was proposed for the newest step
         self._max_tokens = max_tokens  # of a step that only decodes
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
@@ -87,6 +90,10 @@ class Speculation:
         if self.coming:
             self._take_in_proposers()
         if not self.proposers:
+            return
+        self._on = self.trial.on(len(requests))
+        if not self._on:
+            self.drafting = False
             return
         self._turn += 1
         self._left_to_check = CHECKED_PER_TURN
@@ -130,9 +137,10 @@ class Speculation:
             if (record := self._records.get(request.id)) is not None:
                 record.drafted = step.number
 
-    def committed(self, step: Step, result: StepResult, seconds: float) -> None:
-        """A step was computed, in so many seconds."""
+    def committed(self, step: Step, result: StepResult, seconds: float, passed: float) -> None:
+        """A step was computed, in so many seconds; so many have passed since the one before."""
         if len(step.rows) == len(step.drafts) + step.num_singles:
+            self.trial.learn(len(step.rows), sum(map(len, result.tokens)), passed, self._on)
             (self.drafting_time if step.drafting else self.time).learn(step.num_tokens, seconds)
         if not step.drafts:
             return

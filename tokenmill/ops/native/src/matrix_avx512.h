@@ -196,13 +196,13 @@ static inline __m512 weights_of(const uint8_t* panel, uint32_t group, uint32_t c
 // Adds the outliers of ROWS rows.
 template <class C, int ROWS>
 static inline void add_outliers(const uint8_t* panel, const Rows& rows, __m512 sums[ROWS]) {
-    constexpr int TOGETHER = ROWS < QUAD ? ROWS : QUAD;
 #pragma GCC unroll 4
-    for (int quad = 0; quad < ROWS / TOGETHER; ++quad) {
+    for (int quad = 0; quad < (ROWS + QUAD - 1) / QUAD; ++quad) {
+        const int together = ROWS - quad * QUAD < QUAD ? ROWS - quad * QUAD : QUAD;
         const Outlier* list = rows.outliers + quad * rows.room;
         for (const Outlier* one = list; one < list + rows.taken[quad]; ++one) {
             const __m512 weights = weights_of<C>(panel, one->group, one->column);
-            for (int row = 0; row < TOGETHER; ++row) {
+            for (int row = 0; row < together; ++row) {
                 __m512& sum = sums[quad * QUAD + row];
                 sum = _mm512_fmadd_ps(weights, _mm512_set1_ps(one->x[rows.first + row]), sum);
             }
@@ -213,7 +213,7 @@ static inline void add_outliers(const uint8_t* panel, const Rows& rows, __m512 s
 // sums[row] = a panel times ROWS rows.
 template <class C, int ROWS>
 static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& rows, __m512 sums[ROWS]) {
-    constexpr int TURNS = ROWS < 4 ? ROWS : 4;
+    constexpr int TURNS = ROWS % 3 == 0 ? 3 : ROWS < 4 ? ROWS : 4;
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
     const uint8_t* at = panel;

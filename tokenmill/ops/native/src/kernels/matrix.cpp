@@ -157,8 +157,10 @@ static Product product_for(int rows) {
     switch (rows) {
         case 1: return product<C, 1>;
         case 2: return product<C, 2>;
+        case 3: return product<C, 3>;
         case 4: return product<C, 4>;
 #if TM_LEVEL >= TM_AVX512
+        case 6: return product<C, 6>;
         case 8: return product<C, 8>;
         default: return product<C, 16>;
 #else
@@ -203,13 +205,19 @@ static ProductDense dense_product(int64_t form, int rows, int64_t panels, int& t
     return form == F16 ? dense_for<DenseF16>(rows, panels, taken) : dense_for<DenseBF16>(rows, panels, taken);
 }
 
-static int rows_at_once(int64_t left) {
-    int rows = MAX_ROWS;
+static int dense_rows_at_once(int64_t left) {
+    int rows = left >= DENSE_ROWS ? DENSE_ROWS : MAX_ROWS;
     while (rows > left) rows /= 2;
     return rows;
 }
 
-static int dense_rows_at_once(int64_t left) { return left >= DENSE_ROWS ? DENSE_ROWS : rows_at_once(left); }
+// A draft or two more than a power of two must not cost a second pass over the codes.
+static int rows_at_once(int64_t left) {
+    if (left == 3 || (left == 6 && MAX_ROWS > 6)) return static_cast<int>(left);
+    int rows = MAX_ROWS;
+    while (rows > left) rows /= 2;
+    return rows;
+}
 
 // Of a tile that begins with `first` and has `size` rows, those from `row` on.
 static Rows rows_from(const Plan& plan, const Inputs& inputs, int64_t first, int64_t size, int64_t row) {
