@@ -143,15 +143,20 @@ class Sampler:
             if behind:
                 self._draft_masks[row] = free
                 free += behind
-        table = np.zeros((len(places), self._mask_words), dtype=np.int32)
+        count = len(places)
+        words = np.zeros(count + count * self._mask_words // 2, dtype=np.int64)  # places, then masks
+        words[:count] = places
+        table = words[count:].view(np.int32).reshape(count, -1)
         table[:, 0] = 1
         all_masks = (mask for mine in masks.values() for mask in mine)
         for entry, mask in enumerate(all_masks):  # the grammar's vocabulary may be larger or smaller than ours
-            words = np.frombuffer(mask, dtype=np.int32)[: self._mask_words - 1]
-            table[entry, 1 : 1 + len(words)] = words
-        packed = self._to_device(np.concatenate([np.array(places, dtype=np.int64), table.reshape(-1).view(np.int64)]))
-        content = packed[len(places) :].view(torch.int32).view(len(places), -1)
-        self._masks.index_copy_(0, packed[: len(places)], content)
+            bits = np.frombuffer(mask, dtype=np.int32)[: self._mask_words - 1]
+            table[entry, 1 : 1 + len(bits)] = bits
+        packed = self._to_device(words)
+        if self.device.type == "cpu":  # on this thread: the wait for others takes longer than the work
+            self._masks.numpy()[places] = table
+        else:
+            self._masks.index_copy_(0, packed[:count], packed[count:].view(torch.int32).view(count, -1))
         self._masked_rows.update(masks)
 
     def mask_rows(self, rows: Words, numbers: Words) -> Words:
