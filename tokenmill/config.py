@@ -197,7 +197,7 @@ class EngineConfig:
         None,
         "drafts of how answers go on: suffix (what followed the same words before), head:FILE, both by a comma, or off",
         STEPS,
-        solved="suffix where steps are recorded",
+        solved="on a CPU suffix, and the head that comes with the default model; off on a GPU",
         more="The answer stays the same, and drafts that would not pay are not verified: "
         "[below](#drafts-speculative-decoding)",
     )

@@ -25,6 +25,15 @@ NORMS = ("enter_norm", "mix_norm", "norm2", "out_norm")
 WEIGHTS = ("enter", "gate_up", "down", "gate_up2", "down2", "head")  # `enter.weight` in the file, with `enter.scale`
 
 
+# Heads that come with the package: by their target's fingerprint, the file and its sha256
+SHIPPED = {
+    "b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4": (
+        "smollm2-135m-instruct.safetensors",
+        "add3caafff35172a7d5b9614864a4de275fa2a93bd81ea5798f664b36fa501e0",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Target:
     """The model that a head drafts for."""
@@ -43,6 +52,15 @@ class Target:
 def fingerprint(final_norm: torch.Tensor) -> str:  # [hidden]
     """Of a model, whatever its weights were rounded to and its norms are computed in."""
     return hashlib.sha256(final_norm.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def shipped_head(final_norm: torch.Tensor) -> Path | None:  # [hidden]
+    """The head that comes with the package for this model, if there is one and its file is as it was made."""
+    name, digest = SHIPPED.get(fingerprint(final_norm), ("", ""))
+    path = Path(__file__).parent / "heads" / name
+    if not name or not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        return None
+    return path
 
 
 @dataclass(frozen=True)

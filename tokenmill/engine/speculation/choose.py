@@ -18,7 +18,7 @@ from tokenmill.engine.speculation.recorded_head import RecordedHead
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import ConfigError
-from tokenmill.model.draft_head import DraftHead
+from tokenmill.model.draft_head import DraftHead, shipped_head
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
 
@@ -42,15 +42,21 @@ def speculation_for(
         return None, "off (with one of the ways before ours)"
     if config.speculation is None and not recorded:
         return None, "off (steps that verify drafts are not recorded here, and would cost more than they bring)"
+    if config.speculation is None and device.type in ASYNC_DEVICES:
+        return None, "off (on a GPU drafts are not worth their time yet: set speculation to try them)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
     speculation.add(GrammarProposer())
-    names = parse_speculation(config.speculation or "suffix")
+    if config.speculation is not None:
+        names = parse_speculation(config.speculation)
+    else:
+        shipped = shipped_head(runner.decoder.weights.final_norm)
+        names = [("suffix", ""), *([("head", str(shipped))] if shipped is not None else [])]
     for kind, path in names:
         if kind == "suffix":
             _add_suffix(speculation, config, device)
         else:
             speculation.add(_head(path, runner))
-    return speculation, f"{', '.join(kind for kind, _ in names)} (drafts, where they are worth a step)"
+    return speculation, f"{' and '.join(kind for kind, _ in names)} (drafts, where they make answers faster)"
 
 
 def _head(path: str, runner: TorchRunner) -> Proposer:

@@ -1,0 +1,57 @@
+"""The default model has a draft head of its own: it comes with the package, is used unasked, and drafts well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.engine.speculation import choose
+from tokenmill.engine.speculation.trial import Trial
+from tokenmill.engine.speculation.verify_time import VerifyTime
+from tokenmill.model import draft_head
+from tokenmill.model.draft_head import SHIPPED, shipped_head
+from tokenmill.ops.native.library import Library, load
+
+pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("What is the capital of France, and why?", "Write a short story about a dog.", "Explain gravity.")
+]
+
+
+def test_it_is_used_unasked_saves_steps_and_changes_nothing(
+    default_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "on", lambda *_: True)  # whatever runs beside the tests
+    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.1)
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=60),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=60),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=60, repetition_penalty=1.1),
+    ):
+        answers, steps = [], []
+        for setting in (None, "off"):
+            with LLM(default_model, device="cpu", speculation=setting, max_num_seqs=4, max_model_len=512) as llm:
+                engine = llm._built.engine
+                answers.append([one.outputs[0].token_ids for one in llm.chat(CHATS, params, use_tqdm=False)])
+                steps.append(engine.scheduler.stats.steps)
+                if engine.speculation is not None:
+                    head = engine.speculation.stats["head"]
+                    assert head.drafted > 60 and head.accepted > 0.25 * head.drafted
+        assert answers[0] == answers[1]
+        assert steps[1] > 1.1 * steps[0]  # the slowest of three
+
+
+def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = torch.ones(576)
+    assert shipped_head(norm) is None  # another model
+    [(fingerprint, (name, digest))] = SHIPPED.items()
+    monkeypatch.setattr(draft_head, "fingerprint", lambda _: fingerprint)
+    found = shipped_head(norm)
+    assert found is not None and found.name == name and found.stat().st_size < 12 << 20
+    monkeypatch.setitem(SHIPPED, fingerprint, (name, digest[::-1]))
+    assert shipped_head(norm) is None
