@@ -77,7 +77,6 @@ def test_masks_of_drafts_are_found_by_recorded_steps(
     monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
     monkeypatch.setattr(grammar, "SLOW", 1e9)
-    monkeypatch.setattr(grammar, "GRACE", 5.0)  # masks are there when steps are made, so their number is the same
     model = write_model(tmp_path / "model")
     with opened(model, overlap=False, speculation="off") as llm:
         plain, steps, _ = run(llm._built.engine, temperature)
