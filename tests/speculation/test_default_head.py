@@ -9,7 +9,7 @@ import torch
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
-from tokenmill.engine.speculation.trial import Trial
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.model import draft_head
 from tokenmill.model.draft_head import SHIPPED, shipped_head
@@ -25,7 +25,7 @@ CHATS = [
 def test_it_is_used_unasked_saves_steps_and_changes_nothing(
     default_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trial, "on", lambda *_: True)  # whatever runs beside the tests
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)  # whatever runs beside the tests
     monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.1)
     for params in (

@@ -17,9 +17,9 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.speculation import choose
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.speculation import Speculation
-from tokenmill.engine.speculation.trial import Trial
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.engine.step import Pending, Step
 from tokenmill.sampling import grammar
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which drafts are verified must not depend on how busy the machine is."""
     monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
-    monkeypatch.setattr(Trial, "on", lambda *_: True)
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
     monkeypatch.setattr(grammar, "SLOW", 1e9)
 

@@ -17,7 +17,7 @@ from tiny import TINY, write_tiny
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.head import HeadProposer
-from tokenmill.engine.speculation.trial import Trial
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.draft_head import DraftHead, Target
@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which drafts are verified must not depend on how busy the machine is."""
     monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
-    monkeypatch.setattr(Trial, "on", lambda *_: True)
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
 
 

@@ -47,7 +47,6 @@ class Engine:
         self._in_flight: deque[tuple[Step, Pending, float]] = deque()  # and when it was launched
         self._last_commit = self._last_check = clock()
         self._stuck = 0
-        self._busy = False  # whether steps follow one another without a rest
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it ends with tokens or with an error that names the cause."""
@@ -97,7 +96,6 @@ class Engine:
                 if delta.finished:
                     self.speculation.ended(delta.request)
         if step is None or not self.scheduler.requests:
-            self._busy = False
             self._watch(progressed=bool(deltas) or constrained)
         return deltas
 
@@ -157,9 +155,7 @@ class Engine:
             return self.scheduler.fail(void, _cause(error), self.clock())
         now = self.clock()
         if self.speculation is not None:
-            passed = now - (self._last_commit if self._busy else launched)
-            self.speculation.committed(step, result, now - max(launched, self._last_commit), passed)
-            self._busy = True
+            self.speculation.committed(step, result, now - max(launched, self._last_commit))
         self._last_commit = now
         return self.scheduler.commit(step, result, now)
 

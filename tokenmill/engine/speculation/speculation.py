@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ import numpy as np
 from tokenmill.engine.request import Request
 from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
-from tokenmill.engine.speculation.trial import Trial
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.engine.step import DRAFTED, ON_DEVICE, Step, StepResult
 from tokenmill.sampling.grammar import Constraint
@@ -61,8 +62,9 @@ class Speculation:
         self.drafting_time = VerifyTime(per_token)  # of steps at whose end the device drafts
         self.drafting = False  # whether the next step has the device draft for the one after it
         self._drafter: int | None = None  # number of the proposer that does
-        self.trial = Trial()
-        self._on = False  # whether anything was proposed for the newest step
+        self.payoff = Payoff()
+        self._on = False  # whether proposers were asked for the newest step
+        self._asking = 0.0  # seconds that this takes
         self._max_tokens = max_tokens  # of a step that only decodes
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
@@ -91,10 +93,16 @@ class Speculation:
             self._take_in_proposers()
         if not self.proposers:
             return
-        self._on = self.trial.on(len(requests))
+        self._on = self.payoff.on(len(requests))
         if not self._on:
             self.drafting = False
             return
+        began = time.perf_counter()
+        self._propose(requests)
+        took = time.perf_counter() - began
+        self._asking += 0.1 * (min(took, 4 * self._asking) - self._asking) if self._asking else took
+
+    def _propose(self, requests: Sequence[Request]) -> None:
         self._turn += 1
         self._left_to_check = CHECKED_PER_TURN
         asked: list[tuple[Request, _Record]] = []
@@ -119,8 +127,8 @@ class Speculation:
                 chances.append(best[2])
             elif len(requests) >= MANY:
                 record.due = self._turn + len(requests) // MANY
-        time = self.drafting_time if self.drafting else self.time
-        counts = admit(chances, len(requests), self._max_tokens - len(requests), time.seconds)
+        times = self.drafting_time if self.drafting else self.time
+        counts = admit(chances, len(requests), self._max_tokens - len(requests), times.seconds)
         for (request, record, draft, source), count in zip(chosen, counts, strict=True):
             if count and request.grammar is not None:
                 count = self._check(request.grammar, draft.tokens[:count])
@@ -137,10 +145,10 @@ class Speculation:
             if (record := self._records.get(request.id)) is not None:
                 record.drafted = step.number
 
-    def committed(self, step: Step, result: StepResult, seconds: float, passed: float) -> None:
-        """A step was computed, in so many seconds; so many have passed since the one before."""
+    def committed(self, step: Step, result: StepResult, seconds: float) -> None:
+        """A step was computed, in so many seconds."""
         if len(step.rows) == len(step.drafts) + step.num_singles:
-            self.trial.learn(len(step.rows), sum(map(len, result.tokens)), passed, self._on)
+            self._weigh(step, result)
             (self.drafting_time if step.drafting else self.time).learn(step.num_tokens, seconds)
         if not step.drafts:
             return
@@ -154,6 +162,17 @@ class Speculation:
                 stats.accepted += held
                 if self.proposers[source].on_device:  # what it proposed is known to be this only now
                     self._calibrations[source].count([0] * (samples - 1), held, record.own[source])
+
+    def _weigh(self, step: Step, result: StepResult) -> None:
+        """Whether the step's drafts were worth their time, and that of proposing them."""
+        rows = len(step.rows)
+        if not self._on:
+            self.payoff.rested(rows)
+            return
+        plain = float(self.time.seconds(np.array([rows]))[0])
+        times = self.drafting_time if step.drafting else self.time
+        taken = float(times.seconds(np.array([step.num_tokens]))[0]) + self._asking
+        self.payoff.learn(rows, sum(map(len, result.tokens)) / rows, taken / plain)
 
     def ended(self, request: Request) -> None:
         if self._records.pop(request.id, None) is not None:

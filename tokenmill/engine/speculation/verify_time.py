@@ -10,7 +10,8 @@ Ints = npt.NDArray[np.int64]
 
 SIZES = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024])
 LARGEST_SURPRISE = 0.4  # of a step, in its logarithm: others' work on the machine must not count for more
-SLOWEST = 0.05  # how fast what is known follows a new step, at last
+SLOWEST = 0.03  # how fast the shape follows a new step, at last
+DRIFT = 0.15  # and how fast the level does: what slows one size slows all, mostly
 
 
 class VerifyTime:
@@ -36,8 +37,8 @@ class VerifyTime:
         surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
         self._seen[at] += 1
         rate = max(SLOWEST, 1 / (1 + self._seen[at]))
-        self._off[at] = self._curve[at] - self._prior[at] + rate * surprise
-        self._level += 0.3 * SLOWEST * surprise
+        self._off[at] = self._curve[at] - self._prior[at] + rate * (1 - DRIFT) * surprise
+        self._level += DRIFT * surprise
         seen = np.flatnonzero(self._seen)
         self._curve = self._prior + np.interp(np.arange(len(SIZES)), seen, self._off[seen])
         self._curve = np.maximum.accumulate(self._curve)  # more tokens never take less
