@@ -19,7 +19,7 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.runner import cuda_graphs
 from tokenmill.engine.runner.cuda_graphs import Kind
 from tokenmill.engine.speculation import choose
-from tokenmill.engine.speculation.trial import Trial
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.ops import shaping
 from tokenmill.sampling import grammar
@@ -73,7 +73,7 @@ def opened(model: str, **options: Any) -> LLM:
 def test_masks_of_drafts_are_found_by_recorded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool, temperature: float
 ) -> None:
-    monkeypatch.setattr(Trial, "on", lambda *_: True)
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
     monkeypatch.setattr(grammar, "SLOW", 1e9)

@@ -11,7 +11,7 @@ import torch
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
-from tokenmill.engine.speculation.trial import Trial
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.sampling import grammar
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
@@ -81,7 +81,7 @@ def run(llm: LLM, monkeypatch: pytest.MonkeyPatch, structured: bool) -> tuple[li
 def test_only_allowed_tokens_are_sampled_and_neighbours_do_not_notice(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    monkeypatch.setattr(Trial, "on", lambda *_: True)
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
     with LLM(checkpoint, device="cuda", dtype="float32", skip_tokenizer_init=True, cuda_graphs=graphs) as llm:
         _, alone = run(llm, monkeypatch, structured=False)
         bound, beside = run(llm, monkeypatch, structured=True)
