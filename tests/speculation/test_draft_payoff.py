@@ -45,8 +45,8 @@ def test_it_is_noticed_when_things_change() -> None:
     assert not payoff.on(4)
     on, _ = run(payoff, 600, brought=2.0, cost=1.25)  # a text that repeats itself
     assert on > 400 and payoff.on(4)
-    run(payoff, 80, brought=1.0, cost=1.25)  # and then does not
-    assert not payoff.on(4)
+    on, _ = run(payoff, 300, brought=1.0, cost=1.25)  # and then does not
+    assert on < 100
 
 
 def test_numbers_of_rows_are_judged_each_for_itself() -> None:

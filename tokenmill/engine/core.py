@@ -112,13 +112,19 @@ class Engine:
 
     def _propose(self, speculation: Speculation) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
+        scheduler = self.scheduler
+        if scheduler.read_prompts and len(scheduler.waiting) and scheduler.has_free_row:
+            return  # more prompts are about to be read, and beside these no drafts are verified
         decoding = [
             one
-            for one in self.scheduler.running
+            for one in scheduler.running
             if one.num_tokens > one.prompt_len
             and one.beams is None
             and (one.grammar is None or (one.grammar.ready and one.waits_for is None))
         ]
+        reading = len(decoding) < len(scheduler.running)
+        if reading and any(one.num_tokens <= one.prompt_len for one in scheduler.running):
+            return
         try:
             speculation.propose(decoding)
             self.scheduler.drafting = speculation.drafting

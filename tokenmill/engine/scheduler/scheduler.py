@@ -55,6 +55,7 @@ class Scheduler:
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
         self.drafting = False  # have steps that only decode end with drafts of the device's own
+        self.read_prompts = False  # whether the newest step reads any
         self._number = 0
         self._admitted = False  # rows changed since shared prefixes were last looked for
         self._commits = Commits(life, self.isolation, self.batching)
@@ -415,6 +416,7 @@ class Scheduler:
             wanted = request.params.prompt_logprobs
             if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
                 step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
+        self.read_prompts = bool(chunks)
         step.drafting = self.drafting and not (chunks or step.chosen)
         self._admitted |= bool(step.admissions)
         if self._shared_prefixes is not None and not is_speculative(step):

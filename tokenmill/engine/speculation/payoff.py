@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-WINDOW = 12  # steps after which drafts are judged
+WINDOW = 4  # steps after which drafts are judged,
+TOKENS = 12  # and so many more where a step has few rows, and tells little
 HOPELESS, FAR = 3, 0.7  # after so few steps they are judged, too, where they bring less than this share
 LEAST = 0.99  # tokens per second, in shares of those without drafts
-FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # steps before they are tried again
+FIRST_PAUSE, LONGEST_PAUSE = 48, 1536  # steps before they are tried again
 MEMORY = 0.05  # of what was seen, per step
 
 
@@ -48,10 +49,11 @@ class Payoff:
         case.brought += weight * (brought - case.brought)
         case.cost += weight * (cost - case.cost)
         gain = case.brought / case.cost
-        if gain < LEAST and (case.steps >= WINDOW or (case.steps >= HOPELESS and gain < FAR)):
+        window = WINDOW + TOKENS // rows
+        if gain < LEAST and (case.steps >= window or (case.steps >= HOPELESS and gain < FAR)):
             case.resting, case.pause = case.pause, min(2 * case.pause, LONGEST_PAUSE)
             case.steps = 0
-        elif case.steps == 4 * WINDOW:
+        elif case.steps == 4 * window:
             case.pause = FIRST_PAUSE
 
     def _case(self, rows: int) -> _Case:
