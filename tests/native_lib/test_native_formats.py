@@ -70,3 +70,16 @@ def test_products_are_clean_under_a_sanitizer(sanitizer: str, tmp_path: Path) ->
     subprocess.run([*command, f"-Wl,-rpath,{tmp_path}", "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_the_suffix_index_is_clean_under_a_sanitizer(tmp_path: Path) -> None:
+    compiler = build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    program = tmp_path / "stress"
+    sources = [str(Path(__file__).parent / "suffix_stress.cpp"), str(build.SOURCES / "suffix_index.cpp")]
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]
+    subprocess.run([compiler, "-std=c++17", *flags, *sources, "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stdout[-2000:] + done.stderr[-4000:]
