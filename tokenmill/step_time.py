@@ -25,7 +25,7 @@ Vector = npt.NDArray[np.float64]
 class Facts(NamedTuple):
     """What a step does, as sums over its rows; a mean over many steps need not be whole."""
 
-    decode_rows: float = 0  # rows that decode one token
+    decode_rows: float = 0  # tokens that are decoded, drafts included
     decode_context: float = 0  # tokens that they attend to; where layers have windows, the mean over the layers
     prefill_tokens: float = 0  # of prompts' chunks
     prefill_pairs: float = 0  # of a token of a chunk and one that it attends to
@@ -39,15 +39,17 @@ class Facts(NamedTuple):
 
 
 def facts_of(step: Step) -> Facts:
-    singles = step.num_singles
+    decodes = step.num_singles + sum(1 for samples in step.samples if samples > 1)  # those that verify drafts follow
     tokens = pairs = context = 0
-    for start, count in zip(step.starts[singles:], step.counts[singles:]):
+    for start, count in zip(step.starts[decodes:], step.counts[decodes:]):
         tokens += count
         pairs += count * start + count * (count + 1) // 2
         context += start + count
-    decode_context = sum(step.starts[:singles]) + singles
-    chunks = len(step.counts) - singles
-    return Facts(singles, decode_context, tokens, pairs, context, chunks, sum(step.samples))
+    decoded = sum(step.counts[:decodes])  # a draft is a row of its own to everything but the scheduler
+    read = zip(step.starts[:decodes], step.counts[:decodes])
+    decode_context = sum(count * start + count * (count + 1) // 2 for start, count in read)
+    chunks = len(step.counts) - decodes
+    return Facts(decoded, decode_context, tokens, pairs, context, chunks, sum(step.samples))
 
 
 class StepTimeModel(Protocol):

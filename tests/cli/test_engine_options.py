@@ -62,6 +62,7 @@ OTHER: dict[str, Any] = {
     "warm_up": False,
     "shared_prefix_attention": False,
     "adaptive_precision": False,
+    "speculation": "off",
     "batch_invariant": True,
     "overlap": True,
     "ops": {"attention": "cpu", "sample": "reference"},

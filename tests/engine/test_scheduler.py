@@ -11,6 +11,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.request import BATCH, REALTIME, Finish, Request, State
 from tokenmill.engine.runner.simulated import SimulatedClock, SimulatedRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
+from tokenmill.engine.scheduler.control import SloPace
 from tokenmill.engine.step import StepResult
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
@@ -343,6 +344,65 @@ def test_drafts_starve_neither_decodes_nor_newcomers(overlap):
     assert new.num_output > 0, "proposals took the newcomer's share"
     finish(house)
     assert house.scheduler.stats.failed_steps == 0
+
+
+@pytest.mark.parametrize(("rows", "step_tokens"), [(16, 16), (8, 17), (16, 512)])
+def test_drafts_leave_a_newcomer_the_whole_step(rows, step_tokens):
+    clock = SimulatedClock()
+    limits = Limits(max_rows=rows, max_step_tokens=step_tokens, max_verified=17)
+    house = Engine(Scheduler(limits, KVManager(500, 8)), SimulatedRunner(500, 8, clock), overlap=False, clock=clock)
+    old = request("old", 3, replace(GREEDY, max_tokens=400))
+    right = answer(old)
+    house.add(old)
+    for _ in range(3):
+        house.step()
+    new = request("new", 40, first=5)
+    house.add(new)
+    steps = 0
+    while not new.num_output:
+        old.drafts = right[old.num_output : old.num_output + 16]
+        house.step()
+        steps += 1
+    assert steps <= 2 + 40 // (step_tokens - 1)
+
+
+def test_drafts_are_neither_tokens_of_prompts_nor_gaps_of_no_time():
+    clock = SimulatedClock()
+    limits = Limits(max_rows=8, max_step_tokens=64)
+    pace = SloPace(limits, itl=0.5)
+    learned = []
+    pace._step_time.learn = lambda facts, seconds: learned.append((facts, seconds))
+    scheduler = Scheduler(limits, KVManager(500, 8), pace=pace)
+    house = Engine(scheduler, SimulatedRunner(500, 8, clock), overlap=False, clock=clock)
+    one = request("one", 3, replace(GREEDY, max_tokens=40))
+    right = answer(one)
+    house.add(one)
+    while house.has_work:
+        one.drafts = right[one.num_output : one.num_output + 4] if one.num_output else []
+        house.step()
+    assert len(learned) > 5 and all(seconds > 0 for _, seconds in learned)
+    assert {facts.prefill_tokens for facts, _ in learned} == {0}
+    assert max(facts.decode_rows for facts, _ in learned) == 5
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_nobody_gives_up_a_block_for_a_draft(block_size):
+    stopped = []
+    for drafted in (False, True):
+        clock, blocks = SimulatedClock(), 132 // block_size
+        house = Engine(
+            Scheduler(Limits(max_rows=8, max_step_tokens=64, max_verified=17), KVManager(blocks, block_size)),
+            SimulatedRunner(blocks, block_size, clock), overlap=False, clock=clock,
+        )  # fmt: skip
+        some = [request(f"r{k}", 3, replace(GREEDY, max_tokens=40), first=k) for k in range(6)]
+        for one in some:
+            house.add(one)
+        while house.has_work:
+            if drafted:
+                propose(house, 16)  # which are wrong
+            house.step()
+        stopped.append(house.scheduler.stats.preemptions)
+    assert stopped[1] <= stopped[0]
 
 
 def test_logits_that_are_not_finite_end_one_request_only():

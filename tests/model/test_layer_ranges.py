@@ -15,7 +15,8 @@ from tiny import TINY
 from tokenmill.model.decoder import Decoder, Hidden
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.dummy import dummy_weights
-from tokenmill.quant.schemes.scheme import Dense, Schemes
+from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.scheme import Schemes
 
 PROMPT = [5, 9, 3, 77, 21]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny import TINY
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
@@ -13,9 +17,14 @@ from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.model import draft_head
 from tokenmill.model.draft_head import SHIPPED, shipped_head
+from tokenmill.model.families import spec_from_config
 from tokenmill.ops.native.library import Library, load
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
+SMOLLM = {
+    "hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152, "num_attention_heads": 9, "head_dim": 64,
+    "num_key_value_heads": 3,
+}  # fmt: skip
 CHATS = [
     [{"role": "user", "content": text}]
     for text in ("What is the capital of France, and why?", "Write a short story about a dog.", "Explain gravity.")
@@ -47,11 +56,18 @@ def test_it_is_used_unasked_saves_steps_and_changes_nothing(
 
 
 def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = torch.ones(576)
-    assert shipped_head(norm) is None  # another model
+    norm, spec = torch.ones(576), spec_from_config(TINY | SMOLLM)
+    assert shipped_head(spec, norm) is None  # another model
     [(fingerprint, (name, digest))] = SHIPPED.items()
     monkeypatch.setattr(draft_head, "fingerprint", lambda _: fingerprint)
-    found = shipped_head(norm)
+    found = shipped_head(spec, norm)
     assert found is not None and found.name == name and found.stat().st_size < 12 << 20
     monkeypatch.setitem(SHIPPED, fingerprint, (name, digest[::-1]))
-    assert shipped_head(norm) is None
+    assert shipped_head(spec, norm) is None
+
+
+def test_a_relative_of_the_model_starts_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    [fingerprint] = SHIPPED
+    monkeypatch.setattr(draft_head, "fingerprint", lambda _: fingerprint)
+    for change in ({"vocab_size": 49153}, {"num_hidden_layers": 29}):
+        assert shipped_head(spec_from_config(TINY | SMOLLM | change), torch.ones(576)) is None

@@ -79,6 +79,7 @@ class LadderPlan:
             "enable_prefix_caching": False,
             "shared_prefix_attention": False,
             "cuda_graphs": False,
+            "speculation": "off",
             "overlap": False,
             "ops": TORCH_OPS if self.device == "cpu" else "reference",
             "block_size": BLOCK,

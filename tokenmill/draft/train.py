@@ -182,7 +182,7 @@ def _engine_options(options: TrainOptions, on_gpu: bool) -> dict[str, Any]:
     if options.cache_dir is not None:
         found["cache_dir"] = options.cache_dir
     if on_gpu:  # what is left is for hidden states
-        memory = torch.cuda.get_device_properties(choose_device(options.device)).total_memory
+        _, memory = torch.cuda.mem_get_info(choose_device(options.device))
         found |= {"max_num_seqs": GPU_ROWS, "kv_cache_memory": min(GPU_KV_BYTES, memory // 4)}
     return found
 

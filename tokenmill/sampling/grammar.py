@@ -5,6 +5,7 @@ The parser is llguidance, imported when the first structured request comes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -240,14 +241,15 @@ class Grammars:
         try:
             mask, error = _mask(matcher)
             seconds = time.thread_time() - began
-            if self.looks_ahead and mask is not None:
-                ahead = matcher.deep_copy()  # costs less than the way back, and what goes wrong with it does not matter
-                forced = ahead.compute_ff_tokens()[:MOST_FORCED]
-                masks = list(_masks_behind(ahead, mask, forced))
         except BaseException as problem:
             self._done.put(_Found(constraint, error=str(problem) or type(problem).__name__))
-        else:
-            self._done.put(_Found(constraint, False, mask, error, seconds, forced[: len(masks)], masks))
+            return
+        if self.looks_ahead and mask is not None:
+            with contextlib.suppress(BaseException):  # (a panic of the parser): it is only about drafts
+                ahead = matcher.deep_copy()  # costs less than the way back
+                forced = ahead.compute_ff_tokens()[:MOST_FORCED]
+                masks = list(_masks_behind(ahead, mask, forced))
+        self._done.put(_Found(constraint, False, mask, error, seconds, forced[: len(masks)], masks))
 
     def _matcher(self, text: str) -> LLMatcher:
         """A matcher at its grammar's start."""

@@ -17,7 +17,8 @@ class PeerEngine:
         from tokenmill import LLM, SamplingParams, __version__
 
         self.version = f"tokenmill {__version__}"
-        self._llm = LLM(model, device="cpu", max_num_seqs=rows, max_model_len=length)
+        # Without drafts: the prompts are made up, and the others have none
+        self._llm = LLM(model, device="cpu", max_num_seqs=rows, max_model_len=length, speculation="off")
         self._sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
 
     def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:

@@ -57,9 +57,10 @@ class SloPace(Pace):
         facts = facts_of(step)
         if facts.prefill_tokens:
             self._depth = facts.prefill_pairs / facts.prefill_tokens
-        times = next((one.request.metrics.token_times for one in deltas if len(one.tokens) and _went_on(one)), None)
-        if times is not None:
-            gap = times[-1] - times[-2]
+        went_on = next((one for one in deltas if len(one.tokens) and _went_on(one)), None)
+        if went_on is not None:
+            times = went_on.request.metrics.token_times
+            gap = times[-1] - times[-1 - len(went_on.tokens)]  # tokens of one step come together
             self._step_time.learn(facts, gap)
             self._judge(gap > self.itl, step.num_singles)
             self._reachable |= gap <= self.itl

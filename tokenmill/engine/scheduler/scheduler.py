@@ -13,7 +13,6 @@ from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.lifecycle import PARKED, RUNNING, WAITING, Delta, Lifecycle, Limits
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.step import Admission, Step, StepResult, is_speculative
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
@@ -121,6 +120,7 @@ class Scheduler:
                 prefilling, budget = self._deal_decodes(step, shares)
                 if (prefilling or len(self.waiting)) and not self.limits.whole_prompts:
                     decodes = len(shares)
+                    budget += sum(request.num_drafts for request, _, _ in shares)  # which are dropped if need be
                     self._deal_prefills(step, shares, prefilling, budget, now)
                     if len(shares) > decodes:
                         _drop_drafts(shares)
@@ -214,9 +214,8 @@ class Scheduler:
 
     def _room_for_drafts(self, request: Request) -> int:
         """Nobody gives up a block for a draft."""
-        if self.kv.pool.num_free > len(self.running):
-            return MAX_DRAFTS
-        return len(request.blocks) * self.kv.block_size - request.num_computed - 1 - request.unsure
+        spare = max(0, self.kv.pool.num_free - len(self.running))
+        return (len(request.blocks) + spare) * self.kv.block_size - request.num_computed - 1 - request.unsure
 
     def _deal_prefills(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.draft_head import DraftHead, shipped_head
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
+from tokenmill.ops.native.recording import NotRecordableError
 
 # What a token more costs, in shares of a step of one token, before anything was measured
 PER_TOKEN = {"cpu": 0.2, "cuda": 0.02}
@@ -49,13 +51,18 @@ def speculation_for(
     if config.speculation is not None:
         names = parse_speculation(config.speculation)
     else:
-        shipped = shipped_head(runner.decoder.weights.final_norm)
+        shipped = shipped_head(runner.decoder.spec, runner.decoder.weights.final_norm)
         names = [("suffix", ""), *([("head", str(shipped))] if shipped is not None else [])]
     for kind, path in names:
         if kind == "suffix":
             _add_suffix(speculation, config, device)
-        else:
+        elif recorded:
             speculation.add(_head(path, runner))
+        else:
+            raise ConfigError(
+                f"speculation is {config.speculation!r}, but a head drafts in recorded steps only: it needs "
+                "cuda_graphs, and on a CPU dtype float32 and the native library; use suffix, or leave it out"
+            )
     return speculation, f"{' and '.join(kind for kind, _ in names)} (drafts, where they make answers faster)"
 
 
@@ -69,7 +76,10 @@ def _head(path: str, runner: TorchRunner) -> Proposer:
         runner.draft_with(on_device)
         return on_device
     runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
-    recorded = RecordedHead(ready, decoder, len(head.out_norm), len(runner.state.tokens)) if native else None
+    recorded = None
+    if native:
+        with contextlib.suppress(NotRecordableError):  # then neither are decode steps, which say so
+            recorded = RecordedHead(ready, decoder, len(head.out_norm), len(runner.state.tokens))
     return HeadProposer(ready, runner.state, runner.sampler, recorded)
 
 

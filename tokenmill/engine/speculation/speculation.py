@@ -175,9 +175,9 @@ class Speculation:
         self.payoff.learn(rows, sum(map(len, result.tokens)) / rows, taken / plain)
 
     def ended(self, request: Request) -> None:
-        if self._records.pop(request.id, None) is not None:
-            for one in self.proposers:
-                one.ended(request)
+        self._records.pop(request.id, None)
+        for one in self.proposers:
+            one.ended(request)
 
     def forget(self) -> None:
         """Nothing that was read of any text may be used any more."""
@@ -205,6 +205,7 @@ class Speculation:
         left = [one for one in self.proposers if one not in self._failed]
         self._failed, self.proposers, self._calibrations, self._drafter = [], [], [], None
         self.drafting = False
+        self._records.clear()
         for one in left:
             self.add(one)
 
@@ -249,6 +250,8 @@ class Speculation:
 
         Now and then it is tried all the same: what was measured long ago may have changed.
         """
+        if not self.time.known:
+            return False  # what drafts have to beat
         if self._turn % TRY_AGAIN < TRIES:
             return True
         draft = Draft([ON_DEVICE] * DRAFTED, [0] * DRAFTED)

@@ -28,6 +28,10 @@ class VerifyTime:
         self._level: float | None = None  # logarithm of seconds
         self._curve = self._prior
 
+    @property
+    def known(self) -> bool:
+        return self._level is not None
+
     def learn(self, tokens: int, seconds: float) -> None:
         at = int(np.searchsorted(SIZES, min(tokens, SIZES[-1])))
         measured = float(np.log(max(seconds, 1e-7)))

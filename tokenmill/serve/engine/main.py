@@ -29,7 +29,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
-from tokenmill.engine.step import Pending, Runner, Step
+from tokenmill.engine.step import Pending, Runner, Step, num_decodes
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.serve.engine import process_limits, wire
 from tokenmill.serve.engine.in_flight import InFlightFile
@@ -275,8 +275,8 @@ class _InFlightRunner:
     def launch(self, step: Step) -> Pending:
         self._newest.append([int(request.id) for request in step.requests])
         self.note_in_flight([])
-        singles = step.num_singles
-        self.composition = (singles, sum(step.counts[singles:]))
+        decodes = num_decodes(step)  # with drafts, too: these are no tokens of prompts
+        self.composition = (decodes, sum(step.counts[decodes:]))
         return self._inner.launch(step)
 
     def reset(self) -> None:
