@@ -50,7 +50,7 @@ def test_it_is_used_unasked_saves_steps_and_changes_nothing(
                 steps.append(engine.scheduler.stats.steps)
                 if engine.speculation is not None:
                     head = engine.speculation.stats["head"]
-                    assert head.drafted > 60 and head.accepted > 0.25 * head.drafted
+                    assert head.drafted > 30 and head.accepted > 0.25 * head.drafted
         assert answers[0] == answers[1]
         assert steps[1] > 1.1 * steps[0]  # the slowest of three
 
