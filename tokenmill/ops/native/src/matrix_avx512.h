@@ -193,21 +193,24 @@ static inline __m512 weights_of(const uint8_t* panel, uint32_t group, uint32_t c
     return _mm512_mul_ps(_mm512_cvtepi32_ps(codes), second ? scales.other(in) : scales.scale(in));
 }
 
+// Adds the outliers of COUNT rows of one quad.
+template <class C, int COUNT>
+static inline void add_outliers_of_quad(const uint8_t* panel, const Rows& rows, int quad, __m512* sums) {
+    const Outlier* list = rows.outliers + quad * rows.room;
+    for (const Outlier* one = list; one < list + rows.taken[quad]; ++one) {
+        const __m512 weights = weights_of<C>(panel, one->group, one->column);
+        for (int row = 0; row < COUNT; ++row)
+            sums[row] = _mm512_fmadd_ps(weights, _mm512_set1_ps(one->x[rows.first + row]), sums[row]);
+    }
+}
+
 // Adds the outliers of ROWS rows.
 template <class C, int ROWS>
 static inline void add_outliers(const uint8_t* panel, const Rows& rows, __m512 sums[ROWS]) {
+    constexpr int WHOLE = ROWS / QUAD, LEFT = ROWS % QUAD;
 #pragma GCC unroll 4
-    for (int quad = 0; quad < (ROWS + QUAD - 1) / QUAD; ++quad) {
-        const int together = ROWS - quad * QUAD < QUAD ? ROWS - quad * QUAD : QUAD;
-        const Outlier* list = rows.outliers + quad * rows.room;
-        for (const Outlier* one = list; one < list + rows.taken[quad]; ++one) {
-            const __m512 weights = weights_of<C>(panel, one->group, one->column);
-            for (int row = 0; row < together; ++row) {
-                __m512& sum = sums[quad * QUAD + row];
-                sum = _mm512_fmadd_ps(weights, _mm512_set1_ps(one->x[rows.first + row]), sum);
-            }
-        }
-    }
+    for (int quad = 0; quad < WHOLE; ++quad) add_outliers_of_quad<C, QUAD>(panel, rows, quad, sums + quad * QUAD);
+    if constexpr (LEFT > 0) add_outliers_of_quad<C, LEFT>(panel, rows, WHOLE, sums + WHOLE * QUAD);
 }
 
 // sums[row] = a panel times ROWS rows.
