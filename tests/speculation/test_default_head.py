@@ -55,6 +55,15 @@ def test_it_is_used_unasked_saves_steps_and_changes_nothing(
         assert steps[1] > 1.1 * steps[0]  # the slowest of three
 
 
+def test_unasked_it_leaves_larger_batches_alone(default_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(default_model, device="cpu", max_num_seqs=8, max_model_len=256) as llm:
+        llm.chat([CHATS[0]] * (choose.UNASKED_ROWS + 1), params, use_tqdm=False)
+        speculation = llm._built.engine.speculation
+        assert speculation is not None and not any(one.drafted for one in speculation.stats.values())
+
+
 def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norm, spec = torch.ones(576), spec_from_config(TINY | SMOLLM)
     assert shipped_head(spec, norm) is None  # another model

@@ -24,6 +24,7 @@ from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.native.recording import NotRecordableError
 
+UNASKED_ROWS = 4  # that nobody's answer becomes slower with more is not shown, so it is left to those who ask for it
 # What a token more costs, in shares of a step of one token, before anything was measured
 PER_TOKEN = {"cpu": 0.2, "cuda": 0.02}
 
@@ -51,6 +52,7 @@ def speculation_for(
     if config.speculation is not None:
         names = parse_speculation(config.speculation)
     else:
+        speculation.most_rows = UNASKED_ROWS
         shipped = shipped_head(runner.decoder.spec, runner.decoder.weights.final_norm)
         names = [("suffix", ""), *([("head", str(shipped))] if shipped is not None else [])]
     for kind, path in names:

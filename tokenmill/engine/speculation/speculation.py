@@ -63,6 +63,7 @@ class Speculation:
         self.drafting = False  # whether the next step has the device draft for the one after it
         self._drafter: int | None = None  # number of the proposer that does
         self.payoff = Payoff()
+        self.most_rows = max_tokens  # with more rows than this nothing is proposed
         self._on = False  # whether proposers were asked for the newest step
         self._asking = 0.0  # seconds that this takes
         self._max_tokens = max_tokens  # of a step that only decodes
@@ -93,7 +94,7 @@ class Speculation:
             self._take_in_proposers()
         if not self.proposers:
             return
-        self._on = self.payoff.on(len(requests))
+        self._on = len(requests) <= self.most_rows and self.payoff.on(len(requests))
         if not self._on:
             self.drafting = False
             return
