@@ -54,17 +54,16 @@ def fingerprint(final_norm: torch.Tensor) -> str:  # [hidden]
     return hashlib.sha256(final_norm.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
 
 
-def shipped_head(spec: DecoderSpec, final_norm: torch.Tensor) -> Path | None:  # [hidden]
+def shipped_head(spec: DecoderSpec, final_norm: torch.Tensor) -> DraftHead | None:  # [hidden]
     """The head that comes with the package for this model, if there is one and its file is as it was made."""
     name, digest = SHIPPED.get(fingerprint(final_norm), ("", ""))
     path = Path(__file__).parent / "heads" / name
     if not name or not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
         return None
     try:
-        DraftHead.load(path, spec, final_norm)
+        return DraftHead.load(path, spec, final_norm)
     except ModelError:  # a relative of its model: with a token more, or fewer layers
         return None
-    return path
 
 
 @dataclass(frozen=True)

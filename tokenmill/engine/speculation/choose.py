@@ -49,17 +49,20 @@ def speculation_for(
         return None, "off (on a GPU drafts are not worth their time yet: set speculation to try them)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
     speculation.add(GrammarProposer())
-    if config.speculation is not None:
-        names = parse_speculation(config.speculation)
-    else:
+    spec, final_norm = runner.decoder.spec, runner.decoder.weights.final_norm
+    if config.speculation is None:
         speculation.most_rows = UNASKED_ROWS
-        shipped = shipped_head(runner.decoder.spec, runner.decoder.weights.final_norm)
-        names = [("suffix", ""), *([("head", str(shipped))] if shipped is not None else [])]
+        _add_suffix(speculation, config, device)
+        shipped = shipped_head(spec, final_norm)
+        if shipped is not None:
+            speculation.add(_head(shipped, runner))
+        return speculation, f"suffix{' and head' if shipped else ''} (while at most {UNASKED_ROWS} requests decode)"
+    names = parse_speculation(config.speculation)
     for kind, path in names:
         if kind == "suffix":
             _add_suffix(speculation, config, device)
         elif recorded:
-            speculation.add(_head(path, runner))
+            speculation.add(_head(DraftHead.load(path, spec, final_norm), runner))
         else:
             raise ConfigError(
                 f"speculation is {config.speculation!r}, but a head drafts in recorded steps only: it needs "
@@ -68,9 +71,8 @@ def speculation_for(
     return speculation, f"{' and '.join(kind for kind, _ in names)} (drafts, where they make answers faster)"
 
 
-def _head(path: str, runner: TorchRunner) -> Proposer:
+def _head(head: DraftHead, runner: TorchRunner) -> Proposer:
     decoder = runner.decoder
-    head = DraftHead.load(path, decoder.spec, decoder.weights.final_norm)
     native = decoder.ops.chosen["attention"].name == "native"
     ready = HeadRunner(head, decoder, runner.sampler, native)
     if runner.device.type in ASYNC_DEVICES:

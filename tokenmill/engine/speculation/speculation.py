@@ -34,11 +34,6 @@ class DraftStats:
     accepted: int = 0  # and that held
     steps: int = 0  # rows of steps that verified any
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a row with drafts got from a step."""
-        return 1 + self.accepted / self.steps if self.steps else 1.0
-
 
 @dataclass
 class _Record:
