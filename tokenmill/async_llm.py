@@ -17,7 +17,7 @@ from tokenmill.errors import TokenmillError
 from tokenmill.loading_bar import loading_bar
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.processor import Message, Processor, Prompt
+from tokenmill.processor import Message, Processor, Prompt, check_salt
 from tokenmill.request_state import RequestState
 
 
@@ -53,8 +53,11 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         return self._stream(lambda: self._processor.chat_ids(messages), params, options)
 
-    async def reset_prefix_cache(self) -> None:
-        await self._call(self._processor.engine.reset_prefix_cache)
+    async def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
+        """Forget all cached prefixes and recent answers, or those with this salt; running requests are not touched."""
+        if cache_salt is not None:
+            check_salt(cache_salt)
+        await self._call(lambda: self._processor.engine.reset_prefix_cache(cache_salt))
 
     def plan_lines(self) -> list[str]:
         return self._built.report

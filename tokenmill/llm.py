@@ -18,7 +18,7 @@ from tokenmill.loading_bar import loading_bar
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from tokenmill.params import SamplingParams
-from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
+from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt, check_salt
 from tokenmill.request_state import RequestState
 
 
@@ -125,10 +125,12 @@ class LLM:
         self._check_open()
         return self._processor.chat_ids(messages, **options)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests are not touched."""
+    def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
+        """Forget all cached prefixes and recent answers, or those with this salt; running requests are not touched."""
         self._check_open()
-        self._processor.engine.reset_prefix_cache()
+        if cache_salt is not None:
+            check_salt(cache_salt)
+        self._processor.engine.reset_prefix_cache(cache_salt)
 
     def plan_lines(self) -> list[str]:
         """What was chosen for this machine and model, and why."""

@@ -52,7 +52,7 @@ class EngineVerbs(Protocol):
 
     def step(self) -> list[Delta]: ...
 
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self, cache_salt: str | None = None) -> None: ...
 
 
 class Processor:
@@ -120,7 +120,7 @@ class Processor:
         if timeout is not None:
             _check_timeout(timeout)
         if cache_salt != "":
-            _check_salt(cache_salt)
+            check_salt(cache_salt)
         if pooling is not None and pooling not in POOLINGS:
             raise InvalidRequest(f"pooling is {pooling!r:.60}; it must be one of {', '.join(POOLINGS)}")
         request_id = self._new_id() if request_id is None else _checked_id(request_id)
@@ -303,7 +303,7 @@ def _check_timeout(timeout: Any) -> None:
         raise InvalidRequest(f"timeout is {timeout!r}; it must be a positive number of seconds")
 
 
-def _check_salt(salt: Any) -> None:
+def check_salt(salt: Any) -> None:
     try:
         if isinstance(salt, str):
             salt.encode()

@@ -132,6 +132,17 @@ def test_reset_forgets_content_but_takes_nothing_away():
     kv.check_integrity([one])
 
 
+def test_one_salt_is_forgotten_alone():
+    kv = KVManager(16, 4)
+    some = [start(kv, range(13), salt) for salt in ("a", "b", "")]
+    kv.release(some[0], fence=0)
+    kv.reset_prefix_cache("a")
+    assert [len(kv.match(Sequence(list(range(13)), salt))) for salt in ("a", "b", "")] == [0, 3, 3]
+    kv.reset_prefix_cache("")
+    assert [len(kv.match(Sequence(list(range(13)), salt))) for salt in ("a", "b", "")] == [0, 3, 0]
+    kv.check_integrity(some[1:])
+
+
 @given(length=st.integers(1, 30), shared=st.integers(0, 30), size=st.sampled_from([2, 4, 8]))
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one(length, shared, size):
     shared = min(shared, length)
@@ -252,6 +263,12 @@ class ManagerModel(RuleBasedStateMachine):
     def reset(self):
         self.kv.reset_prefix_cache()
         assert len(self.kv.index) == 0
+
+    @rule(salt=st.sampled_from(["", "a", "b"]))
+    def reset_one(self, salt):
+        before = set(self.kv.index.blocks()) - set(self.kv.index.blocks(salt))
+        self.kv.reset_prefix_cache(salt)
+        assert set(self.kv.index.blocks()) == before
 
     @invariant()
     def books_agree(self):

@@ -187,3 +187,31 @@ def test_no_tenant_sees_anothers_cache(tmp_path: Path) -> None:
             assert await cached(client, alice, cache_salt="other") == 0
 
     run(main())
+
+
+def test_a_tenant_has_its_own_cache_wiped_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    alice, bob = add_key(file, "alice", {}), add_key(file, "bob", {})
+
+    async def cached(client: httpx.AsyncClient, key: str, **more: Any) -> int:
+        answer = await client.post(PATH, json=body(list(range(1, 100)), **more), headers=bearer(key))
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def reset(client: httpx.AsyncClient, key: str, **more: Any) -> int:
+        return (await client.post("/reset_prefix_cache", json=more, headers=bearer(key))).status_code
+
+    async def main() -> None:
+        async with simulated(http={"keys": file}) as (_, url), httpx.AsyncClient(base_url=url) as client:
+            for key in (alice, bob):
+                await cached(client, key)
+                await cached(client, key, cache_salt="diary")
+            assert await reset(client, "tm-wrong") == 401
+            assert await reset(client, alice, cache_salt="s" * 2000) == 400
+            assert await reset(client, alice) == 200
+            assert await cached(client, alice, cache_salt="diary") > 0
+            assert await cached(client, alice) == 0
+            assert await reset(client, alice, cache_salt="diary") == 200
+            assert await cached(client, alice, cache_salt="diary") == 0
+            assert await cached(client, bob) > 0 and await cached(client, bob, cache_salt="diary") > 0
+
+    run(main())

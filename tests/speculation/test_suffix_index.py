@@ -108,7 +108,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     first, second = (request(id, [1, 2, *answer], prompt_len=2, salt=id) for id in "ab")
     index.propose([first, second], 4)
     index.ended(first)
-    index.forget_salt("a")
+    index.forget("a")
     found = index.propose([request(f"{salt}2", [1, *answer[3:6]], salt=salt) for salt in "ab"], 3)
     assert found[0] is None and found[1] is not None
     index.forget()

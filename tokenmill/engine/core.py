@@ -99,10 +99,11 @@ class Engine:
             self._watch(progressed=bool(deltas) or constrained)
         return deltas
 
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.kv.reset_prefix_cache()
+    def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
+        """Forget what can be found of all texts, or of those with this cache salt; who runs is not touched."""
+        self.scheduler.kv.reset_prefix_cache(cache_salt)
         if self.speculation is not None:
-            self.speculation.forget()
+            self.speculation.forget(cache_salt)
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -112,7 +112,7 @@ class KVManager:
         identities = self._identities(request, full)
         for number in range(request.num_published, full):
             block = request.blocks[number]
-            if self.index.publish(identities[number], block):
+            if self.index.publish(identities[number], block, request.salt):
                 self.pool.mark_content(block, True)
                 self._unproven.append((request.last_step, block))
         request.num_published = full
@@ -142,9 +142,9 @@ class KVManager:
         request.num_computed = 0
         request.num_published = 0
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached content; blocks in use stay in use."""
-        for block in self.index.blocks():
+    def reset_prefix_cache(self, salt: str | None = None) -> None:
+        """Forget all cached content, or that of one salt; blocks in use stay in use."""
+        for block in self.index.blocks(salt):
             self.index.forget(block)
             self.pool.mark_content(block, False)
 

@@ -70,6 +70,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
+        self._salt_of: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -84,20 +85,22 @@ class PrefixIndex:
             found.append(block)
         return found
 
-    def publish(self, identity: bytes, block: int) -> bool:
+    def publish(self, identity: bytes, block: int, salt: str = "") -> bool:
         """Returns whether the block now stands for the identity (False: another block already does)."""
         if identity in self._block_of or block in self._identity_of:
             return False
         self._block_of[identity] = block
         self._identity_of[block] = identity
+        self._salt_of[block] = salt
         return True
 
     def forget(self, block: int) -> bool:
         identity = self._identity_of.pop(block, None)
         if identity is None:
             return False
-        del self._block_of[identity]
+        del self._block_of[identity], self._salt_of[block]
         return True
 
-    def blocks(self) -> list[int]:
-        return list(self._identity_of)
+    def blocks(self, salt: str | None = None) -> list[int]:
+        """Those with content, or with that of one salt."""
+        return [block for block, its in self._salt_of.items() if salt is None or its == salt]

@@ -16,7 +16,7 @@ from starlette.routing import Route, request_response
 
 from tokenmill import __version__
 from tokenmill.errors import ConfigError, pip_install
-from tokenmill.serve.api import batches, health, message_batches, responses_by_id, schemas, tokens
+from tokenmill.serve.api import batches, health, message_batches, prefix_cache, responses_by_id, schemas, tokens
 from tokenmill.serve.api.chat import chat
 from tokenmill.serve.api.completions import complete
 from tokenmill.serve.api.embeddings import embed
@@ -52,6 +52,7 @@ _POSTS: tuple[tuple[str, type[RequestBody], Handler, Shape], ...] = (
     ("/v1/batches", schemas.BatchRequest, batches.create_batch, openai_shape),
     ("/tokenize", schemas.TokenizeRequest, tokens.tokenize, openai_shape),
     ("/detokenize", schemas.DetokenizeRequest, tokens.detokenize, openai_shape),
+    ("/reset_prefix_cache", schemas.ResetPrefixCacheRequest, prefix_cache.reset, openai_shape),
 )
 
 _READS: tuple[tuple[str, str, Reader], ...] = (

@@ -25,5 +25,5 @@ class GrammarProposer:
     def ended(self, request: Request) -> None:
         pass
 
-    def forget(self) -> None:
+    def forget(self, salt: str | None = None) -> None:
         pass

@@ -85,7 +85,7 @@ class HeadProposer:
     def ended(self, request: Request) -> None:
         pass
 
-    def forget(self) -> None:
+    def forget(self, salt: str | None = None) -> None:
         pass
 
 
@@ -123,5 +123,5 @@ class DeviceHead:
     def ended(self, request: Request) -> None:
         pass
 
-    def forget(self) -> None:
+    def forget(self, salt: str | None = None) -> None:
         pass

@@ -42,6 +42,6 @@ class Proposer(Protocol):
         """The request has ended, or its tokens are to be forgotten."""
         ...
 
-    def forget(self) -> None:
-        """Nothing that was learned of any text may be used any more."""
+    def forget(self, salt: str | None = None) -> None:
+        """Nothing that was learned of any text, or of those with this cache salt, may be used any more."""
         ...

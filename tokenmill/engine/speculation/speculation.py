@@ -175,11 +175,11 @@ class Speculation:
         for one in self.proposers:
             one.ended(request)
 
-    def forget(self) -> None:
-        """Nothing that was read of any text may be used any more."""
+    def forget(self, salt: str | None = None) -> None:
+        """Nothing that was read of any text, or of those with this cache salt, may be used any more."""
         self._records.clear()
         for one in self.proposers:
-            one.forget()
+            one.forget(salt)
 
     def _take_in_proposers(self) -> None:
         for one in [one for one in self.coming if one.done()]:

@@ -60,11 +60,10 @@ class SuffixProposer:
         if text is not None:
             self._c.tm_suffix_close(self._index, text.id)
 
-    def forget_salt(self, salt: str) -> None:
-        """Wipe the texts of one tenant."""
-        self._c.tm_suffix_forget(self._index, partition_of(salt))
-
-    def forget(self) -> None:
+    def forget(self, salt: str | None = None) -> None:
+        if salt is not None:
+            self._c.tm_suffix_forget(self._index, partition_of(salt))
+            return
         self._c.tm_suffix_delete(self._index)
         self._index = ctypes.c_void_p(self._c.tm_suffix_new(self._pages, self._bits))
         self._texts.clear()

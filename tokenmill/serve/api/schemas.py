@@ -312,6 +312,12 @@ class DetokenizeRequest(RequestBody, kw_only=True):
     skip_special_tokens: bool = False
 
 
+class ResetPrefixCacheRequest(RequestBody, kw_only=True):
+    """POST /reset_prefix_cache"""
+
+    cache_salt: str | None = None  # of the requests whose traces are wiped; unset: those without one
+
+
 class BatchRequest(RequestBody, kw_only=True):
     """POST /v1/batches"""
 

@@ -196,7 +196,7 @@ class EngineLoop:
                 case wire.Ping():
                     self._send_heartbeat(message.view)
                 case wire.ResetPrefixCache():
-                    self.engine.reset_prefix_cache()
+                    self.engine.reset_prefix_cache(message.salt)
                 case wire.Stop():
                     return False
         return True

@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 4  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 5  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -117,7 +117,9 @@ class Ping(msgspec.Struct, array_like=True, tag=3):
 
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=4):
-    """Empty the prefix cache."""
+    """Empty the prefix cache, or the part of one salt."""
+
+    salt: str | None = None
 
 
 class Stop(msgspec.Struct, array_like=True, tag=5):

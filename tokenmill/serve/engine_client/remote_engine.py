@@ -89,9 +89,9 @@ class RemoteEngine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def reset_prefix_cache(self) -> None:
-        if self._send is not None:
-            self._send(wire.ResetPrefixCache())
+    def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
+        if self._send is not None:  # else the next engine begins with none
+            self._send(wire.ResetPrefixCache(cache_salt))
 
     # -- what the supervisor tells ----------------------------------------------------------------------------
 

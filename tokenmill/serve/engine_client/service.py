@@ -195,6 +195,11 @@ class Service:
             self._dispatcher.drop(state)
         return state is not None
 
+    def reset_prefix_cache(self, cache_salt: str) -> None:
+        """Forget what was cached for requests with this salt, before any that is submitted after this."""
+        for one in self.and_degrade():
+            one._remote.reset_prefix_cache(cache_salt)
+
     async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a conversation; options are those of Processor.chat_ids (chat_template, tools, ...)."""
         self._check_started()
