@@ -14,6 +14,8 @@ from tokenmill.ops.triton import activation, norm, rope
 from tokenmill.ops.triton.attention import invariant as attention_invariant
 from tokenmill.ops.triton.attention.paged import attention
 from tokenmill.ops.triton.gemm import quantize as rows_of_eight_bits
+from tokenmill.ops.triton.gemm.gated import gated_gemm
+from tokenmill.ops.triton.gemm.gated_few import gated_few
 from tokenmill.ops.triton.gemm.hopper import SHAPES, hopper_gemm
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 from tokenmill.ops.triton.gemm.one_row import one_row_gemm
@@ -77,6 +79,12 @@ def hopper_cases() -> Iterator[Case]:
     for dtype in (BF16, FP16):
         for kind in ("silu", "gelu_tanh"):
             yield f"hopper moe {kind} {dtype}", partial(experts, 1024, kind=kind, dtype=dtype)
+    for act, dtype in (("silu", BF16), ("gelu_tanh", FP16)):
+        x, weight = new(512, 4096, dtype=dtype), new(2 * 14336, 4096, dtype=dtype)
+        yield f"hopper gated gemm {act} {dtype}", partial(gated_gemm, x, weight, act)
+        for rows, inner in ((2, 14336), (32, 18944), (64, 14336), (100, 18944), (128, 28672)):
+            x, weight = new(rows, 4096, dtype=dtype), new(2 * inner, 4096, dtype=dtype)
+            yield f"hopper gated few {rows} x {inner} {act} {dtype}", partial(gated_few, x, weight, act)
     for dtype in (INT8, FP8):
         for tile in (one for one in SHAPES if one.splits <= 2):
             yield f"hopper gemm {dtype} {tile}", partial(eight_bits, hopper_gemm, 128, 4096, 4096, dtype, shape=tile)

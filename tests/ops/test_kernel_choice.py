@@ -19,6 +19,7 @@ from tokenmill.config import EngineConfig  # noqa: E402
 from tokenmill.engine import build  # noqa: E402
 from tokenmill.errors import ConfigError  # noqa: E402
 from tokenmill.model.families import spec_from_config  # noqa: E402
+from tokenmill.model.layers import MLPWeights  # noqa: E402
 from tokenmill.ops import device_facts  # noqa: E402
 from tokenmill.ops.device_facts import HOPPER, HOPPER_ATTENTION, HOPPER_MOE, PDL, QUICK_LAUNCH  # noqa: E402
 from tokenmill.ops.matmul import MatmulKernel, MatmulNeed, matmul_kernels, select_matmul  # noqa: E402
@@ -37,6 +38,7 @@ KNOWN = ("3.6.0", "3.6.0+git1234", "3.7.1", "3.8.0", "3.9.0")
 UNKNOWN = ("3.5.1", "3.10.0", "4.6.0", "main")
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
 ONE_ROW, WARP_SPECIALISED = "one int4 row", "eight bits on both sides, warp-specialised"
+GATED = "gate, up and activation, few rows", "gate, up and activation"
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -205,7 +207,7 @@ def test_every_choice_of_a_kernel_asks(release, pretend, monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "changes", "expected"),
     [
-        ("dense", {}, {HOPPER_ATTENTION.name}),
+        ("dense", {}, {HOPPER_ATTENTION.name, *GATED}),
         ("w8a8", {}, {HOPPER_ATTENTION.name, f"w8a8, {WARP_SPECIALISED}"}),
         ("fp8", {}, {HOPPER_ATTENTION.name, f"fp8, {WARP_SPECIALISED}"}),
         ("int4", {}, {HOPPER_ATTENTION.name, f"int4-g128, {ONE_ROW}"}),
@@ -219,7 +221,8 @@ def test_the_report_tells_what_concerns_the_model(weight, changes, expected, pre
     )
 
     def decoder() -> SimpleNamespace:
-        layer = SimpleNamespace(linears=lambda: [Linear(scheme, {})])
+        one = Linear(scheme, {})
+        layer = SimpleNamespace(linears=lambda: [one], mlp=None if spec.moe else MLPWeights(one, one))
         weights = SimpleNamespace(device=GPU, dtype=BF16, lm_head=Linear(scheme, {}), layer=lambda index: layer)
         ops = select(Need("cuda", BF16, spec.attention_head_dim, 16))
         return SimpleNamespace(spec=spec, weights=weights, ops=ops)
@@ -228,8 +231,9 @@ def test_the_report_tells_what_concerns_the_model(weight, changes, expected, pre
     assert build.passed_over(decoder()) == []
     pretend("3.5.1")
     assert {line.split(":")[0] for line in build.passed_over(decoder())} == {*expected, QUICK_LAUNCH.name}
-    (line,) = build.matmul_lines(decoder())
+    line, *gated = build.matmul_lines(decoder())
     assert line.startswith(f"matmul       {weight}")
+    assert not gated  # its kernels are passed over
 
 
 def test_a_release_that_costs_speed_is_told_unasked(pretend):
@@ -264,3 +268,33 @@ def compiled(only: str, folder: Path) -> dict[str, dict[str, int]]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "made.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [(1, None), (2, GATED[0]), (64, GATED[0]), (80, None), (128, GATED[0]), (129, None), (1024, GATED[1])],
+)
+def test_the_activation_is_part_of_the_product_where_that_is_faster(rows, name, pretend):
+    pretend()
+    chosen = select_matmul(need_of("dense", 28672, 4096, weight_dtype=BF16))
+    run = chosen.gated(rows)
+    assert (run is None) == (name is None)
+    assert name is None or any(one.name == name and one.run is run.func for one in matmul_kernels("cuda"))
+    assert select_matmul(need_of("dense", 6144, 1024, weight_dtype=BF16)).gated(128) is None  # of small weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"in_features": 1028}, "its inputs are no multiple of 8, or its outputs none of 16"),
+        ({"out_features": 264}, "its inputs are no multiple of 8, or its outputs none of 16"),
+        ({"weight_dtype": torch.float32}, "its weight is float32"),
+        ({"dtype": torch.float32, "weight_dtype": torch.float32}, "no float32"),
+        ({"batch_invariant": True}, "not batch-invariant"),
+    ],
+)
+def test_where_the_activation_follows_the_product_it_is_said_why(changes, reason, pretend):
+    pretend()
+    chosen = select_matmul(need_of("dense", **{"weight_dtype": BF16, **changes}))
+    assert chosen.gated(32) is None and chosen.describe_gated() == ""
+    assert chosen.gating_passed_over[0] == f"{GATED[0]}: {reason}; instead the activation follows the product"

@@ -29,13 +29,14 @@ from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.families import spec_from_config
-from tokenmill.model.layers import WeightStore, linears
+from tokenmill.model.layers import MLPWeights, WeightStore, linears
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, read_config
 from tokenmill.model.weights.source import ModelFiles, resolve
 from tokenmill.ops.device_facts import outdated
 from tokenmill.ops.kv_forms import KV_FORMS, form_for
+from tokenmill.ops.matmul import Matmul
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.registry import Need, Ops, select
@@ -363,7 +364,14 @@ def matmul_lines(decoder: Decoder) -> list[str]:
         kind = matmul.need.name, matmul.describe()
         counts[kind] = counts.get(kind, 0) + 1
     several = len(counts) > 1
-    return [f"matmul       {name}{f' ({n})' if several else ''}: {how}" for (name, how), n in counts.items()]
+    lines = [f"matmul       {name}{f' ({n})' if several else ''}: {how}" for (name, how), n in counts.items()]
+    gating = dict.fromkeys(matmul.describe_gated() for matmul in _gate_ups(decoder))
+    return lines + [f"matmul       {how}" for how in gating if how]
+
+
+def _gate_ups(decoder: Decoder) -> list[Matmul]:
+    mlps = [decoder.weights.layer(index).mlp for index in range(decoder.spec.num_layers)]
+    return [one.gate_up.matmul(decoder.weights.dtype) for one in mlps if isinstance(one, MLPWeights)]
 
 
 def passed_over(decoder: Decoder) -> list[str]:
@@ -373,4 +381,5 @@ def passed_over(decoder: Decoder) -> list[str]:
     for linear in linears(weights, spec.num_layers):
         matmul = linear.matmul(weights.dtype)
         found += [f"{matmul.need.name}, {line}" for line in matmul.passed_over]
+    found += [line for matmul in _gate_ups(decoder) for line in matmul.gating_passed_over]
     return list(dict.fromkeys(found))

@@ -21,6 +21,7 @@ ANY_ROWS = (0, NO_LIMIT)
 Span = tuple[int, int]  # numbers of rows, both ends included
 
 Quantize = Callable[[torch.Tensor, torch.dtype, torch.Tensor | None], QuantizedRows]  # x, dtype of codes, fixed scale
+RunGated = Callable[[torch.Tensor, Storage, str], torch.Tensor]
 RunFused = Callable[[torch.Tensor | Unnormed, Storage, torch.Tensor | None, str], torch.Tensor]
 
 
@@ -73,7 +74,7 @@ class MatmulKernel:
     name: str
     weights: tuple[str, ...]
     # Of the need, x [rows, in] (QuantizedRows where `inputs` says so), the storage and the bias: [rows, out].
-    run: Callable[[MatmulNeed, Any, Storage, torch.Tensor | None], torch.Tensor]
+    run: Callable[..., torch.Tensor]
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = FLOATS
     requires: Requirement | None = None  # of the GPU and of Triton
@@ -86,6 +87,8 @@ class MatmulKernel:
     fused: Callable[[MatmulNeed, Any, Storage, torch.Tensor | None, str], torch.Tensor] | None = None
     gates: Callable[[MatmulNeed], bool] = lambda need: False  # whether `fused` can take in the activation
     counters: Callable[[int], int] = lambda out_features: 0  # split-K counters that a weight needs beside it
+    # Only for the product of gate and up: `run` takes the name of an activation as well, and gates: [rows, out / 2].
+    gated: bool = False
     recordable: tuple[str, ...] = ("cuda",)  # devices on which a step with it may be recorded
     # A row's bits depend on its own inputs alone: not on other rows, nor on their number.
     batch_invariant: bool = False
@@ -99,11 +102,17 @@ _Serving = tuple[int, Callable[[Any, Storage, torch.Tensor | None], torch.Tensor
 class Matmul:
     """What multiplies one kind of linear layer: kernels by number of rows. Callable as run(x, storage, bias)."""
 
-    def __init__(self, need: MatmulNeed, serving: Sequence[tuple[int, MatmulKernel]], passed_over: Sequence[str] = ()):
-        """serving: the most rows that each kernel serves, in ascending order; the last has no limit."""
+    def __init__(
+        self, need: MatmulNeed, serving: Sequence[tuple[int, MatmulKernel]], gating: Sequence[MatmulKernel] = ()
+    ) -> None:
+        """serving: the most rows that each kernel serves, in ascending order; the last has no limit. gating: kernels
+        with an activation, the best first.
+        """
         self.need = need
         self.serving = tuple(serving)
-        self.passed_over = tuple(passed_over)
+        self.passed_over: tuple[str, ...] = ()
+        self.gating_passed_over: tuple[str, ...] = ()  # of the product of gate and up
+        self._gating = [(span, one.name, partial(one.run, need)) for one in gating for span in one.fastest(need)]
         self.recordable = all(need.device.type in kernel.recordable for _, kernel in serving)
         self._by_rows: list[_Serving] = [
             (most, partial(one.run, need), one.inputs, one.quantize) for most, one in serving
@@ -136,6 +145,10 @@ class Matmul:
                 return one
         raise AssertionError("the last kernel has no limit")
 
+    def gated(self, rows: int) -> RunGated | None:
+        """A product of so many rows with the activation behind it, where that is faster than one after the other."""
+        return next((run for (first, last), _, run in self._gating if first <= rows <= last), None)
+
     def kernel(self, rows: int) -> MatmulKernel:
         return next(kernel for most, kernel in self.serving if rows <= most)
 
@@ -155,6 +168,10 @@ class Matmul:
         parts = [(kernel.name, _rows((first, most))) for first, (most, kernel) in zip(firsts, self.serving) if most]
         return parts[0][0] if len(parts) == 1 else ", ".join(f"{name} ({rows})" for name, rows in parts)
 
+    def describe_gated(self) -> str:
+        """Which kernel takes in the activation, and of how many rows; empty where none does."""
+        return ", ".join(f"{name} ({_rows(span)})" for span, name, _ in self._gating)
+
 
 def only(kernel: MatmulKernel, need: MatmulNeed) -> Matmul:
     """A product by one kernel, whatever the rows."""
@@ -164,12 +181,14 @@ def only(kernel: MatmulKernel, need: MatmulNeed) -> Matmul:
 @lru_cache(maxsize=1024)
 def select_matmul(need: MatmulNeed) -> Matmul:
     """The kernels of a linear layer. Of those that fit, the ones that are the fastest for a number of rows serve it."""
-    fitting, refused = [], []
+    fitting, refused, gating = [], [], []
     for kernel in matmul_kernels(need.device.type):
         if need.weight in kernel.weights:
             reason = _misfit(kernel, need)
             if reason:
                 refused.append((kernel, reason))
+            elif kernel.gated:
+                gating.append(kernel)
             else:
                 fitting.append((kernel, tuple(kernel.fastest(need))))
     serving: list[tuple[int, MatmulKernel]] = []
@@ -192,8 +211,10 @@ def select_matmul(need: MatmulNeed) -> Matmul:
                 f"batch_invariant is set, but nothing multiplies a {what} so ({reasons}); leave batch_invariant out"
             )
         raise ConfigError(f"nothing multiplies a {what} here ({reasons}); take another quantization or dtype")
-    chosen = Matmul(need, serving)
-    chosen.passed_over = _passed_over(chosen, refused)
+    chosen = Matmul(need, serving, sorted(gating, key=lambda kernel: -kernel.rank))
+    chosen.passed_over = _passed_over(chosen, [one for one in refused if not one[0].gated])
+    instead = "instead the activation follows the product"
+    chosen.gating_passed_over = tuple(f"{one.name}: {reason}; {instead}" for one, reason in refused if one.gated)
     return chosen
 
 

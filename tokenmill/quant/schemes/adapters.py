@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenmill.ops.matmul import RunGated
 from tokenmill.ops.types import Rows, Unnormed
 from tokenmill.quant.schemes.scheme import Linear
 
@@ -53,6 +54,9 @@ class AdaptedLinear(Linear):
 
     def fused(self, x: torch.Tensor | Unnormed, act: str = "") -> torch.Tensor:
         raise AssertionError("a product with adapters is not fused with what is around it")
+
+    def gated(self, x: torch.Tensor) -> RunGated | None:
+        return None
 
     def inputs(self, rows: int, dtype: torch.dtype) -> torch.dtype | None:
         return None

@@ -49,6 +49,9 @@ def gate_up_for(
         row = x.update if isinstance(x, Unnormed) else x
         if gate_up.fuses(row.shape[0], row.dtype, gated=True) and reader.inputs(1, row.dtype) is None:
             return gate_up.fused(x, act=kind)
+    run = gate_up.gated(x) if isinstance(x, torch.Tensor) else None
+    if run is not None and isinstance(x, torch.Tensor) and reader.inputs(x.shape[0], x.dtype) is None:
+        return run(x, gate_up.storage, kind)
     return act_mul_for(reader, ops, gate_up(x), kind)
 
 

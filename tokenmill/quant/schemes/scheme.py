@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from tokenmill.ops.matmul import Matmul, MatmulNeed, counters_of
+from tokenmill.ops.matmul import Matmul, MatmulNeed, RunGated, counters_of
 from tokenmill.ops.types import Rows, Storage, Unnormed
 from tokenmill.quant.groups import Groups
 
@@ -119,6 +119,10 @@ class Linear:
         run = self.matmul(x.update.dtype if isinstance(x, Unnormed) else x.dtype).fused
         assert run is not None
         return run(x, self.storage, self.bias, act)
+
+    def gated(self, x: torch.Tensor) -> RunGated | None:  # [rows, in]
+        """The product with an activation behind it, as run(x, storage, act), where a kernel for many rows has both."""
+        return self.matmul(x.dtype).gated(x.shape[0]) if self.bias is None and x.is_contiguous() else None
 
     def inputs(self, rows: int, dtype: torch.dtype) -> torch.dtype | None:
         """The codes that so many rows are rounded to, so that they may be handed over like that; None: none."""

@@ -26,6 +26,8 @@ WORDS = {"int4": "int4", "int8": "int8", "grouped fp8": "fp8"}  # weights of sma
 WIDE_INPUT_ROWS = 1
 # From here on tiles of 128 rows are ahead of the small ones, the library's or ours (scripts/gpu_w8a8.py).
 TILED_ROWS = 65
+# Where an activation inside of the product is ahead of one behind it (scripts/gpu_gated.py).
+LARGE_GATE_UP, MANY_ROWS = 64 << 20, 1024
 ONE_ROW_TILES, MOST_ONE_ROW_TILES = 16, 1024  # a stage of all warps, and so that inputs fit into shared memory
 _LIBRARY_ALIGNMENT = 16  # both dims of a float8 weight, elements
 _COUNTED_ROW_TILES = 4  # sums of eight bits on both sides are cut into parts up to several hundred rows
@@ -103,6 +105,30 @@ def _one_row_misfit(need: MatmulNeed) -> str:
     return ""
 
 
+def _gated_few(need: MatmulNeed, x: torch.Tensor, storage: Storage, act: str) -> torch.Tensor:
+    out: torch.Tensor = _gluon("gated_few").gated_few(x, storage["weight"], act)
+    return out
+
+
+def _gated(need: MatmulNeed, x: torch.Tensor, storage: Storage, act: str) -> torch.Tensor:
+    out: torch.Tensor = _gluon("gated").gated_gemm(x, storage["weight"], act)
+    return out
+
+
+def _gated_misfit(need: MatmulNeed) -> str:
+    if need.weight_dtype not in (None, need.dtype):
+        return _dense_misfit(need)
+    if need.in_features % 8 or need.out_features % 16:
+        return "its inputs are no multiple of 8, or its outputs none of 16"
+    return ""
+
+
+def _gated_few_fastest(need: MatmulNeed) -> tuple[Span, ...]:
+    """Beyond 64 rows only of large weights, and not while the second warpgroup has few of them."""
+    large = need.out_features * need.in_features >= LARGE_GATE_UP
+    return ((2, 64), (97, 128)) if large else ((2, 64),)
+
+
 def _float8_wide_inputs(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
     return small.small_gemm(x, storage["weight"], bias, scale=storage["scale"], counters=storage["counters"])
 
@@ -168,6 +194,15 @@ KERNELS = (
     replace(
         _GPU, name="few rows", weights=("dense",), run=_dense, rank=5, dtypes=HALVES, shape_misfit=_dense_misfit,
         rows=(1, small.MOST_FASTEST_ROWS), fastest=lambda need: small.fastest_rows(need.out_features, need.in_features),
+    ),
+    replace(
+        _GPU, name="gate, up and activation, few rows", weights=("dense",), run=_gated_few, gated=True, dtypes=HALVES,
+        requires=HOPPER, shape_misfit=_gated_misfit, fastest=_gated_few_fastest, counters=lambda out_features: 0,
+    ),
+    replace(
+        _GPU, name="gate, up and activation", weights=("dense",), run=_gated, gated=True, dtypes=HALVES,
+        requires=HOPPER, shape_misfit=_gated_misfit, fastest=lambda need: ((MANY_ROWS, NO_LIMIT),),
+        counters=lambda out_features: 0,
     ),
     replace(  # slower: only for who asks for it
         _GPU, name="batch-invariant", weights=("dense",), run=_invariant, rank=-1, dtypes=THREE_FLOATS,

@@ -1,0 +1,35 @@
+"""Products of gate and up with their activation inside, against the reference, at sizes that no tile divides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper():
+    from tokenmill.ops.device_facts import HOPPER, misfit
+
+    if reason := misfit(HOPPER, torch.device("cuda")):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inner", [88, 3072, 13696, 28672])
+@pytest.mark.parametrize("width", [192, 576, 1032, 4096])
+def test_gated_products_equal_the_reference(dtype: torch.dtype, inner: int, width: int) -> None:
+    from tokenmill.ops import reference
+    from tokenmill.ops.triton.gemm.gated import gated_gemm
+    from tokenmill.ops.triton.gemm.gated_few import gated_few
+
+    generator = torch.Generator("cuda").manual_seed(inner + width)
+    weight = (torch.randn(2 * inner, width, device="cuda", generator=generator) * 0.05).to(dtype)
+    for rows in (1, 2, 17, 33, 64, 65, 100, 128, 1000):
+        x = torch.randn(rows, width, device="cuda", generator=generator).to(dtype)
+        for act in ("silu", "gelu_tanh"):
+            expected = reference.act_mul((x.double() @ weight.double().T).to(dtype), act).double()
+            for gated in (gated_gemm, gated_few) if rows <= 128 else (gated_gemm,):
+                made = gated(x, weight, act).double()
+                assert (made - expected).norm() / expected.norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4)
