@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,3 +90,48 @@ def test_a_prior_is_asked_until_steps_say_otherwise_and_where_they_say_nothing()
     assert model.seconds(decoding) == pytest.approx(2 * TRUE.seconds(decoding), rel=0.05)
     prompt = model.seconds(facts(64, 500, 512)) - model.seconds(decoding)
     assert prompt == pytest.approx(TRUE.seconds(facts(0, 0, 512)) - TRUE.base, rel=0.2)
+
+
+def decoding(tokens: int) -> Facts:
+    return Facts(decode_rows=tokens)
+
+
+def test_times_are_learned_by_size_through_noise() -> None:
+    model, dice = FittedStepTime(per_token=0.2), random.Random(0)
+
+    def truth(tokens: int) -> float:
+        return 2e-3 * (1.0 if tokens <= 4 else 1.8)
+
+    for _ in range(300):
+        tokens = dice.choice([1, 2, 4, 8])
+        noise = 3.0 if dice.random() < 0.03 else dice.uniform(0.95, 1.05)
+        model.learn(decoding(tokens), truth(tokens) * noise)
+    assert model.decoding(np.array([1, 2, 4, 8])) == pytest.approx([2e-3, 2e-3, 2e-3, 3.6e-3], rel=0.1)
+
+
+def test_times_follow_a_machine_that_becomes_slower() -> None:
+    model = FittedStepTime(per_token=0.1)
+    for seconds in (1e-3, 2e-3):
+        for _ in range(200):
+            model.learn(decoding(1), seconds)
+    one, four = model.decoding(np.array([1, 4]))
+    assert one == pytest.approx(2e-3, rel=0.05) and four == pytest.approx(2.6e-3, rel=0.1)
+
+
+def test_prompts_are_priced_and_do_not_touch_what_decoding_takes() -> None:
+    """Decoding in tiles of four rows, beside prompts that take far longer: one model tells both."""
+    model, dice = FittedStepTime(per_token=0.1), random.Random(1)
+
+    def truth(one: Facts) -> float:
+        return 2e-3 * -(-one.decode_rows // 4) + 1e-3 * one.prefill_tokens
+
+    steps = [Facts(rows, 0, chunk) for rows in (1, 4, 5, 8) for chunk in (0, 0, 64, 256)]
+    assert not model.knows_decoding
+    model.learn(Facts(0, 0, 64), 1.0)
+    assert not model.knows_decoding
+    for _ in range(600):
+        one = dice.choice(steps)
+        model.learn(one, truth(one) * dice.uniform(0.95, 1.05))
+    assert model.knows_decoding
+    assert model.decoding(np.array([1, 4, 5, 8])) == pytest.approx([2e-3, 2e-3, 4e-3, 4e-3], rel=0.1)
+    assert model.seconds(Facts(4, 0, 256)) == pytest.approx(truth(Facts(4, 0, 256)), rel=0.05)

@@ -20,9 +20,9 @@ from tokenmill.engine.runner import cuda_graphs
 from tokenmill.engine.runner.cuda_graphs import Kind
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
-from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.ops import shaping
 from tokenmill.sampling import grammar
+from tokenmill.step_time import FittedStepTime
 
 pytest.importorskip("llguidance")
 
@@ -74,7 +74,7 @@ def test_masks_of_drafts_are_found_by_recorded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool, temperature: float
 ) -> None:
     monkeypatch.setattr(Payoff, "on", lambda *_: True)
-    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
     monkeypatch.setattr(grammar, "SLOW", 1e9)
     model = write_model(tmp_path / "model")

@@ -14,11 +14,11 @@ from tiny import TINY
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
-from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.model import draft_head
 from tokenmill.model.draft_head import SHIPPED, shipped_head
 from tokenmill.model.families import spec_from_config
 from tokenmill.ops.native.library import Library, load
+from tokenmill.step_time import FittedStepTime
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 SMOLLM = {
@@ -35,7 +35,7 @@ def test_it_is_used_unasked_saves_steps_and_changes_nothing(
     default_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Payoff, "on", lambda *_: True)  # whatever runs beside the tests
-    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.1)
     for params in (
         SamplingParams(temperature=0.0, max_tokens=60),

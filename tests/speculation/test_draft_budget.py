@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenmill.engine.speculation.budget import WORTHWHILE, admit
 from tokenmill.engine.speculation.calibration import Calibration, RequestRecord
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft
-from tokenmill.engine.speculation.verify_time import VerifyTime
 
 
 def costing(per_token: float):  # type: ignore[no-untyped-def]
@@ -90,25 +89,3 @@ def test_a_request_whose_drafts_fail_is_not_judged_by_the_others() -> None:
         calibration.count([0] * 8, 8, lucky)
     draft = Draft([1, 2, 3], [0] * 3)
     assert calibration.chances(draft, unlucky)[0] < 0.3 < 0.8 < calibration.chances(draft, lucky)[2]
-
-
-def test_times_are_learned_by_size_through_noise() -> None:
-    time, random = VerifyTime(per_token=0.2), Random(0)
-
-    def truth(tokens: int) -> float:
-        return 2e-3 * (1.0 if tokens <= 4 else 1.8)
-
-    for _ in range(300):
-        tokens = random.choice([1, 2, 4, 8])
-        noise = 3.0 if random.random() < 0.03 else random.uniform(0.95, 1.05)
-        time.learn(tokens, truth(tokens) * noise)
-    assert time.seconds(np.array([1, 2, 4, 8])) == pytest.approx([2e-3, 2e-3, 2e-3, 3.6e-3], rel=0.1)
-
-
-def test_times_follow_a_machine_that_becomes_slower() -> None:
-    time = VerifyTime(per_token=0.1)
-    for seconds in (1e-3, 2e-3):
-        for _ in range(200):
-            time.learn(1, seconds)
-    one, four = time.seconds(np.array([1, 4]))
-    assert one == pytest.approx(2e-3, rel=0.05) and four == pytest.approx(2.6e-3, rel=0.1)

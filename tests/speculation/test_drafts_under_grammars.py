@@ -20,10 +20,10 @@ from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.speculation import Speculation
-from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.engine.step import Pending, Step
 from tokenmill.sampling import grammar
 from tokenmill.sampling.grammar import Constraint, Grammars
+from tokenmill.step_time import FittedStepTime
 
 pytest.importorskip("llguidance")
 
@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which drafts are verified must not depend on how busy the machine is."""
-    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
     monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
     monkeypatch.setattr(grammar, "SLOW", 1e9)

@@ -18,10 +18,10 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.head import HeadProposer
 from tokenmill.engine.speculation.payoff import Payoff
-from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.draft_head import DraftHead, Target
 from tokenmill.ops.native.library import Library, load
+from tokenmill.step_time import FittedStepTime
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 
@@ -55,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which drafts are verified must not depend on how busy the machine is."""
-    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
     monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
 

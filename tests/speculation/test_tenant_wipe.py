@@ -19,9 +19,9 @@ from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.suffix import SuffixProposer
-from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.errors import InvalidRequest
 from tokenmill.ops.native.library import Library, load
+from tokenmill.step_time import FittedStepTime
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VerifyTime, "learn", lambda *_: None)
+    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
     monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
 

@@ -15,9 +15,9 @@ from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
-from tokenmill.engine.speculation.verify_time import VerifyTime
 from tokenmill.engine.step import DRAFTED, ON_DEVICE, Step, StepResult
 from tokenmill.sampling.grammar import Constraint
+from tokenmill.step_time import Facts, FittedStepTime
 
 log = logging.getLogger("tokenmill.engine")
 
@@ -53,8 +53,10 @@ class Speculation:
         self.proposers: list[Proposer] = []
         self.coming: list[Future[Proposer]] = []  # proposers that are still being made
         self.stats: dict[str, DraftStats] = {}
-        self.time = VerifyTime(per_token)
-        self.drafting_time = VerifyTime(per_token)  # of steps at whose end the device drafts
+        # Models of its own: pace learns gaps between tokens, of which the time to ask proposers is a part on a CPU, and
+        # that is weighed apart here. Prompts are not learned: beside them no drafts are verified.
+        self.time = FittedStepTime(per_token=per_token)
+        self.drafting_time = FittedStepTime(per_token=per_token)  # of steps at whose end the device drafts
         self.drafting = False  # whether the next step has the device draft for the one after it
         self._drafter: int | None = None  # number of the proposer that does
         self.payoff = Payoff()
@@ -124,7 +126,7 @@ class Speculation:
             elif len(requests) >= MANY:
                 record.due = self._turn + len(requests) // MANY
         times = self.drafting_time if self.drafting else self.time
-        counts = admit(chances, len(requests), self._max_tokens - len(requests), times.seconds)
+        counts = admit(chances, len(requests), self._max_tokens - len(requests), times.decoding)
         for (request, record, draft, source), count in zip(chosen, counts, strict=True):
             if count and request.grammar is not None:
                 count = self._check(request.grammar, draft.tokens[:count])
@@ -145,7 +147,8 @@ class Speculation:
         """A step was computed, in so many seconds."""
         if len(step.rows) == len(step.drafts) + step.num_singles:
             self._weigh(step, result)
-            (self.drafting_time if step.drafting else self.time).learn(step.num_tokens, seconds)
+            times = self.drafting_time if step.drafting else self.time
+            times.learn(Facts(decode_rows=step.num_tokens), seconds)
         if not step.drafts:
             return
         for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
@@ -165,9 +168,9 @@ class Speculation:
         if not self._on:
             self.payoff.rested(rows)
             return
-        plain = float(self.time.seconds(np.array([rows]))[0])
+        plain = float(self.time.decoding(np.array([rows]))[0])
         times = self.drafting_time if step.drafting else self.time
-        taken = float(times.seconds(np.array([step.num_tokens]))[0]) + self._asking
+        taken = float(times.decoding(np.array([step.num_tokens]))[0]) + self._asking
         self.payoff.learn(rows, sum(map(len, result.tokens)) / rows, taken / plain)
 
     def ended(self, request: Request) -> None:
@@ -246,14 +249,14 @@ class Speculation:
 
         Now and then it is tried all the same: what was measured long ago may have changed.
         """
-        if not self.time.known:
+        if not self.time.knows_decoding:
             return False  # what drafts have to beat
         if self._turn % TRY_AGAIN < TRIES:
             return True
         draft = Draft([ON_DEVICE] * DRAFTED, [0] * DRAFTED)
         chances = [self._calibrations[drafter].chances(draft, record.own[drafter]) for _, record in asked]
-        without = float(self.time.seconds(np.array([rows]))[0])
-        return any(admit(chances, rows, self._max_tokens - rows, self.drafting_time.seconds, without))
+        without = float(self.time.decoding(np.array([rows]))[0])
+        return any(admit(chances, rows, self._max_tokens - rows, self.drafting_time.decoding, without))
 
     def _judge(self, request: Request, record: _Record) -> None:
         """Compare older drafts, verified or not, with what was sampled."""
