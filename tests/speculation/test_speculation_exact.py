@@ -13,15 +13,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny import TINY, write_tiny
+from tiny_drafts import drafted, made_head, make_drafts_free
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.head import HeadProposer
-from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.errors import ConfigError, ModelError
-from tokenmill.model.draft_head import DraftHead, Target
 from tokenmill.ops.native.library import Library, load
-from tokenmill.step_time import FittedStepTime
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 
@@ -54,10 +52,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which drafts are verified must not depend on how busy the machine is."""
-    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
-    monkeypatch.setattr(Payoff, "on", lambda *_: True)
-    monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
+    make_drafts_free(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +60,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tiny(tmp_path_factory.mktemp("model"), hidden_size=64, head_dim=16, intermediate_size=96)
 
 
-def made_head(model: str, path: Path, **changes: Any) -> Path:
-    """A head that drafts at random, which is now and then what the model says."""
-    with LLM(model, **OPTIONS) as llm:
-        spec, norm = llm._built.spec, llm._built.engine.runner.decoder.weights.final_norm
-    torch.manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape) * 0.2
-
-    width, inner, vocab = spec.hidden, 32, 40
-    DraftHead(
-        torch.ones(width), draw(width, width), torch.ones(2 * width), draw(2 * inner, 2 * width), draw(width, inner),
-        torch.ones(width), draw(2 * inner, width), draw(width, inner), torch.ones(width), draw(vocab, width),
-        torch.arange(2, 2 + vocab).int(), Target.of(spec, norm), **changes,
-    ).save(path)  # fmt: skip
-    return path
-
-
 @pytest.fixture(scope="module")
 def head(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_head(model, tmp_path_factory.mktemp("heads") / "head.safetensors")
+    return made_head(model, tmp_path_factory.mktemp("heads") / "head.safetensors", OPTIONS)
 
 
 def answers(llm: LLM, way: dict[str, Any], tokens: int = 60) -> list[Any]:
@@ -106,12 +83,6 @@ def engines(model: str, head: Path) -> Iterator[dict[str, LLM]]:
         yield {name: stack.enter_context(LLM(model, speculation=value, **OPTIONS)) for name, value in names.items()}
 
 
-def drafted(llm: LLM) -> int:
-    speculation = llm._built.engine.speculation
-    assert speculation is not None
-    return sum(one.drafted for one in speculation.stats.values())
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("proposer", ["suffix", "head", "both"])
 def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, way: str) -> None:
@@ -121,16 +92,36 @@ def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, w
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_no_way_of_running_is_changed(model: str, run: str) -> None:
-    settings = {"speculation": "suffix"} | OPTIONS | RUNS[run]
-    with LLM(model, **settings) as llm:
-        found = answers(llm, WAYS["greedy"])
-        assert drafted(llm) > 20
-        assert run != "preempted" or llm._built.engine.scheduler.stats.preemptions
+def test_no_way_of_running_is_changed(model: str, head: Path, run: str) -> None:
+    """Preemption, chunked prefill, a warm prefix cache, int8 keys and values, int8 weights, with every proposer."""
+    with LLM(model, **(OPTIONS | RUNS[run] | {"speculation": "off"})) as llm:
+        plain = [answers(llm, WAYS[way]) for way in ("greedy", "several")]
         steps = llm._built.engine.scheduler.stats.steps
-    with LLM(model, **(settings | {"speculation": "off"})) as llm:
-        assert found == answers(llm, WAYS["greedy"])
-        assert steps < llm._built.engine.scheduler.stats.steps
+    for speculation in ("suffix", f"head:{head}", f"suffix,head:{head}"):
+        if run == "plain steps" and "head" in speculation:
+            continue  # a head drafts in recorded steps alone
+        with LLM(model, **(OPTIONS | RUNS[run] | {"speculation": speculation})) as llm:
+            assert [answers(llm, WAYS[way]) for way in ("greedy", "several")] == plain
+            stats = llm._built.engine.scheduler.stats
+            if run == "overlap" and "suffix" not in speculation:
+                assert not drafted(llm)  # on a CPU a head waits for the newest token, which is on its way
+                continue
+            assert drafted(llm) > 20 and (stats.steps < steps or speculation != "suffix")
+            assert run != "preempted" or stats.preemptions
+            assert run == "no cache" or llm._built.engine.scheduler.kv.stats.hit
+
+
+def test_a_head_without_recorded_steps_is_refused(model: str, head: Path) -> None:
+    with pytest.raises(ConfigError, match="a head drafts in recorded steps only"):
+        LLM(model, **OPTIONS, speculation=f"head:{head}", cuda_graphs=False)
+
+
+@pytest.mark.parametrize("proposer", ["suffix", "head", "both"])
+def test_beams_have_no_drafts_and_stay_as_they_are(engines: dict[str, LLM], proposer: str) -> None:
+    beams = {"temperature": 0.0, "beam_width": 3, "n": 3}
+    before = drafted(engines[proposer])
+    assert answers(engines[proposer], beams, tokens=20) == answers(engines["off"], beams, tokens=20)
+    assert drafted(engines[proposer]) == before
 
 
 def test_hits_of_the_prefix_cache_are_those_without_drafts(engines: dict[str, LLM]) -> None:

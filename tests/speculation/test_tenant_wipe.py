@@ -12,16 +12,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny import write_tiny
+from tiny_drafts import make_drafts_free
 
 from tokenmill import LLM, AsyncLLM, SamplingParams
 from tokenmill.engine.request import Request
-from tokenmill.engine.speculation import choose
-from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import InvalidRequest
 from tokenmill.ops.native.library import Library, load
-from tokenmill.step_time import FittedStepTime
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 
@@ -40,9 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
-    monkeypatch.setattr(Payoff, "on", lambda *_: True)
-    monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
+    make_drafts_free(monkeypatch)
 
 
 class Foreign:

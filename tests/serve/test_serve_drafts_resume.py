@@ -1,0 +1,83 @@
+"""An engine that drafts is killed under the server: answers go on token for token as those of an undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim_service import run, strike
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speculation")]
+from tiny import write_tiny
+from tiny_drafts import made_head
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.config import EngineConfig
+from tokenmill.ops.native.library import Library, load
+from tokenmill.outputs import RequestOutput
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.settings import ServeSettings
+
+pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("drafting_engine.py")))
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 16, "max_model_len": 400,
+}  # fmt: skip
+LENGTH = {"max_tokens": 300, "ignore_eos": True}
+CASES = [
+    SamplingParams(temperature=0, **LENGTH),
+    SamplingParams(temperature=0.4, seed=1, **LENGTH),
+    SamplingParams(temperature=0.4, seed=2, top_p=0.9, top_k=40, min_p=0.01, **LENGTH),
+    SamplingParams(temperature=0, repetition_penalty=1.02, frequency_penalty=0.01, **LENGTH),
+    SamplingParams(temperature=0.4, seed=4, n=3, **LENGTH),
+    SamplingParams(temperature=0.3, seed=5, logprobs=2, **LENGTH),
+]
+PROMPTS = [[3 + (7 * i + j) % (5 + i) for j in range(12 + 9 * i)] for i in range(len(CASES))]
+
+
+def said(output: RequestOutput) -> list[Any]:
+    assert output.error is None
+    return [
+        (list(one.token_ids), one.finish_reason, [list(table) for table in one.logprobs or []])
+        for one in output.outputs
+    ]
+
+
+@pytest.mark.parametrize("speculation", ["suffix", "head", "suffix,head"])
+def test_an_engine_killed_while_it_drafts_changes_no_token(tmp_path: Path, speculation: str) -> None:
+    model = write_tiny(tmp_path / "model", hidden_size=64, head_dim=16, intermediate_size=96)
+    head = made_head(model, tmp_path / "head.safetensors", OPTIONS)
+    settings = OPTIONS | {"speculation": speculation.replace("head", f"head:{head}")}
+    with LLM(model, **(OPTIONS | {"speculation": "off"})) as llm:
+        prompts = [{"prompt_token_ids": one} for one in PROMPTS]
+        undisturbed = [said(output) for output in llm.generate(prompts, CASES, use_tqdm=False)]
+
+    async def main() -> None:
+        service = Service(EngineConfig(model=model, **settings), ServeSettings(command=COMMAND))
+        await service.start()
+        shot: list[int] = []  # drafts that the killed engine had verified
+
+        async def drafted() -> int:
+            assert await service.view() is not None  # with it comes what the engine counts
+            return sum(one[0] for one in service._counters.engine.drafts.values())
+
+        async def follow(index: int) -> list[Any]:
+            async for output in await service.submit(PROMPTS[index], CASES[index]):
+                if len(output.outputs[0].token_ids) >= 30 and not shot:  # well under way
+                    shot.append(0)
+                    shot[0] = await drafted()
+                    await strike(service, signal.SIGKILL)
+            return said(output)
+
+        disturbed = await asyncio.gather(*map(follow, range(len(CASES))))
+        assert shot[0] > 10 and service.stats().restarts == 1
+        assert disturbed == undisturbed
+        assert await drafted() > 10  # the next engine drafts, too
+        await service.stop()
+
+    run(main())

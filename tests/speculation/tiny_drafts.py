@@ -1,0 +1,47 @@
+"""Heads for tiny models, and drafts that are verified whatever they cost: what tests of speculation share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill import LLM
+from tokenmill.engine.speculation import choose
+from tokenmill.engine.speculation.payoff import Payoff
+from tokenmill.model.draft_head import DraftHead, Target
+from tokenmill.step_time import FittedStepTime
+
+
+def make_drafts_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which drafts are verified must not depend on how busy the machine is."""
+    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
+    monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
+
+
+def made_head(model: str, path: Path, options: dict[str, Any], vocab: int = 40, **changes: Any) -> Path:
+    """A head that drafts at random, which is now and then what the model says."""
+    with LLM(model, **options) as llm:
+        spec, norm = llm._built.spec, llm._built.engine.runner.decoder.weights.final_norm  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape) * 0.2
+
+    width, inner = spec.hidden, 32
+    DraftHead(
+        torch.ones(width), draw(width, width), torch.ones(2 * width), draw(2 * inner, 2 * width), draw(width, inner),
+        torch.ones(width), draw(2 * inner, width), draw(width, inner), torch.ones(width), draw(vocab, width),
+        torch.arange(2, 2 + vocab).int(), Target.of(spec, norm), **changes,
+    ).save(path)  # fmt: skip
+    return path
+
+
+def drafted(llm: LLM) -> int:
+    """Drafts that were verified."""
+    speculation = llm._built.engine.speculation
+    assert speculation is not None
+    return sum(one.drafted for one in speculation.stats.values())
