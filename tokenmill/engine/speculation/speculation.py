@@ -53,9 +53,9 @@ class Speculation:
         self.proposers: list[Proposer] = []
         self.coming: list[Future[Proposer]] = []  # proposers that are still being made
         self.stats: dict[str, DraftStats] = {}
-        # Models of its own: pace learns gaps between tokens, in which a CPU also asks proposers and makes text (a quarter
-        # more than the step, with the default model), and what asking costs is weighed apart here. Prompts are not
-        # learned: beside them no drafts are verified.
+        # Models of its own: pace learns gaps between tokens, in which a CPU also asks proposers and makes text (a
+        # quarter more than the step, with the default model), and what asking costs is weighed apart here. Prompts are
+        # not learned: beside them no drafts are verified.
         self.time = FittedStepTime(per_token=per_token)
         self.drafting_time = FittedStepTime(per_token=per_token)  # of steps at whose end the device drafts
         self.drafting = False  # whether the next step has the device draft for the one after it
