@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner import cuda_graphs, torch_runner
 from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Kind
+from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -32,17 +32,18 @@ PROMPTS = [[3 + (7 * i + j) % 120 for j in range(3 + 5 * i)] for i in range(5)]
 
 
 class Replay(Speculation):
-    """Proposes how known answers go on, wrong at a set rate."""
+    """Has how known answers go on verified, wrong at a set rate, whatever that brings."""
 
     def __init__(self, answers: dict[str, list[int]], wrong: float, length: int = 3) -> None:
         super().__init__(max_tokens=32, per_token=0.0)
-        self.answers, self.wrong, self.length, self.random = answers, wrong, length, Random(3)
+        self.answers, self.known = dict(answers), ReplayProposer(1 - wrong, length, vocab=128, seed=3)
 
     def propose(self, requests: Sequence[Request]) -> None:
         for one in requests:
-            said = one.num_tokens - one.prompt_len
-            known = self.answers[one.id][said : said + one.unsure + self.length]
-            one.drafts = [5 if self.random.random() < self.wrong else token for token in known]
+            if one.id in self.answers:
+                self.known.learn(one.tokens[: one.prompt_len], self.answers.pop(one.id))
+        for one, draft in zip(requests, self.known.propose(requests, 100), strict=True):
+            one.drafts = [] if draft is None else draft.tokens[one.pending :]
 
 
 def params(index: int, penalty: float) -> SamplingParams:

@@ -30,6 +30,8 @@ class Batch:
     prefill: float  # until every request had its first token
     decode_steps: list[float]  # each gives every request a token
     prefill_steps: int
+    prefill_tokens: int  # of answers, said until then
+    texts: list[tuple[list[int], list[int]]]  # prompts and answers
 
 
 def answer(llm: LLM, asks: list[Ask]) -> Batch:
@@ -43,11 +45,14 @@ def answer(llm: LLM, asks: list[Ask]) -> Batch:
     while not all(state.leader.num_output for state in states):
         processor.step()
     prefill, prefill_steps = time.perf_counter() - began, steps_of(llm) - before
+    prefill_tokens = sum(state.leader.num_output for state in states)
     while processor.engine.has_work:
         processor.step()
     run = Run(time.perf_counter() - began, [answer_of(state.output(), moment) for state in states])
     last = run.answers[-1].times  # the last to have its first token: from then on all decode
-    return Batch(run, prefill, [after - before for before, after in pairwise(last)], prefill_steps)
+    steps = [after - before for before, after in pairwise(last)]
+    texts = [(state.leader.tokens[: state.leader.prompt_len], state.leader.output) for state in states]
+    return Batch(run, prefill, steps, prefill_steps, prefill_tokens, texts)
 
 
 def figures(batches: list[Batch], roof: Roof | None) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def latency(
     seed: given.Seed = 0,
     repeats: given.Repeats = 5,
     warmup: Annotated[int, option("Batches before, which do not count.", min=0)] = 1,
+    draft_acceptance: given.DraftAcceptance = None,
+    draft_tokens: given.DraftTokens = None,
     ceilings: given.Ceilings = True,
     price: given.Price = None,
     json: given.Json = None,
@@ -94,6 +96,7 @@ def latency(
     engine: EngineSettings,
 ) -> None:
     """Measure one batch at a time: first token, time per token, every step."""
+    from tokenmill.bench import drafts
     from tokenmill.bench.charts import draw
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.latency import MIN_TOKENS, figures, lines, repeated
@@ -104,9 +107,15 @@ def latency(
     sizes = given.whole_numbers(batch, "batch")
     if output < MIN_TOKENS:
         raise ConfigError(f"--output is {output}; steps are timed between tokens, of which {MIN_TOKENS} are needed")
-    derived = {"max_num_seqs": max(sizes), "skip_tokenizer_init": _made_up(engine)}
+    if draft_tokens is not None and draft_acceptance is None:
+        raise ConfigError("--draft-tokens says how many are drafted; say how often they are right: --draft-acceptance")
+    length = 0 if draft_acceptance is None else draft_tokens or 4
+    derived = {"max_num_seqs": max(sizes) * (1 + length), "skip_tokenizer_init": _made_up(engine)}
     options = {**command_defaults("bench latency", **derived), **engine}
-    rows = EngineConfig.from_options(model=model, **options).max_num_seqs
+    config = EngineConfig.from_options(model=model, **options)
+    if length and (config.batching != "continuous" or not config.kv_cache):
+        raise ConfigError("--draft-acceptance needs batching='continuous' and kv_cache=True; leave it out")
+    rows = config.max_num_seqs
     if rows is not None and rows < max(sizes):
         raise ConfigError(f"max_num_seqs is {rows}; it must be {max(sizes)}, the largest --batch, or more")
     roof, llm = _opened(model, options, ceilings)
@@ -115,12 +124,18 @@ def latency(
         for number, size in enumerate(sizes):
             report(number, len(sizes), f"batch of {size}")
             mix = Mix(given.workload(None, size, input, output), vocab=llm._processor.vocab_size)
-            batches = repeated(llm, mix, seed, repeats, warmup)
-            points.append(figures(batches, roof))
+            if draft_acceptance is None:
+                batches, drafted = repeated(llm, mix, seed, repeats, warmup), {}
+            else:
+                batches, found = drafts.repeated(llm, mix, seed, repeats, warmup, draft_acceptance, length)
+                drafted = {"drafts": found}
+            points.append(figures(batches, roof) | drafted)
             drawn.append((f"batch {size}", None, [one.run for one in batches]))
             if per_hour is not None:
                 points[-1]["cost"] = cost(per_hour, points[-1])
     told = [f"prompts of {input} and answers of {output} tokens, {repeats} repeats", *lines(points)]
+    if draft_acceptance is not None:
+        told += drafts.lines(points)
     given.give_out({"model": model, "options": options, "points": points}, told, json)
     if plot is not None:
         note(f"wrote {', '.join(map(str, draw(plot, drawn, None)))}")

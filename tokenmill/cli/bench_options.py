@@ -27,6 +27,13 @@ LongestOutput = Annotated[int | None, option("With --trace: cut longer answers t
 Seed = Annotated[int, option("Other prompts, other random times.", panel=_WHAT, min=0)]
 Repeats = Annotated[int, option("How often, each time with new prompts; for intervals.", panel=_HOW, min=1)]
 WarmUp = Annotated[int | None, option("Requests before, which do not count; unset: a few.", panel=_HOW, min=0)]
+DraftAcceptance = Annotated[
+    float | None,
+    option("Also with drafts of known answers, each right with this probability.", panel=_HOW, min=0.0, max=1.0),
+]
+DraftTokens = Annotated[
+    int | None, option("With --draft-acceptance: drafts per step and request, at most; unset: 4.", panel=_HOW, min=1)
+]
 Ceilings = Annotated[bool, option("Measure first what this machine can at best, and say how near it was.", panel=_HOW)]
 Price = Annotated[str | None, option("Of the machine: 2.5/h. For cost per token.", panel=_OUT)]
 Json = Annotated[Path | None, option("Every figure; - is stdout.", "--json", panel=_OUT)]
