@@ -2,8 +2,9 @@
 
     python scripts/gpu_gated.py                # decode steps: few rows, recorded, weights that no cache holds
     python scripts/gpu_gated.py --prompts      # many rows, each going on for 0.4 s, so that the power limit counts
+    python scripts/gpu_gated.py --plain        # few rows streamed through other weights, against what else there is
 
-Times are microseconds of one block: norm, gate and up, activation, down.
+Times are microseconds of one block: norm, gate and up, activation, down; with --plain of a norm and a product.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tokenmill.ops.matmul import MatmulKernel, dense_need, matmul_kernels
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.gemm.gated import gated_gemm
 from tokenmill.ops.triton.gemm.gated_few import gated_few
-from tokenmill.ops.triton.norm import add_rms_norm
+from tokenmill.ops.triton.gemm.stream import stream_gemm
+from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.scheme import Linear
 
@@ -32,6 +35,7 @@ MODELS = {
     "llama3.2-1b": (2048, 8192),
     "qwen3-0.6b": (1024, 3072),
 }
+PLAIN = ((4608, 3584), (3584, 3584), (3584, 18944), (6144, 4096), (4096, 14336), (4096, 1024), (1024, 3072))
 ROWS, PROMPTS = (1, 2, 8, 16, 32, 48, 64, 80, 96, 128), (256, 512, 1024, 2048, 8192)
 LAYERS_BYTES = 1 << 30
 Gate = Callable[[torch.Tensor, Linear], torch.Tensor]
@@ -90,10 +94,36 @@ class Chain:
         return recorded(partial(self.run, gate, x), 5 + int(1e6 * seconds / once)) / self.layers
 
 
+def time_plain() -> None:
+    print(f"{'columns x inner':>14s} {'rows':>5s} {'others':>8s} {'streamed':>8s}")
+    for columns, inner in PLAIN:
+        copies = [linear(columns, inner) for _ in range(max(2, LAYERS_BYTES // (8 * columns * inner)))]
+        norm = torch.ones(inner, dtype=torch.bfloat16, device="cuda")
+        others = [one for one in matmul_kernels("cuda") if one.name in ("few rows", "the matrix library")]
+        for rows in (2, 8, 16, 32, 64):
+            x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
+
+            def run(kernel: MatmulKernel | None, copies: list[Linear] = copies, x: torch.Tensor = x) -> None:
+                for one in copies:
+                    mixed, weight = rms_norm(x, norm, 1e-6), one.storage["weight"]  # noqa: B023
+                    if kernel is None:
+                        stream_gemm(mixed, weight, None, one.storage["counters"])
+                    else:
+                        kernel.run(dense_need(weight, x.dtype), mixed, one.storage, None)
+
+            before = min(recorded(partial(run, one)) for one in others) / len(copies)
+            streamed = recorded(partial(run, None)) / len(copies)
+            print(f"{columns:6d} x {inner:5d} {rows:5d} {before:8.1f} {streamed:8.1f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
+    if arguments.plain:
+        time_plain()
+        return
     print(f"{'':12s} {'rows':>5s} {'behind':>8s} {'inside':>8s}")
     for name, (hidden, inner) in MODELS.items():
         chain = Chain(hidden, inner)

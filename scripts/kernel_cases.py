@@ -20,6 +20,7 @@ from tokenmill.ops.triton.gemm.hopper import SHAPES, hopper_gemm
 from tokenmill.ops.triton.gemm.invariant import invariant_gemm
 from tokenmill.ops.triton.gemm.one_row import one_row_gemm
 from tokenmill.ops.triton.gemm.small import counters_for, small_gemm
+from tokenmill.ops.triton.gemm.stream import stream_gemm
 from tokenmill.ops.triton.gemm.weight_codes import Codes, parts_of
 from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm, widened
 from tokenmill.ops.triton.moe import experts as moe
@@ -85,6 +86,11 @@ def hopper_cases() -> Iterator[Case]:
         for rows, inner in ((2, 14336), (32, 18944), (64, 14336), (100, 18944), (128, 28672)):
             x, weight = new(rows, 4096, dtype=dtype), new(2 * inner, 4096, dtype=dtype)
             yield f"hopper gated few {rows} x {inner} {act} {dtype}", partial(gated_few, x, weight, act)
+    for rows, columns, inner, dtype in ((2, 1024, 3072, BF16), (16, 4608, 3584, BF16), (32, 3584, 18944, FP16)):
+        x, weight = new(rows, inner, dtype=dtype), new(columns, inner, dtype=dtype)
+        counters = new(256, dtype=torch.int32)
+        for bias in (None, new(columns, dtype=dtype)):
+            yield f"hopper stream {rows} {columns} x {inner} {dtype}", partial(stream_gemm, x, weight, bias, counters)
     for dtype in (INT8, FP8):
         for tile in (one for one in SHAPES if one.splits <= 2):
             yield f"hopper gemm {dtype} {tile}", partial(eight_bits, hopper_gemm, 128, 4096, 4096, dtype, shape=tile)

@@ -1,4 +1,4 @@
-"""Products of gate and up with their activation inside, against the reference, at sizes that no tile divides."""
+"""Products of few rows, and of gate and up with their activation inside, at sizes that no tile divides."""
 
 from __future__ import annotations
 
@@ -33,3 +33,22 @@ def test_gated_products_equal_the_reference(dtype: torch.dtype, inner: int, widt
             for gated in (gated_gemm, gated_few) if rows <= 128 else (gated_gemm,):
                 made = gated(x, weight, act).double()
                 assert (made - expected).norm() / expected.norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("columns", "inner"), [(88, 200), (960, 576), (1024, 3072), (3584, 18944), (8448, 1032)])
+def test_streamed_products_equal_the_reference(dtype: torch.dtype, columns: int, inner: int) -> None:
+    from tokenmill.ops.triton.gemm.stream import stream_gemm
+
+    generator = torch.Generator("cuda").manual_seed(columns + inner)
+    weight = (torch.randn(columns, inner, device="cuda", generator=generator) * 0.05).to(dtype)
+    bias = torch.randn(columns, device="cuda", generator=generator).to(dtype)
+    counters = torch.zeros(-(-columns // 64), dtype=torch.int32, device="cuda")
+    for rows in (1, 2, 16, 17, 32):
+        x = torch.randn(rows, inner, device="cuda", generator=generator).to(dtype)
+        for added in (None, bias):
+            expected = x.double() @ weight.double().T + (0.0 if added is None else added.double())
+            for splits in (None, 1, 2, 3):
+                made = stream_gemm(x, weight, added, counters, splits).double()
+                assert (made - expected).norm() / expected.norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+                assert not counters.any()

@@ -38,6 +38,7 @@ KNOWN = ("3.6.0", "3.6.0+git1234", "3.7.1", "3.8.0", "3.9.0")
 UNKNOWN = ("3.5.1", "3.10.0", "4.6.0", "main")
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
 ONE_ROW, WARP_SPECIALISED = "one int4 row", "eight bits on both sides, warp-specialised"
+STREAMED = "few rows, streamed"
 GATED = "gate, up and activation, few rows", "gate, up and activation"
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -207,11 +208,11 @@ def test_every_choice_of_a_kernel_asks(release, pretend, monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "changes", "expected"),
     [
-        ("dense", {}, {HOPPER_ATTENTION.name, *GATED}),
+        ("dense", {}, {HOPPER_ATTENTION.name, f"dense, {STREAMED}", *GATED}),
         ("w8a8", {}, {HOPPER_ATTENTION.name, f"w8a8, {WARP_SPECIALISED}"}),
         ("fp8", {}, {HOPPER_ATTENTION.name, f"fp8, {WARP_SPECIALISED}"}),
         ("int4", {}, {HOPPER_ATTENTION.name, f"int4-g128, {ONE_ROW}"}),
-        ("dense", EXPERTS, {HOPPER_ATTENTION.name, HOPPER_MOE.name}),
+        ("dense", EXPERTS, {HOPPER_ATTENTION.name, HOPPER_MOE.name, f"dense, {STREAMED}"}),
     ],
 )
 def test_the_report_tells_what_concerns_the_model(weight, changes, expected, pretend):
@@ -298,3 +299,17 @@ def test_where_the_activation_follows_the_product_it_is_said_why(changes, reason
     chosen = select_matmul(need_of("dense", **{"weight_dtype": BF16, **changes}))
     assert chosen.gated(32) is None and chosen.describe_gated() == ""
     assert chosen.gating_passed_over[0] == f"{GATED[0]}: {reason}; instead the activation follows the product"
+
+
+@pytest.mark.parametrize(
+    ("columns", "inner", "names"),
+    [
+        (4096, 14336, ["few rows", STREAMED, STREAMED, "the matrix library"]),
+        (4096, 14340, ["the matrix library"] * 4),  # rows that the copy engine does not take
+        (14336, 4096, ["few rows", *["the matrix library"] * 3]),  # more than one wave of programs
+    ],
+)
+def test_few_rows_are_streamed_through_weights_of_one_wave(columns, inner, names, pretend):
+    pretend()
+    chosen = select_matmul(need_of("dense", columns, inner, weight_dtype=BF16))
+    assert [chosen.kernel(rows).name for rows in (1, 2, 32, 33)] == names

@@ -28,6 +28,7 @@ WIDE_INPUT_ROWS = 1
 TILED_ROWS = 65
 # Where an activation inside of the product is ahead of one behind it (scripts/gpu_gated.py).
 LARGE_GATE_UP, MANY_ROWS = 64 << 20, 1024
+STREAMED_ROWS = 32  # up to here (scripts/gpu_gated.py --plain)
 ONE_ROW_TILES, MOST_ONE_ROW_TILES = 16, 1024  # a stage of all warps, and so that inputs fit into shared memory
 _LIBRARY_ALIGNMENT = 16  # both dims of a float8 weight, elements
 _COUNTED_ROW_TILES = 4  # sums of eight bits on both sides are cut into parts up to several hundred rows
@@ -53,6 +54,23 @@ def _dense_misfit(need: MatmulNeed) -> str:
     if need.weight_dtype not in (None, need.dtype):
         return f"its weight is {str(need.weight_dtype).removeprefix('torch.')}"
     return f"its {need.in_features} inputs are no multiple of 64" if need.in_features % 64 else ""
+
+
+def _streamed(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
+    if not x.is_contiguous() or x.data_ptr() % 16:  # as the copy engine needs them; ours always are
+        x = x.clone(memory_format=torch.contiguous_format)
+    out: torch.Tensor = _gluon("stream").stream_gemm(x, storage["weight"], bias, storage["counters"])
+    return out
+
+
+def _streamed_misfit(need: MatmulNeed) -> str:
+    if need.weight_dtype not in (None, need.dtype):
+        return _dense_misfit(need)
+    if need.in_features % 8:
+        return f"its {need.in_features} inputs are no multiple of 8"
+    if need.out_features > 64 * multiprocessors(need.device):
+        return f"its {need.out_features} outputs are more than one wave of programs"
+    return ""
 
 
 def _invariant(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
@@ -194,6 +212,10 @@ KERNELS = (
     replace(
         _GPU, name="few rows", weights=("dense",), run=_dense, rank=5, dtypes=HALVES, shape_misfit=_dense_misfit,
         rows=(1, small.MOST_FASTEST_ROWS), fastest=lambda need: small.fastest_rows(need.out_features, need.in_features),
+    ),
+    replace(
+        _GPU, name="few rows, streamed", weights=("dense",), run=_streamed, rank=6, dtypes=HALVES, requires=HOPPER,
+        shape_misfit=_streamed_misfit, rows=(2, STREAMED_ROWS), fastest=lambda need: ((2, STREAMED_ROWS),),
     ),
     replace(
         _GPU, name="gate, up and activation, few rows", weights=("dense",), run=_gated_few, gated=True, dtypes=HALVES,
