@@ -49,7 +49,8 @@ def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
         assert changed and changed <= known
         before = now
     on_top = {"kv_cache", "batching", "kv_reservation", "enable_chunked_prefill", "enable_prefix_caching"}
-    on_top |= {"cuda_graphs", "ops"} | ({"overlap", "shared_prefix_attention"} if device == "cuda" else set())
+    on_top |= {"cuda_graphs", "ops"}
+    on_top |= {"overlap", "shared_prefix_attention"} if device == "cuda" else {"speculation"}
     for name in on_top:  # nothing is left off
         assert before.get(name, defaults[name]) == defaults[name], name
 
@@ -225,7 +226,7 @@ def test_an_answer_that_ends_too_early_is_different(monkeypatch: pytest.MonkeyPa
 def test_rounding_on_purpose_is_judged_more_mildly_from_there_on() -> None:
     plan = LadderPlan("cpu", SIZES)
     names = [rung.name for rung in plan.rungs() if plan.rounds(rung.name)]
-    assert names == ["quantized", "recorded", "kv-quantized"]
+    assert names == ["quantized", "recorded", "kv-quantized", "speculation"]
     assert next(rung for rung in plan.rungs() if rung.claim == BOUNDED).name == names[0]
 
 

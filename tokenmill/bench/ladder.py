@@ -197,6 +197,12 @@ def _on_cpu(stored_packed: bool) -> list[Rung]:
             "A decode step is one native call and one that reads prompts is two, not one per op.",
         ),
         Rung("kv-quantized", "int8 KV cache", {"kv_cache_dtype": "int8"}, "A quarter of the bytes per token.", BOUNDED),
+        Rung(
+            "speculation",
+            "speculative decoding",
+            {"speculation": None},
+            "Drafts of what comes next are verified several at a time, while few requests decode.",
+        ),
     ]
 
 
@@ -217,6 +223,12 @@ def _on_gpu() -> list[Rung]:
         Rung("overlap", "overlap", {"overlap": None}, "The next step is launched before the one before is read back."),
         Rung("quantized", "fp8 weights", {"quantization": "fp8"}, "Products of weights and inputs in fp8.", BOUNDED),
         Rung("kv-quantized", "fp8 KV cache", {"kv_cache_dtype": "fp8"}, "Half the bytes per token.", BOUNDED),
+        Rung(
+            "speculation",
+            "speculative decoding",
+            {"speculation": "suffix"},  # unset, a GPU may have none: a rung that switches nothing says nothing
+            "What followed the same tokens before is drafted, and verified several at a time.",
+        ),
     ]
 
 
