@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the token itself, its rank, and the best ones."""
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the token itself, its rank, and the best ones. A tuple, because between
+    processes that travels without the names of its fields."""
 
     token: int
     logprob: float
