@@ -82,7 +82,9 @@ def check(
     admission: AdmissionControl, queued: int, queued_tokens: int, tokens: int, timeout: float | None = None
 ) -> None:
     load = Backlog(queued_tokens, 50.0 * queued, 8)
-    admission.check(queued, queued_tokens, tokens, 1, timeout, lambda: load)
+    admission.check(queued, queued_tokens, tokens, 1, lambda: load)
+    if timeout is not None:
+        admission.check_deadline(queued_tokens, tokens, timeout, lambda: load)
 
 
 def test_the_queue_is_bounded_in_tokens_and_requests() -> None:

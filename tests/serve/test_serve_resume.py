@@ -120,8 +120,14 @@ class Bench:
         self.remote.attach(self.sent.append)
 
     def say(self, name: str, token: int = 5) -> None:
-        update = wire.SequenceUpdate(self.key(name), [token], admitted=wire.Admitted(0.0, 0))
-        self.remote.take_in(wire.StepDone(1, 0.0, 0.0, 1, 0, [update]))
+        key = self.key(name)
+        update, admitted = wire.SequenceUpdate(key, [token]), wire.Admitted(key, 0.0, 0)
+        self.remote.take_in(wire.StepDone(1, 0.0, 0.0, 1, 0, [update], [admitted]))
+
+    def begin(self, name: str, cached: int = 0, prefill: int = 0) -> None:
+        """The engine is in the prompt of this one, with so many tokens of prompts in its step."""
+        admitted = wire.Admitted(self.key(name), 0.0, cached)
+        self.remote.take_in(wire.StepDone(1, 0.0, 0.0, 0, prefill, [], [admitted]))
 
     @property
     def submitted(self) -> list[int]:
@@ -138,6 +144,17 @@ def test_everything_unfinished_goes_to_the_next_engine_with_what_it_said() -> No
     messages = [one for one in bench.sent if isinstance(one, wire.Submit)]
     assert [one.sequences[0].output for one in messages] == [[7, 8], []]
     assert all(one.prompt == [1, 2] for one in messages)
+
+
+def test_log_probabilities_of_a_prompt_are_asked_for_until_they_are_there() -> None:
+    bench = Bench()
+    bench.remote.add(Request("a", [1, 2], SamplingParams(prompt_logprobs=1), max_tokens=50, seed=0))
+    bench.begin("a")  # they come with the first token
+    bench.lose()
+    assert [one.params.prompt_logprobs for one in bench.sent] == [1]
+    bench.say("a")
+    bench.lose()
+    assert [one.params.prompt_logprobs for one in bench.sent] == [None]
 
 
 def test_a_crash_at_the_same_spot_twice_is_tried_alone_then_convicted() -> None:
@@ -227,13 +244,18 @@ def test_a_cancelled_suspect_ends_its_trial() -> None:
     assert bench.submitted[-1] == bench.key("b")
 
 
-def test_siblings_travel_together_until_one_of_them_was_let_in() -> None:
+def test_siblings_travel_together_until_one_of_them_has_said_something() -> None:
     bench = Bench()
     leader, sibling = (Request(f"a{i}", [1, 2], SamplingParams(n=2), max_tokens=9, seed=i) for i in range(2))
     leader.followers = [sibling]
     bench.remote.add(leader)
     bench.lose()
     assert [len(one.sequences) for one in bench.sent] == [2]
+    bench.begin("a0")
+    assert bench.remote.queued == 1 and bench.remote.queued_tokens == 0
+    bench.lose()  # with the prompt that they share
+    assert [len(one.sequences) for one in bench.sent] == [2]
+    assert bench.remote.queued == 2 and bench.remote.queued_tokens == 2
     bench.say("a0")
     bench.lose()
     assert [len(one.sequences) for one in bench.sent] == [1, 1]

@@ -53,9 +53,10 @@ updates = st.builds(
     st.none() | st.lists(scores, max_size=3),
     st.none() | st.sampled_from(["stop", "error"]),
     st.none() | st.text(),
-    st.none() | st.builds(wire.Admitted, st.none() | st.floats(0, 1e9), st.integers(0, 100), st.none()),
+    prompt_logprobs=st.none() | st.lists(scores, max_size=3),
     pooled=st.none() | st.lists(st.floats(-1, 1), max_size=4),
 )
+admissions = st.builds(wire.Admitted, st.integers(0, 2**63), st.none() | st.floats(0, 1e9), st.integers(0, 100))
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,9 +66,11 @@ def test_a_submission_arrives_as_it_was_sent(message: wire.Submit) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(updates, max_size=5), st.integers(0, 2**40), st.floats(0, 1e9))
-def test_a_step_arrives_as_it_was_sent(found: list[wire.SequenceUpdate], number: int, at: float) -> None:
-    message = wire.StepDone(number, at, 0.1, 1, 2, found)
+@given(st.lists(updates, max_size=5), st.lists(admissions, max_size=3), st.integers(0, 2**40), st.floats(0, 1e9))
+def test_a_step_arrives_as_it_was_sent(
+    found: list[wire.SequenceUpdate], admitted: list[wire.Admitted], number: int, at: float
+) -> None:
+    message = wire.StepDone(number, at, 0.1, 1, 2, found, admitted)
     assert wire.decode_from_engine(wire.encode(message)) == message
 
 
@@ -106,6 +109,12 @@ def test_logprobs_survive_the_way_there_and_back() -> None:
     message = wire.StepDone(1, 0.0, 0.0, 0, 0, [wire.SequenceUpdate(1, [3], found)])
     decoded = wire.decode_from_engine(wire.encode(message))
     assert isinstance(decoded, wire.StepDone) and decoded.updates[0].logprobs == found
+    assert isinstance(decoded.updates[0].logprobs[0], TokenLogprobs)
+
+
+def test_log_probabilities_travel_without_the_names_of_their_fields() -> None:
+    """There are thousands of them in a second, and both processes pay for every byte."""
+    assert wire.encode(TokenLogprobs(3, -0.25, 2, [(1, -0.1)])) == wire.encode((3, -0.25, 2, [(1, -0.1)]))
 
 
 @given(st.lists(st.integers(0, 2**63), max_size=300), st.lists(st.integers(0, 2**63), max_size=300))

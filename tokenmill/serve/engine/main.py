@@ -135,7 +135,7 @@ class EngineLoop:
         self._socket = socket
         self._runner = engine.runner = _InFlightRunner(engine.runner, in_flight)
         self._beat_seconds = beat_seconds
-        self._unadmitted: dict[str, Request] = {}  # the front does not know yet that they were let in
+        self._unadmitted: dict[int, Request] = {}  # by key: those that have been in no step yet
         self._steps = 0
         self._last_heartbeat = 0.0
         self._idle_reported = True  # the front knows that there is nothing to do
@@ -147,16 +147,25 @@ class EngineLoop:
         self.engine.close()
 
     def _run_step(self) -> None:
-        self._runner.composition = (0, 0)
+        self._runner.begin_turn()
         began = time.monotonic()
         deltas = self.engine.step()
         self._steps += 1
         self._idle_reported = False
         now = time.monotonic()
+        admitted = self._newly_admitted() if self._unadmitted else []
         updates = [self._update(delta) for delta in deltas]
-        self._send(wire.StepDone(self._steps, now, now - began, *self._runner.composition, updates))
+        self._send(wire.StepDone(self._steps, now, now - began, *self._runner.composition, updates, admitted))
         if now - self._last_heartbeat >= self._beat_seconds:
             self._send_heartbeat()
+
+    def _newly_admitted(self) -> list[wire.Admitted]:
+        """Those whom the step launched in this turn is the first of."""
+        admitted = []
+        for key in self._unadmitted.keys() & self._runner.launched:
+            metrics = self._unadmitted.pop(key).metrics
+            admitted.append(wire.Admitted(key, metrics.first_scheduled, metrics.cached_tokens))
+        return admitted
 
     def _update(self, delta: Delta) -> wire.SequenceUpdate:
         request = delta.request
@@ -168,11 +177,9 @@ class EngineLoop:
             update.error = request.error
             update.pooled = request.pooled or None
             update.request_fault = request.grammar is not None and request.grammar.error is not None
-        if self._unadmitted and self._unadmitted.pop(request.id, None) is not None:
-            metrics = request.metrics
-            update.admitted = wire.Admitted(metrics.first_scheduled, metrics.cached_tokens)
-            if request.params.prompt_logprobs is not None:
-                update.admitted.prompt_logprobs = request.prompt_logprobs
+            self._unadmitted.pop(update.key, None)
+        if request.prompt_logprobs and request.num_output == len(delta.tokens):
+            update.prompt_logprobs = request.prompt_logprobs
         return update
 
     def _handle_messages(self) -> bool:
@@ -191,7 +198,7 @@ class EngineLoop:
                 case wire.Submit():
                     self._submit(message)
                 case wire.Cancel():
-                    self._unadmitted.pop(str(message.key), None)
+                    self._unadmitted.pop(message.key, None)
                     self.engine.cancel(str(message.key), Finish(message.why))
                 case wire.Ping():
                     self._send_heartbeat(message.view)
@@ -225,7 +232,7 @@ class EngineLoop:
             return
         self._runner.note_in_flight([])
         for request in requests:
-            self._unadmitted[request.id] = request
+            self._unadmitted[int(request.id)] = request
 
     def _requests(self, message: wire.Submit) -> list[Request]:
         now = self.engine.clock()
@@ -266,14 +273,20 @@ class _InFlightRunner:
         self._in_flight = in_flight
         # A step is launched while the one before it runs; and what a commit breaks on was in the newest of them.
         self._newest: deque[list[int]] = deque(maxlen=2)
-        self.composition = (0, 0)  # of the step launched last: decodes, tokens of prompts
+        self.begin_turn()
+
+    def begin_turn(self) -> None:
+        """A turn of the loop launches one step at most; these are of that one."""
+        self.composition = (0, 0)  # decodes, tokens of prompts
+        self.launched: list[int] = []  # keys
 
     def note_in_flight(self, more: list[int]) -> None:
         """Write down who is in flight, and whom else a crash would have to do with."""
         self._in_flight.write([*(key for keys in self._newest for key in keys), *more])
 
     def launch(self, step: Step) -> Pending:
-        self._newest.append([int(request.id) for request in step.requests])
+        self.launched = [int(request.id) for request in step.requests]
+        self._newest.append(self.launched)
         self.note_in_flight([])
         decodes = num_decodes(step)  # with drafts, too: these are no tokens of prompts
         self.composition = (decodes, sum(step.counts[decodes:]))

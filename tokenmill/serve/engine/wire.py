@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 5  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 6  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -30,17 +30,17 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     finish: str | None = None  # a Finish; set in the last update only
     error: str | None = None
-    admitted: Admitted | None = None  # with its first update after a submission
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with its first tokens
     request_fault: bool = False  # the error is of the request's own making: no other engine would do better
     pooled: list[float] | None = None  # the vector that it was asked for, with its last update
 
 
-class Admitted(msgspec.Struct, array_like=True):
-    """What is known once a sequence has been let in."""
+class Admitted(msgspec.Struct, array_like=True, frozen=True):
+    """The engine has begun with a sequence: it is in a step for the first time since it was submitted."""
 
-    scheduled: float | None  # when it first ran
+    key: int
+    scheduled: float | None  # when it was let in
     cached_tokens: int  # prompt tokens that the prefix cache supplied
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
@@ -160,6 +160,7 @@ class StepDone(msgspec.Struct, array_like=True, tag=23):
     decodes: int  # rows that computed one token in the step launched now
     prefill_tokens: int
     updates: list[SequenceUpdate]
+    admitted: list[Admitted] = []  # with the step launched now
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=24):

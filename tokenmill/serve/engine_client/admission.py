@@ -13,6 +13,7 @@ from tokenmill.step_time import Facts, FittedStepTime
 
 RETRY_LEAST, RETRY_MOST = 1.0, 120.0  # seconds that a refused client is told to wait
 _FORGETTING = 0.995  # per step: what was measured a few hundred steps ago hardly counts
+_RECENT = 64  # prompts: what the prefix cache spared one of these it may spare the next one, too
 
 
 class Overloaded(QueueFull):
@@ -49,6 +50,7 @@ class AdmissionControl:
         self.max_step_tokens = 1  # of the engine, once there is one
         self.step_time = FittedStepTime(forgetting=_FORGETTING)
         self._answer = 64.0  # tokens of a typical answer, learned
+        self._uncached: deque[float] = deque(maxlen=_RECENT)  # of recent prompts: the share that was computed
 
     def learn_step(self, decodes: int, prefill_tokens: int, seconds: float) -> None:
         if decodes or prefill_tokens:
@@ -56,6 +58,9 @@ class AdmissionControl:
 
     def learn_answer(self, tokens: int) -> None:
         self._answer += 0.05 * (tokens - self._answer)
+
+    def learn_prompt(self, tokens: int, cached: int) -> None:
+        self._uncached.append(1 - cached / tokens)
 
     def expected_output(self, said: int, max_tokens: int) -> float:
         """Tokens that a sequence will still say: an answer that outgrew the typical one is taken to double."""
@@ -69,6 +74,11 @@ class AdmissionControl:
     def prefill_seconds(self, tokens: int) -> float | None:
         """The least time to compute these prompt tokens; None: nothing measured yet."""
         return self._seconds(math.ceil(tokens / self.max_step_tokens), 0, tokens)
+
+    def uncached_tokens(self, tokens: int) -> int:
+        """How many of these tokens of prompts will have to be computed, at least. Nobody knows before the engine looks
+        what its prefix cache holds of them, so it is taken to be as much as of the luckiest of recent prompts."""
+        return math.ceil(tokens * min(self._uncached, default=1.0))
 
     def _seconds(self, steps: float, decodes: float, prefill_tokens: float) -> float | None:
         """Of so many steps that do this together; None: nothing measured yet."""
@@ -84,10 +94,9 @@ class AdmissionControl:
         queued_tokens: int,
         tokens: int,
         sequences: int,
-        timeout: float | None,
         load: Callable[[], Backlog],
     ) -> None:
-        """Raise Overloaded if a request of `tokens` prompt tokens may not come in. `load` is asked when one may not."""
+        """Raise Overloaded if there is no room for a request of `tokens` prompt tokens; only then `load` is asked."""
         limit, most = self._settings.max_queued_tokens, self._settings.max_queued_requests
         if queued and queued + sequences > most:
             raise Overloaded(
@@ -100,9 +109,11 @@ class AdmissionControl:
                 "try again later",
                 self.retry_after(load(), (queued_tokens + tokens - limit) / max(1, queued_tokens)),
             )
-        if timeout is None:
-            return
-        least = self.prefill_seconds(queued_tokens + tokens)
+
+    def check_deadline(self, ahead: int, tokens: int, timeout: float, load: Callable[[], Backlog]) -> None:
+        """Raise Overloaded if a request whose prompt is read after `ahead` others' tokens cannot begin to answer in
+        time."""
+        least = self.prefill_seconds(self.uncached_tokens(ahead + tokens))
         if least is not None and least > timeout:
             raise Overloaded(
                 f"the deadline is {timeout:.3g} s away but the first token would take {least:.3g} s or more; "

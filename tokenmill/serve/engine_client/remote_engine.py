@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tokenmill.engine.request import Finish, Request, State
+from tokenmill.engine.request import BATCH, Finish, Request, State
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.errors import InvalidRequest
@@ -23,14 +23,15 @@ CRASHES, CRASHES_ALONE = 2, 1  # at the same spot, before a request is run alone
 
 
 class RemoteSequence:
-    __slots__ = ("admitted", "group", "key", "request", "sent")
+    __slots__ = ("admitted", "group", "key", "read_at", "request", "sent")
 
     def __init__(self, key: int, request: Request, group: list[RemoteSequence]) -> None:
         self.key = key
         self.request = request
-        self.group = group  # its siblings and itself, leader first; as long as none was let in they travel together
+        self.group = group  # its siblings and itself, leader first; as long as none said anything they travel together
         self.sent = False  # to the engine that runs now
-        self.admitted = False  # an engine has let it in
+        self.admitted = False  # the engine has begun with it
+        self.read_at = 0  # once admitted: what `_prefilled` will be when all of its prompt may have been read
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class RemoteEngine:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.sequences: dict[int, RemoteSequence] = {}
-        self.queued = 0  # sequences that no engine has let in yet
-        self.queued_tokens = 0  # their prompts, once per group
+        self.queued = 0  # sequences that the engine has not begun
+        self.queued_by_class = [0] * (BATCH + 1)  # tokens of their prompts, once per group
         self.at_fault: set[str] = set()  # ids of requests that ended with an error of their own making; to be emptied
         self.on_work: Callable[[], None] = lambda: None  # called when there is something for the engine to do
         self._keys: dict[str, int] = {}  # request id -> key
@@ -55,6 +56,7 @@ class RemoteEngine:
         self._send: Callable[[wire.ToEngine], None] | None = None  # None: no engine
         self._deltas: list[Delta] = []
         self._offset: float | None = None  # our clock minus the engine's
+        self._prefilled = 0  # prompt tokens in the steps of all engines
         self._isolation = Isolation(CRASHES, CRASHES_ALONE)  # its first suspect has the engine to itself
 
     # -- the verbs of an engine -------------------------------------------------------------------------------
@@ -73,8 +75,7 @@ class RemoteEngine:
         for sequence in group:
             self.sequences[sequence.key] = sequence
             self._keys[sequence.request.id] = sequence.key
-        self.queued += len(group)
-        self.queued_tokens += request.prompt_len
+            self._count_queued(sequence, 1)
         if self._send is not None and not self._isolation.suspects:
             self._submit(group)
         self.on_work()
@@ -93,6 +94,26 @@ class RemoteEngine:
         if self._send is not None:  # else the next engine begins with none
             self._send(wire.ResetPrefixCache(cache_salt))
 
+    # -- what is still to be read -----------------------------------------------------------------------------
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum(self.queued_by_class)
+
+    def tokens_before(self, priority: int, policy: str) -> int:
+        """Prompt tokens that the engine reads before it begins with a newcomer of this class."""
+        first = {"fcfs": BATCH + 1, "priority": priority + 1, "sjf": priority}[policy]  # classes
+        return sum(self.queued_by_class[:first])
+
+    def unread_tokens(self, request: Request) -> int | None:
+        """How many tokens of its prompt are to be computed before its first token, at least: whatever was computed of
+        prompts since the engine began with it may have been its own. None: the engine has not begun."""
+        key = self._keys.get(request.id)
+        if key is None or request.num_output:
+            return 0
+        sequence = self.sequences[key]
+        return max(0, sequence.read_at - self._prefilled) if sequence.admitted else None
+
     # -- what the supervisor tells ----------------------------------------------------------------------------
 
     def attach(self, send: Callable[[wire.ToEngine], None]) -> None:
@@ -109,6 +130,10 @@ class RemoteEngine:
         self._send = None
         for sequence in self.sequences.values():
             sequence.sent = False
+            if sequence.admitted and not sequence.request.num_output:  # it is read anew, from the start
+                sequence.admitted = False
+                sequence.request.state = State.WAITING
+                self._count_queued(sequence, 1)
         in_company = not self._isolation.suspects
         for key in dict.fromkeys(loss.in_flight):  # who was in two launched steps is named twice, and blamed once
             named = self.sequences.get(key)
@@ -123,6 +148,10 @@ class RemoteEngine:
         apart = now - message.at
         self._offset = apart if self._offset is None else min(self._offset, apart)
         at = message.at + self._offset
+        for admitted in message.admitted:
+            if (begun := self.sequences.get(admitted.key)) is not None:
+                self._note_admitted(begun, admitted)
+        self._prefilled += message.prefill_tokens  # those who begin in this step have their share of it
         for update in message.updates:
             sequence = self.sequences.get(update.key)
             if sequence is not None:  # else it was cancelled meanwhile
@@ -151,8 +180,8 @@ class RemoteEngine:
 
     def _apply_update(self, sequence: RemoteSequence, update: wire.SequenceUpdate, at: float) -> None:
         request = sequence.request
-        if update.admitted is not None:
-            self._note_admitted(sequence, update.admitted)
+        if update.prompt_logprobs is not None:
+            request.prompt_logprobs = update.prompt_logprobs
         logprobs = update.logprobs or []
         if update.tokens:
             request.tokens += update.tokens
@@ -177,20 +206,22 @@ class RemoteEngine:
         request, metrics = sequence.request, sequence.request.metrics
         self._count_admitted(sequence)
         request.state = State.RUNNING
+        sequence.read_at = self._prefilled + request.prompt_len - admitted.cached_tokens
         if metrics.first_scheduled is None:
             if admitted.scheduled is not None and self._offset is not None:
                 metrics.first_scheduled = admitted.scheduled + self._offset
             metrics.cached_tokens = admitted.cached_tokens
-        if admitted.prompt_logprobs is not None:
-            request.prompt_logprobs = admitted.prompt_logprobs
 
     def _count_admitted(self, sequence: RemoteSequence) -> None:
         """It no longer waits to be let in."""
         if not sequence.admitted:
             sequence.admitted = True
-            self.queued -= 1
-            if sequence is sequence.group[0]:
-                self.queued_tokens -= sequence.request.prompt_len
+            self._count_queued(sequence, -1)
+
+    def _count_queued(self, sequence: RemoteSequence, by: int) -> None:
+        self.queued += by
+        if sequence is sequence.group[0]:
+            self.queued_by_class[sequence.request.priority] += by * sequence.request.prompt_len
 
     def _finish(self, sequence: RemoteSequence, why: Finish) -> None:
         request = sequence.request
@@ -240,7 +271,7 @@ class RemoteEngine:
                 continue
             group = [one for one in sequence.group if one.key in self.sequences and not one.sent]
             seen.update(one.key for one in group)
-            if any(one.request.num_output or one.admitted for one in group):
+            if any(one.request.num_output for one in group):
                 for one in group:
                     self._submit([one])
             else:
@@ -251,7 +282,7 @@ class RemoteEngine:
         assert self._send is not None
         request, now = group[0].request, self.clock()
         params = request.params
-        if params.prompt_logprobs is not None and (group[0].admitted or group[0] is not group[0].group[0]):
+        if params.prompt_logprobs is not None and (request.num_output or group[0] is not group[0].group[0]):
             params = replace(params, prompt_logprobs=None)  # they are here, or with its leader
         self._send(
             wire.Submit(

@@ -55,7 +55,7 @@ class Service:
         self._admission = AdmissionControl(self.settings)
         self._breaker = CircuitBreaker(self.settings)
         self._counters = ServiceCounters()
-        self._dispatcher = Dispatcher(self._remote, self._ended, self._admission.prefill_seconds)
+        self._dispatcher = Dispatcher(self._remote, self._ended, self._least_seconds)
         self._active = self._dispatcher.active
         self._events = EventBus()
         self.subscribe = self._events.subscribe
@@ -148,6 +148,7 @@ class Service:
     async def _accept(
         self, prompts: Sequence[Prompt], params: SamplingParams, request_id: str | None, options: dict[str, Any]
     ) -> list[Stream]:
+        began = self._remote.clock()
         try:
             self._check_open()
             request_states, first = [], request_id or uuid.uuid4().hex
@@ -157,6 +158,9 @@ class Service:
                 prepare = self._processor.prepare
                 request_states.append(await self.texts.run(size, prepare, prompt, params, request_id=id, **options))
             self._check_open()  # again: that may have taken its time
+            for request_state in request_states:
+                if request_state.timeout is not None:
+                    request_state.timeout = max(0.0, request_state.timeout - (self._remote.clock() - began))
             return self._admit(request_states)
         except TokenmillError:
             self._counters.refused += 1
@@ -164,14 +168,13 @@ class Service:
 
     def _admit(self, request_states: list[RequestState]) -> list[Stream]:
         remote, now = self._remote, self._remote.clock()
-        self._admission.check(
-            remote.queued,
-            remote.queued_tokens,
-            sum(len(request_state.prompt_ids) for request_state in request_states),
-            sum(len(request_state.sequences) for request_state in request_states),
-            request_states[0].timeout,
-            self._current_load,
-        )
+        tokens = sum(len(request_state.prompt_ids) for request_state in request_states)
+        sequences = sum(len(request_state.sequences) for request_state in request_states)
+        self._admission.check(remote.queued, remote.queued_tokens, tokens, sequences, self._current_load)
+        timeout = request_states[0].timeout
+        if timeout is not None and remote.sequences:  # one that is idle must try: what it takes may be less by now
+            ahead = remote.tokens_before(request_states[0].leader.priority, self.config.policy)
+            self._admission.check_deadline(ahead, tokens, timeout, self._current_load)
         was_half_open = self._breaker.state(now) == "half_open"
         wait = self._breaker.admit(now)
         if wait is not None:
@@ -265,6 +268,10 @@ class Service:
         self._remote.attach(send)
 
     def engine_stepped(self, message: wire.StepDone) -> None:
+        for admitted in message.admitted:
+            begun = self._remote.sequences.get(admitted.key)
+            if begun is not None and begun is begun.group[0]:  # the others fork its prompt
+                self._admission.learn_prompt(begun.request.prompt_len, admitted.cached_tokens)
         lag = self._remote.take_in(message)
         self._last_step = now = self._remote.clock()
         tokens = sum(len(update.tokens) for update in message.updates)
@@ -328,6 +335,13 @@ class Service:
         self._changed.set()
         if not self._remote.sequences:  # an engine with nothing to do may be silent
             self._supervisor.expect_work(False)
+
+    def _least_seconds(self, request: Request) -> float | None:
+        """Until its first token, of an engine that did nothing else; None: it has one, or nothing was measured yet."""
+        unread = self._remote.unread_tokens(request)
+        if unread is None:
+            unread = self._admission.uncached_tokens(request.prompt_len)
+        return self._admission.prefill_seconds(unread) if unread else None
 
     def _check_open(self) -> None:
         if self._state in ("draining", "stopped"):

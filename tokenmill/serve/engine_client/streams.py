@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tokenmill.engine.request import Finish, State
+from tokenmill.engine.request import Finish, Request
 from tokenmill.outputs import RequestOutput
 from tokenmill.processor import Processor
 from tokenmill.request_state import RequestState
@@ -31,12 +31,12 @@ class Dispatcher:
         self,
         remote: RemoteEngine,
         on_end: Callable[[StreamState], None],
-        prefill_seconds: Callable[[int], float | None],  # the least time for a prompt of so many tokens, if known
+        least_seconds: Callable[[Request], float | None],  # to a first token, of an engine that did nothing else
     ) -> None:
         self.active: dict[str, StreamState] = {}
         self._remote = remote
         self._on_end = on_end
-        self._prefill_seconds = prefill_seconds
+        self._least_seconds = least_seconds
         self._looking = False  # at deadlines
 
     def open(self, request_state: RequestState, generation: int) -> Stream:
@@ -44,7 +44,7 @@ class Dispatcher:
         self.processor.submit(request_state)
         state = self.active[request_state.id] = StreamState(request_state, generation)
         if request_state.timeout is not None and not self._looking:
-            self._end_late()
+            self._look_later()
         return Stream(state, self.drop)
 
     def deliver(self, made: float | None = None) -> None:
@@ -75,8 +75,8 @@ class Dispatcher:
         for sequence in state.request_state.sequences:
             sequence.finish = sequence.finish or why
         self.processor.cancel(state.request_state)
+        self._close(state)  # before its reader hears of it, who may fail
         state.notify()
-        self._close(state)
 
     def _close(self, state: StreamState) -> None:
         if self.active.pop(state.request_state.id, None) is not None:
@@ -84,13 +84,16 @@ class Dispatcher:
 
     def _end_late(self) -> None:
         """Deadlines are the engine's scheduler's to keep. Here is what it cannot do: end requests while it is away or
-        hangs, and those who wait and could not have a first token in time even of an engine that did nothing else."""
+        hangs, and those who could not have a first token in time even of an engine that did nothing else."""
         now = self._remote.clock()
         timed = [state for state in self.active.values() if state.request_state.timeout is not None]
+        self._looking = False
+        if timed:  # first of all: whatever an end may bring about, the others are looked at again
+            self._look_later()
         for state in timed:
             leader = state.request_state.leader
             assert leader.deadline is not None
-            least = self._prefill_seconds(leader.prompt_len) if leader.state is State.WAITING else None
+            least = self._least_seconds(leader)
             if least is not None and now + least > leader.deadline:
                 why = f"its first token would take {least:.3g} s or more, past its deadline"
             elif now > leader.deadline + EXPIRY_GRACE:
@@ -99,9 +102,10 @@ class Dispatcher:
                 continue
             leader.error = leader.error or why
             self.drop(state, Finish.DEADLINE)
-        self._looking = bool(timed)
-        if timed:
-            asyncio.get_running_loop().call_later(DEADLINE_TICK, self._end_late)
+
+    def _look_later(self) -> None:
+        self._looking = True
+        asyncio.get_running_loop().call_later(DEADLINE_TICK, self._end_late)
 
 
 class Stream:
