@@ -32,7 +32,7 @@ def learned(base: float = 0.01, per_token: float = 0.0001, step_tokens: int = 50
     for _ in range(300):
         decodes, prompt = dice.choice([(1, 0), (8, 0), (64, 0), (0, step_tokens), (8, step_tokens - 8)])
         seconds = (base + per_token * (decodes + prompt)) * dice.uniform(0.95, 1.05)
-        admission.learn_step(decodes, prompt, seconds)
+        admission.learn_step(Facts(decodes, prefill_tokens=prompt), seconds)
     return admission
 
 
@@ -52,7 +52,7 @@ def test_the_cost_of_a_step_is_learned(base: float, per_token: float) -> None:
 def test_a_prediction_is_never_negative(steps: list[tuple[int, int, float]]) -> None:
     admission = AdmissionControl(SETTINGS)
     for decodes, prompt, seconds in steps:
-        admission.learn_step(decodes, prompt, seconds)
+        admission.learn_step(Facts(decodes, prefill_tokens=prompt, prefill_pairs=prompt**2 / 2), seconds)
     prices = admission.step_time.linear
     assert prices.base >= 0 and prices.per_row >= 0 and prices.per_prefill >= 0
     assert prices.base + prices.per_row + prices.per_prefill > 0
@@ -62,9 +62,9 @@ def test_a_prediction_is_never_negative(steps: list[tuple[int, int, float]]) -> 
 def test_a_machine_that_grew_slower_is_noticed() -> None:
     admission = AdmissionControl(SETTINGS)
     for _ in range(1000):
-        admission.learn_step(10, 0, 0.01)
+        admission.learn_step(Facts(10), 0.01)
     for _ in range(1000):
-        admission.learn_step(10, 0, 0.1)
+        admission.learn_step(Facts(10), 0.1)
     assert admission.step_time.seconds(Facts(decode_rows=10)) == pytest.approx(0.1, rel=0.05)
 
 
@@ -76,6 +76,22 @@ def test_the_drain_time_of_a_simulated_backlog_is_predicted() -> None:
     true = 5 * (2 * base + 800 * per_token + 50 * (base + rows * per_token))
     predicted = admission.drain_seconds(Backlog(sum(prompts), sum(answers), rows))
     assert predicted == pytest.approx(true, rel=0.1)
+
+
+def test_a_short_prompt_does_not_pay_for_the_contexts_of_long_ones() -> None:
+    base, per_token, per_pair, chunk = 0.01, 0.0001, 2e-8, 500
+    admission = AdmissionControl(SETTINGS)
+    admission.max_step_tokens = chunk
+    total = 0.0
+    for _ in range(10):
+        total = 0.0
+        for start in range(0, 20_000, chunk):
+            pairs = chunk * start + chunk * (chunk + 1) / 2
+            seconds = base + per_token * chunk + per_pair * pairs  # the last one takes four times as long as the first
+            admission.learn_step(Facts(prefill_tokens=chunk, prefill_pairs=pairs), seconds)
+            total += seconds
+    assert admission.prefill_seconds(chunk) == pytest.approx(base + per_token * chunk, rel=0.1)
+    assert admission.drain_seconds(Backlog(queued_tokens=20_000)) == pytest.approx(total, rel=0.4)
 
 
 def check(

@@ -35,6 +35,7 @@ from tokenmill.serve.engine import process_limits, wire
 from tokenmill.serve.engine.in_flight import InFlightFile
 from tokenmill.serve.engine.introspection import stats_of, view_of
 from tokenmill.serve.engine.startup import STARTING
+from tokenmill.step_time import facts_of
 
 if TYPE_CHECKING:
     from tokenmill.engine.build import Built
@@ -155,7 +156,8 @@ class EngineLoop:
         now = time.monotonic()
         admitted = self._newly_admitted() if self._unadmitted else []
         updates = [self._update(delta) for delta in deltas]
-        self._send(wire.StepDone(self._steps, now, now - began, *self._runner.composition, updates, admitted))
+        did, pairs = self._runner.composition, self._runner.prefill_pairs
+        self._send(wire.StepDone(self._steps, now, now - began, *did, updates, admitted, pairs))
         if now - self._last_heartbeat >= self._beat_seconds:
             self._send_heartbeat()
 
@@ -278,6 +280,7 @@ class _InFlightRunner:
     def begin_turn(self) -> None:
         """A turn of the loop launches one step at most; these are of that one."""
         self.composition = (0, 0)  # decodes, tokens of prompts
+        self.prefill_pairs = 0.0
         self.launched: list[int] = []  # keys
 
     def note_in_flight(self, more: list[int]) -> None:
@@ -290,6 +293,8 @@ class _InFlightRunner:
         self.note_in_flight([])
         decodes = num_decodes(step)  # with drafts, too: these are no tokens of prompts
         self.composition = (decodes, sum(step.counts[decodes:]))
+        if decodes < len(step.counts):
+            self.prefill_pairs = facts_of(step).prefill_pairs
         return self._inner.launch(step)
 
     def reset(self) -> None:

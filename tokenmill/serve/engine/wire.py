@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 6  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 7  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -161,6 +161,7 @@ class StepDone(msgspec.Struct, array_like=True, tag=23):
     prefill_tokens: int
     updates: list[SequenceUpdate]
     admitted: list[Admitted] = []  # with the step launched now
+    prefill_pairs: float = 0  # of a token of a prompt and one that it attends to, in that step
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=24):

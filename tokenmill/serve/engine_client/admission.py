@@ -50,11 +50,14 @@ class AdmissionControl:
         self.max_step_tokens = 1  # of the engine, once there is one
         self.step_time = FittedStepTime(forgetting=_FORGETTING)
         self._answer = 64.0  # tokens of a typical answer, learned
+        self._context = 0.0  # tokens that one of a prompt attends to, learned
         self._uncached: deque[float] = deque(maxlen=_RECENT)  # of recent prompts: the share that was computed
 
-    def learn_step(self, decodes: int, prefill_tokens: int, seconds: float) -> None:
-        if decodes or prefill_tokens:
-            self.step_time.learn(Facts(decode_rows=decodes, prefill_tokens=prefill_tokens), seconds)
+    def learn_step(self, facts: Facts, seconds: float) -> None:
+        if facts.tokens:
+            self.step_time.learn(facts, seconds)
+        if facts.prefill_tokens:
+            self._context += 0.05 * (facts.prefill_pairs / facts.prefill_tokens - self._context)
 
     def learn_answer(self, tokens: int) -> None:
         self._answer += 0.05 * (tokens - self._answer)
@@ -69,24 +72,27 @@ class AdmissionControl:
     def drain_seconds(self, load: Backlog) -> float | None:
         """Predicted time to finish everything accepted; None: nothing measured yet."""
         steps = load.output_tokens / max(1, load.rows) + math.ceil(load.queued_tokens / self.max_step_tokens)
-        return self._seconds(steps, load.output_tokens, load.queued_tokens)
+        return self._seconds(steps, load.output_tokens, load.queued_tokens, self._context)
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """The least time to compute these prompt tokens; None: nothing measured yet."""
-        return self._seconds(math.ceil(tokens / self.max_step_tokens), 0, tokens)
+        """The least time to compute these prompt tokens: as if nothing stood before any of them. None: nothing measured
+        yet."""
+        return self._seconds(math.ceil(tokens / self.max_step_tokens), 0, tokens, 0.0)
 
     def uncached_tokens(self, tokens: int) -> int:
         """How many of these tokens of prompts will have to be computed, at least. Nobody knows before the engine looks
         what its prefix cache holds of them, so it is taken to be as much as of the luckiest of recent prompts."""
         return math.ceil(tokens * min(self._uncached, default=1.0))
 
-    def _seconds(self, steps: float, decodes: float, prefill_tokens: float) -> float | None:
+    def _seconds(self, steps: float, decodes: float, prefill_tokens: float, context: float) -> float | None:
         """Of so many steps that do this together; None: nothing measured yet."""
         if not self.step_time.known:
             return None
         if not steps:
             return 0.0
-        return steps * self.step_time.seconds(Facts(decodes / steps, prefill_tokens=prefill_tokens / steps))
+        prompts = prefill_tokens / steps
+        facts = Facts(decodes / steps, prefill_tokens=prompts, prefill_pairs=prompts * context)
+        return steps * self.step_time.seconds(facts)
 
     def check(
         self,

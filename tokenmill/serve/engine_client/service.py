@@ -26,6 +26,7 @@ from tokenmill.serve.engine_client.streams import Dispatcher, Stream, StreamStat
 from tokenmill.serve.engine_client.supervisor import Supervisor
 from tokenmill.serve.engine_client.text_pool import SHORT, TextPool, size_of
 from tokenmill.serve.settings import ServeSettings
+from tokenmill.step_time import Facts
 
 
 class Service:
@@ -277,7 +278,8 @@ class Service:
         tokens = sum(len(update.tokens) for update in message.updates)
         if tokens or any(update.pooled for update in message.updates):
             self._failures_in_a_row = 0
-        self._admission.learn_step(message.decodes, message.prefill_tokens, message.seconds)
+        facts = Facts(message.decodes, prefill_tokens=message.prefill_tokens, prefill_pairs=message.prefill_pairs)
+        self._admission.learn_step(facts, message.seconds)
         self._dispatcher.deliver(message.at)
         did = message.seconds, message.decodes, message.prefill_tokens
         self._events.emit(StepEvent(message.number, now - lag, lag, *did, tokens))
