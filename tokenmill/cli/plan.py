@@ -38,6 +38,9 @@ def plan(
     quality: Annotated[
         str, option("exact: as saved; near: fp8 and int8, too; any: int4 and w8a8, too.", panel=_WORK)
     ] = "near",
+    speculation: Annotated[
+        str | None, option("ACCEPTANCE:DRAFTS, how often a draft holds and how many there are: 0.8:4.", panel=_WORK)
+    ] = None,
     max_model_len: options.MaxModelLen = None,
     price: Annotated[str | None, option("Of one GPU: 3.5/h.", panel=_WORK)] = None,
     available: Annotated[bool, option("Only what this version can run: one GPU per copy.", "--available")] = False,
@@ -51,21 +54,24 @@ def plan(
     Reads the model's config and how its weights are stored. Without --gpu it runs the model here to see how fast it is.
     """
     from tokenmill.bench.cost import parse_price
+    from tokenmill.engine.speculation.proposer import MAX_DRAFTS
     from tokenmill.plan.demand.slo import parse_slo
     from tokenmill.plan.planner.configfile import ConfigFile, engine_settings, write_config
     from tokenmill.plan.planner.explain import as_data, explain
     from tokenmill.plan.planner.precision import QUALITIES
     from tokenmill.plan.planner.search import PlanRequest
     from tokenmill.plan.planner.search import plan as make_plan
+    from tokenmill.plan.solve.drafts import parse_drafts
 
     if quality not in QUALITIES:
         raise ConfigError(f"--quality is {quality!r}; it must be {', '.join(QUALITIES)}")
     if max_model_len is not None and max_model_len < 1:
         raise ConfigError(f"--max-model-len is {max_model_len}; it must be 1 or more, or unset")
     check_writable(apply)
+    drafts = parse_drafts(speculation, MAX_DRAFTS)
     promise, work, cost = parse_slo(slo), _workload(workload, requests, rate), parse_price(price)
     shape, fleet = _fleet(model, gpu, available, calibrate)
-    found = make_plan(PlanRequest(shape, fleet, work, promise, quality, cost, max_model_len))
+    found = make_plan(PlanRequest(shape, fleet, work, promise, quality, cost, max_model_len, drafts))
     if as_json:
         typer.echo(json.dumps(as_data(found), indent=2))
     else:

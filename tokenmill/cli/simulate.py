@@ -38,6 +38,9 @@ def simulate(
     startup: Annotated[float, option("Seconds until a new replica takes work.", min=0)] = 60.0,
     rows: Annotated[int | None, option("Requests that run at once on a replica.", min=1)] = None,
     step_tokens: Annotated[int | None, option("Tokens per step of a replica.", min=1)] = None,
+    speculation: Annotated[
+        str | None, option("ACCEPTANCE:DRAFTS, how often a draft holds and how many a row verifies, such as 0.8:4.")
+    ] = None,
     controller: Annotated[bool, option("Lead tokens per step by --slo.", "--controller")] = False,
     block_size: Annotated[int, option("Tokens per KV block; larger is simulated faster.", min=1)] = 16,
     slo: Annotated[str, option("What makes a request good.")] = "ttft=2s,itl=100ms",
@@ -53,6 +56,7 @@ def simulate(
 ) -> None:
     """Replay a trace on replicas that are a cost model under the real scheduler, memory and prefix cache."""
     from tokenmill.engine.scheduler.policy import POLICIES
+    from tokenmill.engine.speculation.proposer import MAX_DRAFTS
     from tokenmill.plan.demand.slo import parse_slo
     from tokenmill.plan.demand.traces import read_trace
     from tokenmill.plan.simulator.cluster import ClusterSpec
@@ -61,6 +65,7 @@ def simulate(
     from tokenmill.plan.simulator.machines import machine_named
     from tokenmill.plan.simulator.replica import ReplicaSpec
     from tokenmill.plan.simulator.simulate import crowd, shifting
+    from tokenmill.plan.solve.drafts import parse_drafts
 
     check_writable(plot, out)
     if policy not in POLICIES:
@@ -69,7 +74,7 @@ def simulate(
         raise ConfigError("--seconds overlays copies of the trace until --rate is reached; give both")
     if not prefill < replicas:
         raise ConfigError(f"--prefill is {prefill} of {replicas} replicas: nobody is left to decode")
-    promise = parse_slo(slo)
+    promise, drafts = parse_slo(slo), parse_drafts(speculation, MAX_DRAFTS)
     work = read_trace(trace, requests)
     if then is not None:
         if rate is None or seconds is None:
@@ -82,6 +87,7 @@ def simulate(
         block_size=block_size,
         policy=POLICIES[policy],
         prefix_caching=work.hash_ids is not None or prefill > 0 or compare == "splits",
+        drafts=drafts,
     ).with_limits(rows, step_tokens)
     if controller:
         one = one.led_by(promise)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from tokenmill.plan.planner.search import BETTER, RESERVE, Choice, Plan
+from tokenmill.plan.solve.drafts import Drafts, verifying
 
 SHOWN = 5  # runners-up
 MILLION = 1e6
@@ -61,7 +62,19 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
     ]
     if ask.work.hash_ids is not None:
         found.append(("prefix cache", "on", f"{best.cached_share:.0%} of prompt tokens are found in it"))
+    if ask.drafts is not None:
+        found.append(("speculation", *_drafts(plan, ask.drafts)))
     return found
+
+
+def _drafts(plan: Plan, drafts: Drafts) -> tuple[str, str]:
+    seen, model, context = plan.best.estimate, plan.best.placement.step_time, plan.demand.context
+    if not seen.drafts:
+        return "off", f"with {drafts.name} no step would bring more tokens per second"
+    rows = max(seen.rows / model.split.pipeline, 1.0)
+    plain, longer = (model.seconds(verifying(rows, rows * context, count)) for count in (0, seen.drafts))
+    brings = f"{seen.tokens_per_step:.2f} tokens per row and takes {longer / plain:.2f} times as long"
+    return f"{seen.drafts} per row", f"with {drafts.name} a step that only decodes brings {brings}"
 
 
 def expectation(plan: Plan, choice: Choice) -> str:
@@ -138,6 +151,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "ttft_high_s": _finite(seen.ttft_high),
             "itl_s": _finite(seen.itl),
             "itl_high_s": _finite(seen.itl_high),
+            "drafts": seen.drafts,
+            "tokens_per_step": seen.tokens_per_step,
             "memory_bytes": choice.placement.memory.total,
             "price_per_million_tokens": price_per_million(plan, choice),
         }

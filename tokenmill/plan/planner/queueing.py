@@ -8,6 +8,7 @@ from statistics import NormalDist
 
 from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.demand.workload import Workload, percentile
+from tokenmill.plan.solve.drafts import Drafts, verifying
 from tokenmill.plan.solve.roofline import Roofline
 from tokenmill.step_time import Facts
 
@@ -28,6 +29,7 @@ class Demand:
     output: float  # mean
     context: float  # keys that a decoding row reads, averaged over its life
     longest: int  # prompt and output
+    drafts: Drafts | None = None
 
     def at(self, rate: float) -> Demand:
         return replace(self, rate=rate)
@@ -75,6 +77,8 @@ class Estimate:
     rows_high: float
     busy: float  # share of the time that prompts could be read which they are
     limit: str = ""  # why this rate cannot be kept up; empty: it can
+    drafts: int = 0  # that a row verifies in a step that only decodes
+    tokens_per_step: float = 1.0  # of a row, in such a step
 
     def meets(self, slo: Slo) -> bool:
         return not self.limit and self.ttft_high <= slo.ttft and self.itl_high <= slo.itl
@@ -86,17 +90,32 @@ def estimate(
     """Some steps only decode, others read prompts as well; how many rows there are follows from how long both take.
 
     Without `prefill` or `decode` this is one side of a split deployment. A pipeline's stages work on different rows:
-    each of its steps has a share of the rows and takes all stages' time.
+    each of its steps has a share of the rows and takes all stages' time. Of drafts there are as many as make tokens
+    come fastest.
     """
-    stages = model.split.pipeline
+    plain = _estimate(model, demand, room, share, prefill, decode, 0)
+    if demand.drafts is None or not decode:
+        return plain
+    counts = range(1, demand.drafts.most + 1)
+    drafted = [_estimate(model, demand, room, share, prefill, decode, count) for count in counts]
+    fit = [one for one in drafted if not one.limit and one.rows_high * (1 + one.drafts) <= room.max_rows]
+    return min([plain, *fit], key=lambda one: one.itl)
+
+
+def _estimate(
+    model: Roofline, demand: Demand, room: Capacity, share: float, prefill: bool, decode: bool, count: int
+) -> Estimate:
+    """With so many drafts per row. Beside prompts there are none."""
+    stages, gained = model.split.pipeline, 1.0 + (demand.drafts.accepted(count) if demand.drafts is not None else 0.0)
     rows, output = 0.0, demand.output if decode else 0.0
     new_per_s = demand.rate * demand.prompt / stages if prefill else 0.0
-    plain = reading = mean = chunk = often = 0.0
+    plain = reading = mean = per_token = chunk = often = 0.0
     for _ in range(MAX_ROUNDS):
         budget = room.step_tokens - rows / stages
         if budget <= 0 or rows > room.max_rows:
             return _over("rows")
-        plain = _step(model, demand, rows / stages, 0.0)
+        # Where less than one row decodes on average, drafts are still verified for a whole one
+        plain = _step(model, demand, max(rows / stages, 1.0) if count else rows / stages, 0.0, count)
         # Prompts that arrive during a step are read together; a single one may be shorter than what a step takes.
         chunk = min(budget, max(demand.prompt, new_per_s * (mean or plain)))
         reading = _step(model, demand, rows / stages, chunk)
@@ -106,7 +125,8 @@ def estimate(
             spare = chunk - new_per_s * (reading - plain)
             often = min(new_per_s * plain / spare, 1.0) if spare > 0 else 1.0
             mean = often * reading + (1 - often) * plain
-        wanted = demand.rate * output * mean
+        per_token = mean / (often + (1 - often) * gained)
+        wanted = demand.rate * output * per_token
         if abs(wanted - rows) <= 1e-3 * max(rows, 1.0):
             break
         rows += 0.7 * (wanted - rows)
@@ -122,7 +142,7 @@ def estimate(
         return _over("kv cache")
     itl_high = reading if often > 1 - share else plain
     ttft, ttft_high = _first_token(model, demand, rows / stages, budget, full, mean, busy, share) if prefill else (0, 0)
-    return Estimate(mean, itl_high, ttft, ttft_high, rows, rows_high, busy)
+    return Estimate(per_token, itl_high, ttft, ttft_high, rows, rows_high, busy, drafts=count, tokens_per_step=gained)
 
 
 def _first_token(
@@ -142,11 +162,13 @@ def _first_token(
     return begun + wait + usual, begun + max(wait + high, max(tail, wait) + usual)
 
 
-def _step(model: Roofline, demand: Demand, rows: float, prompt_tokens: float) -> float:
+def _step(model: Roofline, demand: Demand, rows: float, prompt_tokens: float, drafts: int = 0) -> float:
     """A typical step. Rows are a mean here, so they need not be whole."""
     if rows <= 0 and prompt_tokens <= 0:
         rows = 1e-9
-    chunks = max(1, round(prompt_tokens / demand.prompt)) if prompt_tokens else 0
+    if not prompt_tokens:
+        return model.seconds(verifying(rows, rows * demand.context, drafts))
+    chunks = max(1, round(prompt_tokens / demand.prompt))
     facts = Facts(
         decode_rows=rows,
         decode_context=rows * demand.context,

@@ -12,6 +12,7 @@ from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.planner.candidates import Fleet, Placement, ReplicaLayout, placements
 from tokenmill.plan.planner.precision import allowed_loss
 from tokenmill.plan.planner.queueing import Capacity, Demand, Estimate, demand_of, estimate, most_rate
+from tokenmill.plan.solve.drafts import Drafts
 from tokenmill.plan.solve.shape import ModelShape
 
 TRICKLE = 1e-3  # requests per second: as good as one at a time
@@ -32,6 +33,7 @@ class PlanRequest:
     quality: str = "near"
     price: float | None = None  # per GPU and hour
     max_len: int | None = None  # None: the longest request of the workload
+    drafts: Drafts | None = None
 
     @property
     def wanted(self) -> float:
@@ -125,7 +127,8 @@ class _Demands:
         size = max(placement.room.kv_tokens // 2, 1).bit_length() if self._ask.load.hash_ids is not None else 0
         if size not in self._known:
             share = self._ask.load.cached_share(2**size)
-            self._known[size] = share, demand_of(self._ask.load, self._ask.slo.share, share)
+            demand = demand_of(self._ask.load, self._ask.slo.share, share)
+            self._known[size] = share, replace(demand, drafts=self._ask.drafts)
         return self._known[size]
 
 
@@ -219,7 +222,8 @@ def _trim(ask: PlanRequest, choice: Choice) -> Choice:
     """No more rows than the load has use for: each takes memory that could hold keys and values."""
     if math.isinf(ask.load.rate) or not math.isfinite(choice.estimate.rows_high):
         return choice
-    wanted = max(LEAST_ROWS, 1 << math.ceil(math.log2(max(1.0, 1.5 * choice.estimate.rows_high))))
+    rows = choice.estimate.rows_high * (1 + choice.estimate.drafts)  # a draft is verified where a row would be
+    wanted = max(LEAST_ROWS, 1 << math.ceil(math.log2(max(1.0, 1.5 * rows))))
     room = choice.placement.room
     if wanted >= room.max_rows:
         return choice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.scheduler import Delta, Limits, Scheduler
 from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.policy import Policy
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.step import Step, StepResult
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
@@ -19,6 +21,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.simulator.leap import leap, steady_steps
 from tokenmill.plan.simulator.machines import Machine
+from tokenmill.plan.solve.drafts import Drafts
 from tokenmill.step_time import Facts, StepTimeModel, facts_of
 
 STOP = 0  # the token that ends an answer
@@ -57,6 +60,7 @@ class ReplicaSpec:
     slo_itl_ms: float | None = None
     slo_ttft_ms: float | None = None
     leaps: bool = True  # stretches of pure decoding at once: the same times, sooner
+    drafts: Drafts | None = None
 
     def with_limits(self, rows: int | None = None, step_tokens: int | None = None) -> ReplicaSpec:
         machine = self.machine
@@ -97,11 +101,13 @@ class Replica:
         self._free_at = now
         self._plan: list[float] = []  # moments of the commits of a leap that is not taken yet
         self._finished: list[Request] = []  # in the step that is done at `now`
+        self._random = random.Random(f"{number}/drafts")
         self.scheduler = self._build()
 
     def _build(self) -> Scheduler:
         spec, machine = self.spec, self.spec.machine
-        limits = Limits(machine.max_rows, machine.step_tokens, watermark=spec.watermark)
+        verified = min(1 + MAX_DRAFTS, machine.step_tokens)
+        limits = Limits(machine.max_rows, machine.step_tokens, max_verified=verified, watermark=spec.watermark)
         kv = KVManager(machine.kv_tokens // spec.block_size, spec.block_size, spec.prefix_caching)
         pace = pace_for(limits, spec.slo_itl_ms, spec.slo_ttft_ms)
         scheduler = Scheduler(limits, kv, spec.policy() if spec.policy is not None else None, pace=pace)
@@ -151,6 +157,8 @@ class Replica:
 
     def _turn(self) -> bool:
         """One turn of the engine's loop; whether it moved time (or has nothing to wait for)."""
+        if self.spec.drafts is not None:
+            self._propose(self.spec.drafts)
         step = self.scheduler.schedule(self.now)
         if step is not None:
             seconds = self.spec.machine.step_time.seconds(facts_of(step))
@@ -166,17 +174,43 @@ class Replica:
         self.wake = self.now
         return True
 
+    def _propose(self, drafts: Drafts) -> None:
+        """As the engine's loop: nothing is drafted beside prompts, nor when some are about to be read."""
+        scheduler = self.scheduler
+        running = scheduler.running
+        if not running or (scheduler.read_prompts and len(scheduler.waiting) and scheduler.has_free_row):
+            return
+        if any(one.num_tokens <= one.prompt_len for one in running):
+            return
+        limits, context = scheduler.limits, sum(one.num_tokens for one in running)
+        room = min(max(limits.max_rows, limits.max_verified), limits.max_step_tokens)
+        count = drafts.best(self.spec.machine.step_time, len(running), context, room)
+        for one in running if count else ():
+            one.drafts = [OUTPUT] * (one.unsure + count)
+
     def _commit(self, step: Step) -> list[Delta]:
-        ends, tokens = self._ends, []
+        tokens: list[list[int]] = []
         for request, samples in zip(step.requests, step.samples):
-            last = request.num_output + 1 >= ends.get(request.id, 0)  # none: it ended while this step was out
-            tokens.append([STOP if last else OUTPUT + request.seed] if samples else [])
+            left = max(1, self._ends.get(request.id, 0) - request.num_output)  # none: it ended while this step was out
+            said = [OUTPUT + request.seed] * min(left, 1 + self._held(samples - 1)) if samples else []
+            if len(said) == left:
+                said[-1] = STOP
+            tokens.append(said)
         return self.scheduler.commit(step, StepResult(tokens=tokens), self.now)
+
+    def _held(self, drafts: int) -> int:
+        """How many of so many drafts turn out right."""
+        held = 0
+        while held < drafts and self.spec.drafts is not None and self._random.random() < self.spec.drafts.acceptance:
+            held += 1
+        return held
 
     def _make_plan(self) -> bool:
         """Foresee a stretch of pure decoding, which newcomers may cut short."""
         running = self.scheduler.running
         if not self.spec.leaps or len(self._in_flight) != self._depth or self.spec.slo_itl_ms is not None:
+            return False
+        if self.spec.drafts is not None:  # how far a step gets is drawn
             return False
         if self._depth and len(self._in_flight[0][0].requests) != len(running):  # somebody in it is gone already
             return False
