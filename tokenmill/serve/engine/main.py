@@ -280,7 +280,7 @@ class _InFlightRunner:
     def begin_turn(self) -> None:
         """A turn of the loop launches one step at most; these are of that one."""
         self.composition = (0, 0)  # decodes, tokens of prompts
-        self.prefill_pairs = 0.0
+        self.prefill_pairs: float = 0
         self.launched: list[int] = []  # keys
 
     def note_in_flight(self, more: list[int]) -> None:
