@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.request import State
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine_client.admission import Overloaded
+from tokenmill.serve.engine_client.events import StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.engine_client.streams import EXPIRY_GRACE, Stream
@@ -229,14 +229,18 @@ def test_a_reader_that_fails_does_not_end_the_watch_over_deadlines() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_engine_tells_that_it_has_begun_before_the_first_token(overlap: bool) -> None:
     async def main() -> None:
-        async with opened({"step": 0.05}, overlap) as service:
-            job = asyncio.create_task(answer(service, [8] * 2000, greedy(3)))  # eight steps
-            await eventually(lambda: service._remote.unread_tokens(service.leaders()[0]) if service.leaders() else None)
-            leader = service.leaders()[0]
-            assert leader.state is State.RUNNING and not leader.num_output
-            assert leader.metrics.first_scheduled is not None
-            assert service.stats().queued == service.stats().queued_tokens == 0
-            assert len((await job).outputs[0].token_ids) == 3
+        async with opened({}, overlap) as service:
+            seen: list[tuple[Any, ...]] = []  # at each step, before the first token
+
+            def look(event: Any) -> None:
+                for one in service.leaders() if isinstance(event, StepEvent) else []:
+                    if not one.num_output:
+                        queued = service.stats().queued, service.stats().queued_tokens
+                        seen.append((one.state, one.metrics.first_scheduled is not None, queued))
+
+            service.subscribe(look)
+            assert len((await answer(service, [8] * 2000, greedy(3))).outputs[0].token_ids) == 3  # eight steps
+            assert len(seen) >= 7 and set(seen) == {(State.RUNNING, True, (0, 0))}
             again = await answer(service, [8] * 2000, greedy(3))
             assert again.num_cached_tokens >= 1900 and service._admission.uncached_tokens(2000) <= 100
 
