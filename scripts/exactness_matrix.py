@@ -227,9 +227,10 @@ compared, tokens and finish reasons, with those of one request at a time, whole 
 - **does not run**: the engine stops with an error.
 
 A mix counts only if what the column is named for happened in it: blocks were hit or copied, requests preempted, drafts
-verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; a proposer is not
-there yet. *structured output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those).
-What is drawn without a seed has a claim on its distribution only, which `tests/sampling/` proves.
+verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; the engine's own
+proposers run in all these ways in `tests/speculation/`, and under a killed engine in `tests/serve/`. *structured
+output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those). What is drawn without a
+seed has a claim on its distribution only, which `tests/sampling/` proves, and with drafts `tests/speculation/`.
 `tests/engine/test_exactness_quant.py` runs one mix per cell for the quantized rows (with weights and cache both
 quantized, for half of the cells), and `test_exactness.py` beside it more of the first row.
 

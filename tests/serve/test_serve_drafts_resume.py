@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sim_service import run, strike
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speculation")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "sampling", "speculation")]
+import grammar_models
 from tiny import write_tiny
 from tiny_drafts import made_head
 
@@ -39,6 +41,13 @@ CASES = [
 ]
 PROMPTS = [[3 + (7 * i + j) % (5 + i) for j in range(12 + 9 * i)] for i in range(len(CASES))]
 
+LEDGER: dict[str, Any] = {  # long names, which a grammar leaves no choice about
+    "type": "object",
+    "properties": {f"number_of_sacks_on_floor_{floor}": {"type": "integer", "maximum": 99} for floor in range(6)},
+    "required": [f"number_of_sacks_on_floor_{floor}" for floor in range(6)],
+    "additionalProperties": False,
+}
+
 
 def said(output: RequestOutput) -> list[Any]:
     assert output.error is None
@@ -52,13 +61,31 @@ def said(output: RequestOutput) -> list[Any]:
 def test_an_engine_killed_while_it_drafts_changes_no_token(tmp_path: Path, speculation: str) -> None:
     model = write_tiny(tmp_path / "model", hidden_size=64, head_dim=16, intermediate_size=96)
     head = made_head(model, tmp_path / "head.safetensors", OPTIONS)
-    settings = OPTIONS | {"speculation": speculation.replace("head", f"head:{head}")}
-    with LLM(model, **(OPTIONS | {"speculation": "off"})) as llm:
+    killed_and_compared(model, speculation.replace("head", f"head:{head}"), OPTIONS, CASES)
+
+
+def test_an_engine_killed_while_it_drafts_under_grammars_changes_no_token(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    model = grammar_models.write_model(tmp_path / "bytes")
+    options = OPTIONS | {"skip_tokenizer_init": False}
+    head = made_head(model, tmp_path / "head.safetensors", options, vocab=300)
+    forms: list[Any] = [{"json": LEDGER}, {"regex": "(item [0-9]{2}: a[bc]-[xyz]{3}; ){12}done"}, None]
+    cases = [
+        SamplingParams(temperature=temperature, seed=seed, structured=form, max_tokens=250, ignore_eos=form is None)
+        for seed, (form, temperature) in enumerate(product(forms, (0.0, 0.8)))
+    ]
+    killed_and_compared(model, f"suffix,head:{head}", options, cases)
+
+
+def killed_and_compared(model: str, speculation: str, options: dict[str, Any], cases: list[SamplingParams]) -> None:
+    """Answers without drafts of an undisturbed engine, and with drafts of one that is killed halfway."""
+    with LLM(model, **(options | {"speculation": "off"})) as llm:
         prompts = [{"prompt_token_ids": one} for one in PROMPTS]
-        undisturbed = [said(output) for output in llm.generate(prompts, CASES, use_tqdm=False)]
+        undisturbed = [said(output) for output in llm.generate(prompts, cases, use_tqdm=False)]
 
     async def main() -> None:
-        service = Service(EngineConfig(model=model, **settings), ServeSettings(command=COMMAND))
+        config = EngineConfig(model=model, **(options | {"speculation": speculation}))
+        service = Service(config, ServeSettings(command=COMMAND))
         await service.start()
         shot: list[int] = []  # drafts that the killed engine had verified
 
@@ -67,14 +94,14 @@ def test_an_engine_killed_while_it_drafts_changes_no_token(tmp_path: Path, specu
             return sum(one[0] for one in service._counters.engine.drafts.values())
 
         async def follow(index: int) -> list[Any]:
-            async for output in await service.submit(PROMPTS[index], CASES[index]):
+            async for output in await service.submit(PROMPTS[index], cases[index]):
                 if len(output.outputs[0].token_ids) >= 30 and not shot:  # well under way
                     shot.append(0)
                     shot[0] = await drafted()
                     await strike(service, signal.SIGKILL)
             return said(output)
 
-        disturbed = await asyncio.gather(*map(follow, range(len(CASES))))
+        disturbed = await asyncio.gather(*map(follow, range(len(cases))))
         assert shot[0] > 10 and service.stats().restarts == 1
         assert disturbed == undisturbed
         assert await drafted() > 10  # the next engine drafts, too

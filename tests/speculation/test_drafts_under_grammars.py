@@ -8,22 +8,23 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "sampling"))
 from grammar_models import END, closers, open_model, write_model
+from tiny_drafts import made_head, make_drafts_free
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.speculation import choose
-from tokenmill.engine.speculation.payoff import Payoff
+from tokenmill.engine.speculation.calibration import Calibration
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.step import Pending, Step
 from tokenmill.sampling import grammar
 from tokenmill.sampling.grammar import Constraint, Grammars
-from tokenmill.step_time import FittedStepTime
 
 pytest.importorskip("llguidance")
 
@@ -54,11 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which drafts are verified must not depend on how busy the machine is."""
-    monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
-    monkeypatch.setattr(Payoff, "on", lambda *_: True)
-    monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
-    monkeypatch.setattr(grammar, "SLOW", 1e9)
+    make_drafts_free(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +184,25 @@ def test_nor_do_they_on_recorded_steps(model: str) -> None:
             pytest.skip("nothing is recorded on this machine")
         assert answers(llm, params) == expected
         assert speculation_of(llm).stats["grammar"].accepted > 30
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_nor_do_those_of_a_head(model: str, tmp_path: Path, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It guesses at random, and is believed all the same: its drafts are verified wherever a grammar allows them."""
+    monkeypatch.setattr(Calibration, "chances", lambda self, draft, own: 0.9 ** np.arange(1, 1 + len(draft.tokens)))
+    with open_model(model, speculation="off", dtype="float32") as llm:
+        params = mix(llm, SETTINGS[settings])
+        expected = answers(llm, params)
+    with open_model(model, dtype="float32") as llm:
+        if engine_of(llm).speculation is None:
+            pytest.skip("nothing is recorded on this machine")
+    options = {"load_format": "dummy", "dtype": "float32", "device": "cpu"}
+    head = made_head(model, tmp_path / "head.safetensors", options, vocab=300)
+    for speculation in (f"head:{head}", f"suffix,head:{head}"):
+        with open_model(model, speculation=speculation, dtype="float32", max_num_seqs=64) as llm:
+            assert answers(llm, params) == expected
+            stats = speculation_of(llm).stats
+            assert stats["grammar"].accepted > 50 and stats["head"].drafted > (0 if "suffix" in stats else 30)
 
 
 def steps_for(llm: LLM, form: Any) -> int:

@@ -12,6 +12,7 @@ from tokenmill import LLM
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.model.draft_head import DraftHead, Target
+from tokenmill.sampling import grammar
 from tokenmill.step_time import FittedStepTime
 
 
@@ -20,6 +21,7 @@ def make_drafts_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FittedStepTime, "learn", lambda *_: None)
     monkeypatch.setattr(Payoff, "on", lambda *_: True)
     monkeypatch.setitem(choose.PER_TOKEN, "cpu", 0.0)
+    monkeypatch.setattr(grammar, "SLOW", 1e9)
 
 
 def made_head(model: str, path: Path, options: dict[str, Any], vocab: int = 40, **changes: Any) -> Path:
