@@ -166,7 +166,7 @@ def test_decode_workspace_stays_within_its_promise():
     device = torch.device("cpu")
     for rows in (1, 7, 64, 512, 4096):
         for heads, kv_heads, dim in ((32, 8, 128), (128, 1, 512), (9, 3, 64)):
-            tile = decode_tile(heads // kv_heads, dim, dim, torch.bfloat16)
+            tile = decode_tile(heads // kv_heads, dim, dim, torch.bfloat16, rows * kv_heads)
             extra, _ = decode_splits(rows, kv_heads, heads, dim, tile, device)
             assert (extra + min(rows, extra)) * partial_bytes(heads, dim) <= DECODE_WORKSPACE_BYTES
             splits = prefix_splits(rows, extra + rows, kv_heads, heads, dim, device)

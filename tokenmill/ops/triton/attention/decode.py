@@ -107,7 +107,7 @@ def _make_plan(
     rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
     group = heads // kv_heads
     transposed = reads_transposed(form, key_dim, value_dim, q.dtype)
-    tile = decode_tile(group, key_dim, value_dim, q.dtype, form if transposed else None)
+    tile = decode_tile(group, key_dim, value_dim, q.dtype, rows * kv_heads, form if transposed else None)
     head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
