@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales
-from tokenmill.ops.triton import activation, norm, rope
+from tokenmill.ops.triton import activation, decode_step, draft_head, norm, rope
 from tokenmill.ops.triton.attention import invariant as attention_invariant
 from tokenmill.ops.triton.attention.paged import attention
 from tokenmill.ops.triton.gemm import quantize as rows_of_eight_bits
@@ -30,7 +30,16 @@ from tokenmill.ops.triton.sample.logprobs import logprobs
 from tokenmill.ops.triton.sample.mask import allow_only
 from tokenmill.ops.triton.sample.sampler import sample
 from tokenmill.ops.triton.sample.shape import shape
-from tokenmill.ops.types import CAUSAL, LOGPROB_BUCKETS, AttentionBatch, Mask, SampleBatch, ShapeBatch, Unnormed
+from tokenmill.ops.types import (
+    CAUSAL,
+    LOGPROB_BUCKETS,
+    AttentionBatch,
+    DecodeTables,
+    Mask,
+    SampleBatch,
+    ShapeBatch,
+    Unnormed,
+)
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
 BLOCK_SIZE = 16
@@ -68,6 +77,7 @@ def all_cases() -> Iterator[Case]:
     yield from moe_cases()
     yield from invariant_cases()
     yield from sample_cases()
+    yield from decode_step_cases()
 
 
 def hopper_cases() -> Iterator[Case]:
@@ -384,3 +394,24 @@ def shape_logits(rows: int) -> None:
         counters=new(rows, 151936, dtype=torch.int32),
     )
     shape(new(rows, 151936, dtype=FP32), batch)
+
+
+def decode_step_cases() -> Iterator[Case]:
+    """What stands around a decode step, and around a draft head."""
+    tables = DecodeTables(
+        new(513, 8208, dtype=torch.int32), new(513, 512, dtype=torch.int32), new(513, dtype=torch.int64),
+        new(513, 4, dtype=torch.int64), -1, 512, BLOCK_SIZE,
+    )  # fmt: skip
+    rows, told = new(64, dtype=torch.int64), (new(4, 64, dtype=torch.int64), new(128, dtype=torch.int64))
+    for drafts in (None, told):
+        numbers = None if drafts is None else rows
+
+        def both(drafts: Any = drafts, numbers: Any = numbers) -> None:
+            inputs = decode_step.decode_inputs(tables, rows, rows, drafts)
+            decode_step.keep_sampled(tables, rows, inputs, rows, numbers, -2)
+
+        yield f"decode step {'with' if drafts else 'without'} drafts", both
+    state, embed, weight = new(8, 576), new(49152, 576), new(1152)
+    yield "input of a draft head", partial(draft_head.head_input, state, rows[:8], embed, weight, 1e-5)
+    names, drafts = new(8192, dtype=torch.int64), tables.drafts
+    yield "pick of a draft head", partial(draft_head.head_pick, new(8, 8192), names, rows[:8], drafts, 1)

@@ -17,11 +17,10 @@ from tiny_drafts import drafted, made_head, make_drafts_free
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.request import Request
-from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import Entries
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.ops.native.library import Library, load
+from tokenmill.ops.types import DecodeInputs, DecodeTables
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 
@@ -135,19 +134,19 @@ def test_a_biased_acceptance_is_noticed(
 ) -> None:
     """One of eight drafts that do not hold is let through."""
     make_drafts_free(monkeypatch)
-    accept = Entries.accept
-
-    def biased(drafts: Entries, state: DeviceState, said: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        is_followed = (drafts.offsets > 0).roll(-1) & drafts.is_draft.roll(-1)
-        is_followed[-1] = False
-        lucky = torch.rand(len(said), generator=generator) < 1 / 8
-        said.copy_(torch.where(is_followed & lucky, drafts.ids.roll(-1), said))
-        state.tokens[drafts.rows, drafts.positions + 1] = said.int()
-        return accept(drafts, state, said)
-
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(Entries, "accept", biased)
     with LLM(model, **OPTIONS, ops="reference", cuda_graphs=False, speculation="suffix") as llm:
+        ops = llm._built.engine.runner.decoder.ops  # type: ignore[attr-defined]
+        keep = ops.keep_sampled
+
+        def biased(tables: DecodeTables, rows: Any, inputs: DecodeInputs, said: torch.Tensor, numbers: Any, *rest: Any):
+            is_followed = (numbers > 0).roll(-1) & inputs.is_draft.bool().roll(-1)
+            is_followed[-1] = False
+            lucky = torch.rand(len(said), generator=generator) < 1 / 8
+            said.copy_(torch.where(is_followed & lucky, inputs.ids.roll(-1).long(), said))
+            return keep(tables, rows, inputs, said, numbers, *rest)
+
+        ops.keep_sampled = biased
         llm._built.engine.speculation = Speculation(256, 0.0, [Likeliest(best)])
         answers = sampled(llm)
     assert max(strangeness(answers, probabilities, at) for at in range(SAID - 1)) > 8

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from no_gpu import hopper, runner_of
 
+from tokenmill.engine.runner.cuda_graphs import Kind
 from tokenmill.engine.runner.warmup import kernels_of
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.ops.triton.specializations import collect
@@ -78,6 +79,7 @@ def missing(name: str, steps: int) -> list[str]:
     dice = random.Random(7)
     with hopper():
         runner = runner_of(**MODELS[name], max_rows=ROWS, max_tokens=TOKENS, max_len=LENGTH)
+        runner.expects_drafts = True
         known = kernels_of(runner, ROWS, TOKENS, shared=True)
         with collect() as met, runner.decoder.one_of_each_kind():
             for _ in range(steps):
@@ -85,7 +87,7 @@ def missing(name: str, steps: int) -> list[str]:
                 rows = dice.randrange(1, ROWS + 1)
                 dtype = dice.choice([torch.float32, torch.bfloat16])
                 runner.rehearse_sampling(rows, dtype, dice.choice(Sampler.variants()))
-                runner.rehearse_decode(dice.choice(runner.decode_sizes), dice.random() < 0.5)
+                runner.rehearse_decode(dice.choice(runner.decode_sizes), dice.choice(list(Kind)))
         assert len(met) > 20, "the steps launched next to nothing"
         return [str(one) for one in met.found if one not in known.found]
 

@@ -221,6 +221,12 @@ class Decoder:
             logits = self.ops.soft_cap(logits, self.spec.logit_softcap)
         return logits
 
+    @property
+    def plain_embedding(self) -> torch.Tensor | None:
+        """[vocab, hidden], where a token's embedding is its row, as it is."""
+        embed = self.weights.embed
+        return embed if isinstance(embed, torch.Tensor) and self._embed_scale == 1.0 else None
+
     def embed(self, ids: torch.Tensor) -> Hidden:
         x = self.weights.embedding(ids)
         return Hidden(x if self._embed_scale == 1.0 else self.ops.scaled(x, self._embed_scale))

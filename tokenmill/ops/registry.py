@@ -14,6 +14,7 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.ops.device_facts import LAUNCH_FEATURES, Feature, Requirement, misfit, passed_over
+from tokenmill.ops.types import DecodeInputs
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,6 +72,8 @@ class Ops:
     sample: Callable[..., torch.Tensor]
     logprobs: Callable[..., torch.Tensor]
     shape: Callable[..., None]
+    decode_inputs: Callable[..., DecodeInputs]
+    keep_sampled: Callable[..., torch.Tensor | None]
 
     def __init__(
         self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: Iterable[Refused] = ()
@@ -126,7 +129,7 @@ def implementations(device: str, batch_invariant: bool = False) -> Iterable[Impl
 
     Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
     """
-    modules = ["tokenmill.ops.reference", "tokenmill.ops.cpu"]
+    modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode", "tokenmill.ops.cpu"]
     modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.ops")
     if batch_invariant:
         modules.append("tokenmill.ops.invariant")

@@ -135,3 +135,28 @@ class QuantizedRows:
 
 Rows = torch.Tensor | QuantizedRows | Unnormed  # [..., in]: what a linear layer takes
 Storage = dict[str, torch.Tensor]  # of a linear layer's weight, by names that its scheme and its kernels know
+
+
+@dataclass(frozen=True)
+class DecodeTables:
+    """What decoding rows read and write between steps; the first dimension of all is that of table rows."""
+
+    tokens: torch.Tensor  # [table rows, width] int32
+    block_tables: torch.Tensor  # [table rows, blocks] int32
+    lengths: torch.Tensor  # [table rows] int64: tokens that are known, kept by steps that verify drafts
+    drafts: torch.Tensor  # [table rows, drafted] int64: what the device drafted
+    on_device: int  # stands for one of these among the proposed drafts
+    scratch_row: int  # belongs to nobody: padding
+    block_size: int
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What a step in which every row decodes computes, one entry per token."""
+
+    ids: torch.Tensor  # [n] int32
+    positions: torch.Tensor  # [n] int64
+    slots: torch.Tensor  # [n] int64: where key and value go; -1 for padding
+    context: torch.Tensor  # [n] int32: keys that are attended to; 0 for padding
+    rows: torch.Tensor  # [n] int32
+    is_draft: torch.Tensor  # [n] int8: 0 where none was proposed for the position; only set in steps with drafts

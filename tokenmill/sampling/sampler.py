@@ -43,11 +43,10 @@ class Sampled:
     tokens: torch.Tensor  # [n] int64; -1 where the logits held a NaN or no finite value
     logprobs: torch.Tensor | None = None  # [n, words], from the op of that name; it holds the tokens, too
 
-    def reject_drafts(self, tokens: torch.Tensor) -> None:
-        """`tokens` [m] stand for the first m; those behind a draft that did not hold are marked among them."""
-        self.tokens[: len(tokens)] = tokens
+    def mark_rejected(self) -> None:
+        """Drafts that did not hold were replaced by a mark among the tokens: log-probabilities name the tokens, too."""
         if self.logprobs is not None:
-            self.logprobs[: len(tokens), 0] = tokens.to(self.logprobs.dtype)
+            self.logprobs[:, 0] = self.tokens.to(self.logprobs.dtype)
 
     def first(self, n: int) -> Sampled:
         return Sampled(self.tokens[:n], None if self.logprobs is None else self.logprobs[:n])

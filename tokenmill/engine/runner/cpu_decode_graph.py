@@ -119,7 +119,7 @@ class RecordedDecode:
             self._host_lengths[row] = start + held + 2
             last.append(at + held)
             at += count
-        sampled.reject_drafts(sampled.tokens)
+        sampled.mark_rejected()
         return last
 
     def _record(self, n: int) -> bool:

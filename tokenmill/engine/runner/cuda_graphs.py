@@ -14,10 +14,10 @@ import torch
 from tokenmill.engine.runner.capture import Capture
 from tokenmill.engine.runner.inputs import Ints, block_writes, draft_columns, shared_lengths
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import COLUMNS, Entries
+from tokenmill.engine.runner.verify import COLUMNS, REJECTED
 from tokenmill.engine.step import SharedPrefix, Step, is_speculative, only_decodes
 from tokenmill.model.decoder import Decoder, TokenBatch
-from tokenmill.ops.types import AttentionBatch
+from tokenmill.ops.types import AttentionBatch, DecodeInputs
 from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
 
@@ -149,6 +149,8 @@ class _Columns:
 
 
 class Drafter(Protocol):
+    kind: str  # equal for those that launch the same kernels
+
     def draft(
         self,
         hidden: torch.Tensor,  # [n, hidden]
@@ -183,6 +185,7 @@ class DecodeGraphs:
         self._staging = _Staging(INPUTS * max_rows)
         self._columns = _Columns(state.scratch_row)
         self._capture = Capture(device)
+        self._one_query_each = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
     def takes(self, step: Step) -> bool:
         """Whether every row of the step decodes and nothing else happens, and there is room for what it brings."""
@@ -218,11 +221,11 @@ class DecodeGraphs:
         self._inputs.zero_()
         self._decode(bucket, traits, kind)
 
-    def record_ahead(self, bucket: int, traits: Traits) -> None:
+    def record_ahead(self, bucket: int, traits: Traits, kind: Kind) -> None:
         """Record a step of so many rows before anybody needs it; what it runs has been rehearsed."""
-        recording = self.recordings.of(bucket, traits)
+        recording = self.recordings.of(bucket, traits, kind)
         if recording.graph is None and not recording.refused:
-            self._record(recording, bucket, traits, Kind.PLAIN)
+            self._record(recording, bucket, traits, kind)
 
     def _send(self, step: Step, bucket: int) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""
@@ -268,38 +271,41 @@ class DecodeGraphs:
             return self._verify(bucket, traits)
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
         shared = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if kind is Kind.SHARED else (None, None)
-        return self._sample(self._state.tokens[rows, starts], rows, starts, traits, *shared)[1]
+        ops, tables = self._decoder.ops, self._state.decode_tables
+        inputs = ops.decode_inputs(tables, rows, starts)
+        sampled = self._sample(inputs, rows, traits, *shared)[1]
+        ops.keep_sampled(tables, rows, inputs, sampled.tokens)
+        return sampled
 
     def _verify(self, bucket: int, traits: Traits) -> Sampled:  # [bucket]
         """Drafts are tokens like any others: every one is a row of its own to attention."""
         columns = self._inputs[: (COLUMNS + 1) * bucket].view(COLUMNS + 1, bucket)
-        told, mask_rows = columns[:COLUMNS], columns[COLUMNS]
+        rows, starts, numbers, mask_rows = columns[0], columns[1], columns[2], columns[COLUMNS]
         proposed = self._inputs[(COLUMNS + 1) * bucket :][: PROPOSED * bucket]
-        entries = Entries.place(self._state, told, proposed)
-        hidden, sampled = self._sample(entries.ids, entries.rows, entries.positions, traits, mask_rows=mask_rows)
-        tokens, last = entries.accept(self._state, sampled.tokens)
-        if self.drafter is not None:
-            rows = torch.where(last, entries.rows, self._state.scratch_row)
-            self.drafter.draft(hidden, sampled.tokens.clamp_min(0), rows, entries.positions + 1, traits)
-        sampled.reject_drafts(tokens)
+        ops, tables = self._decoder.ops, self._state.decode_tables
+        inputs = ops.decode_inputs(tables, rows, starts, (columns[2:COLUMNS], proposed))
+        hidden, sampled = self._sample(inputs, rows, traits, mask_rows=mask_rows)
+        said = sampled.tokens.clamp_min(0) if self.drafter is not None else None
+        last = ops.keep_sampled(tables, rows, inputs, sampled.tokens, numbers, REJECTED)
+        sampled.mark_rejected()
+        if self.drafter is not None and said is not None and last is not None:
+            self.drafter.draft(hidden, said, last, inputs.positions + 1, traits)
         return sampled
 
     def _sample(
         self,
-        ids: torch.Tensor,  # [bucket]
+        inputs: DecodeInputs,  # [bucket]
         rows: torch.Tensor,
-        starts: torch.Tensor,
         traits: Traits,
         members: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         mask_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sampled]:  # [bucket, hidden], [bucket]
         state, bucket = self._state, len(rows)
-        live = rows != state.scratch_row
         attention = AttentionBatch(
-            rows=rows.int(),
-            q_start=torch.arange(bucket + 1, dtype=torch.int32, device=rows.device),
-            context=torch.where(live, starts + 1, 0).int(),
+            rows=inputs.rows,
+            q_start=self._one_query_each[: bucket + 1],
+            context=inputs.context,
             block_tables=state.block_tables,
             num_singles=bucket,
             max_query=1,
@@ -310,14 +316,7 @@ class DecodeGraphs:
             shared_members=members,
             shared_tokens=lengths,
         )
-        batch = TokenBatch(
-            ids=ids,
-            positions=starts,
-            slots=torch.where(live, state.slots(rows, starts), -1),
-            attention=attention,
-        )
+        batch = TokenBatch(ids=inputs.ids, positions=inputs.positions, slots=inputs.slots, attention=attention)
         hidden = self._decoder.forward(batch, state.kv)
         logits = self._decoder.logits(hidden, wide=False)
-        sampled = self._sampler.sample(logits, rows, starts + 1, traits, mask_rows)
-        state.tokens[rows, starts + 1] = sampled.tokens.clamp_min(0).int()
-        return hidden, sampled
+        return hidden, self._sampler.sample(logits, rows, inputs.positions + 1, traits, mask_rows)

@@ -8,13 +8,14 @@ from threading import Thread
 import numpy as np
 import torch
 
-from tokenmill.engine.step import DRAFTED
+from tokenmill.engine.step import DRAFTED, ON_DEVICE
 from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KVScales, form_for
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.library import Library, library
+from tokenmill.ops.types import DecodeTables
 
 FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 
@@ -70,6 +71,11 @@ class DeviceState:
         if self.scales is not None:
             for layer, (k, v) in zip(self.kv, self.scales, strict=True):
                 layer.scales = KVScales(k, v)
+
+    @property
+    def decode_tables(self) -> DecodeTables:
+        tables = self.tokens, self.block_tables, self.lengths, self.drafts
+        return DecodeTables(*tables, ON_DEVICE, self.scratch_row, self.block_size)
 
     def keep_hidden(self, width: int, dtype: torch.dtype) -> None:
         """From now on steps leave behind what a draft head starts from."""

@@ -17,10 +17,10 @@ from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForwar
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.pooling import Pooled, Pooler
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.runner.verify import COLUMNS, REJECTED, Entries, settled
+from tokenmill.engine.runner.verify import COLUMNS, REJECTED, settled
 from tokenmill.engine.step import Pending, Step, StepResult, is_speculative
 from tokenmill.model.decoder import Decoder
-from tokenmill.ops.types import AttentionBatch
+from tokenmill.ops.types import AttentionBatch, DecodeInputs
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -65,6 +65,7 @@ class TorchRunner:
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
+        self.expects_drafts = False  # steps that verify drafts are got ready before the first request
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._recorded: RecordedDecode | None = None
@@ -107,6 +108,16 @@ class TorchRunner:
         """Have the device draft at the end of steps that say so."""
         if self._graphs is not None:
             self._graphs.drafter = drafter
+
+    @property
+    def drafter(self) -> str:
+        """What drafts at the end of steps, as far as kernels go."""
+        return self._graphs.drafter.kind if self._graphs is not None and self._graphs.drafter is not None else ""
+
+    @property
+    def decode_kinds(self) -> list[Kind]:
+        """Kinds of steps that only decode, without those whose rows share a beginning."""
+        return [Kind.PLAIN, Kind.DRAFTS] if self.expects_drafts else [Kind.PLAIN]
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -161,19 +172,25 @@ class TorchRunner:
             sampled = self.sampler.sample(wanted, *at, traits, part.get("mask_rows"))
             self.state.tokens[at] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
             if drafts is not None:
-                sampled.reject_drafts(drafts.accept(self.state, sampled.tokens[: len(drafts.rows)])[0])
+                self._accept_drafts(part, drafts, sampled)
         return _TorchPending(step, self.device, self.sampler, sampled, packed.sample_rows, prompts, pooled)
 
-    def _place_drafts(self, part: dict[str, torch.Tensor]) -> Entries:
+    def _place_drafts(self, part: dict[str, torch.Tensor]) -> DecodeInputs:
         """Correct where rows stand that decode: only the device may know."""
         told = part["told"].view(COLUMNS, -1)
-        drafts = Entries.place(self.state, told, part["proposed"])
-        count = len(drafts.rows)
-        ahead = drafts.positions - part["positions"][:count]
+        inputs = self.decoder.ops.decode_inputs(self.state.decode_tables, *told[:2], (told[2:], part["proposed"]))
+        count = len(inputs.rows)
+        ahead = inputs.positions - part["positions"][:count]
         part["positions"][:count] += ahead
         part["entry_positions"][:count] += ahead
         part["context"][:count] += ahead
-        return drafts
+        return inputs
+
+    def _accept_drafts(self, part: dict[str, torch.Tensor], inputs: DecodeInputs, sampled: Sampled) -> None:
+        told = part["told"].view(COLUMNS, -1)
+        said = sampled.tokens[: len(inputs.rows)]
+        self.decoder.ops.keep_sampled(self.state.decode_tables, told[0], inputs, said, told[2], REJECTED)
+        sampled.mark_rejected()
 
     def _num_entries(self, step: Step) -> int:
         """For how many tokens logits are computed: as many as some step that only decodes has, so sizes are few.
@@ -201,18 +218,18 @@ class TorchRunner:
                 pieces.resting = False
 
     @torch.inference_mode()
-    def rehearse_decode(self, rows: int, shared: bool) -> None:
+    def rehearse_decode(self, rows: int, kind: Kind) -> None:
         """The same of a step in which so many rows decode, which is recorded otherwise."""
         if self._graphs is not None:
             with self.on_device():
-                self._graphs.rehearse(rows, Traits(), Kind.SHARED if shared else Kind.PLAIN)
+                self._graphs.rehearse(rows, Traits(), kind)
 
     @torch.inference_mode()
-    def record_decode(self, rows: int, traits: Traits) -> None:
+    def record_decode(self, rows: int, traits: Traits, kind: Kind) -> None:
         """Record a step in which so many rows decode, after its parts have been rehearsed."""
         if self._graphs is not None:
             with self.on_device():
-                self._graphs.record_ahead(rows, traits)
+                self._graphs.record_ahead(rows, traits, kind)
 
     @torch.inference_mode()
     def rehearse_sampling(self, rows: int, dtype: torch.dtype, traits: Traits) -> None:

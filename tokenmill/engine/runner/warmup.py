@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenmill.engine.runner.cuda_graphs import Kind
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.model.layers import layer_kind
 from tokenmill.sampling.sampler import Sampler
@@ -36,7 +37,7 @@ PROMPTS = (
 SHORT_PROMPTS = (2, 4, 7, 16, 33, 64, 129)  # of steps with several: attention goes by the longest of them
 LATER_PARTS = (2, 33, 1024)  # tokens of parts of prompts that are not the first
 BESIDE = (2, 33, 1537)  # prompt tokens beside decodes
-DECODES = (1, 4, 9, 40, 130)
+DECODES = (1, 4, 9, 20, 40, 70, 130, 260, 520)  # between these no kernel changes, whatever the number of kv heads
 SHARED_TOKENS = 256  # of a beginning that rows share
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -61,11 +62,13 @@ def warm_up(
         for step in steps_to_try(runner, max_tokens):
             runner.rehearse(step)
         for rows in runner.decode_sizes:
-            runner.rehearse_decode(rows, False)
+            for kind in runner.decode_kinds:
+                runner.rehearse_decode(rows, kind)
     for traits in sampling_variants():
         runner.rehearse_sampling(1, torch.float32, traits)
     for rows in sizes_to_record(runner.decode_sizes):
-        runner.record_decode(rows, Traits())
+        for kind in runner.decode_kinds:
+            runner.record_decode(rows, Traits(), kind)
     seconds = listed - began, loaded - listed, time.monotonic() - loaded
     log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
     return len(collected), compiled
@@ -77,6 +80,7 @@ def _settings_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bo
     kv = state.kv[0].k
     facts = [
         *(max_rows, max_tokens, shared, runner.decode_sizes, runner.piece_sizes, decoder.spec, decoder.kinds),
+        *(runner.decode_kinds, runner.drafter),
         *(decoder.weights.dtype, layer_kind(decoder.weights.lm_head)),
         *({op: one.name for op, one in decoder.ops.chosen.items()}, state.max_len, state.block_size),
         # How many blocks there are depends on what memory is free; kernels see whether it is a round number.
@@ -94,9 +98,8 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
         for step in steps_of_every_kind(runner, max_rows, max_tokens, shared):
             runner.rehearse(step)
         for rows in runner.decode_sizes:
-            runner.rehearse_decode(rows, False)
-            if shared:
-                runner.rehearse_decode(rows, True)
+            for kind in [*runner.decode_kinds, *([Kind.SHARED] if shared else [])]:
+                runner.rehearse_decode(rows, kind)
         for rows in sorted({*(1 << power for power in range(max_rows.bit_length())), max_rows}):
             for dtype in dtypes:
                 for traits in sampling_variants():

@@ -99,6 +99,7 @@ class DeviceHead:
 
     def __init__(self, head: HeadRunner, state: DeviceState) -> None:
         self._head, self._state = head, state
+        self.kind = f"head of {head.shape}, {self.length} tokens"
 
     def prior(self, kind: int, depth: int) -> float:
         return 0.5
@@ -117,6 +118,9 @@ class DeviceHead:
         state = self._head.enter(hidden)
         for depth in range(self.length):
             state, logits = self._head.step(state, tokens)
+            if not traits.warm:
+                tokens = self._head.pick(logits, rows, self._state.drafts, depth)
+                continue
             tokens = self._head.choose(logits, None, rows, positions + 1 + depth, traits)
             self._state.drafts[rows, depth] = tokens
 

@@ -39,6 +39,7 @@ class HeadRunner:
         self._enter, self._head = linear(head.enter_weight), linear(head.head_weight)
         self._gate_up, self._down = linear(head.gate_up_weight), linear(head.down_weight)
         self._gate_up2, self._down2 = linear(head.gate_up2_weight), linear(head.down2_weight)
+        self.shape = [list(one.shape) for one in (head.gate_up_weight, head.gate_up2_weight, head.head_weight)]
         self.ids = head.ids.to(device).long()
         self.places = torch.zeros(decoder.spec.vocab_size, dtype=torch.int64, device=device)  # of the target's tokens
         self.places[self.ids] = torch.arange(len(self.ids), device=device)
@@ -48,18 +49,33 @@ class HeadRunner:
 
     def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, state] and the token that comes next [n] -> the state behind it, and logits [n, draft vocabulary]."""
+        fused, embed = self._decoder.ops.chosen.get("head_input"), self._decoder.plain_embedding
+        if fused is not None and embed is not None:
+            return self._after(fused.fn(state, ids, embed, self._mix_norm, EPS), state)
         embedding, _ = self._decoder.embed(ids).take()
         return self.mix(torch.cat([state, embedding], dim=-1), state)
 
     def mix(self, both: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`step` from [n, state + hidden]: the state, which may be overwritten, and the embedding behind it."""
+        return self._after(self._decoder.ops.rms_norm(both, self._mix_norm, EPS), state)
+
+    def _after(self, mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ops = self._decoder.ops
-        mixed = ops.rms_norm(both, self._mix_norm, EPS)
         update = self._down(gate_up_for(self._down, ops, self._gate_up, mixed, "silu"))
         mixed, state = ops.add_rms_norm(update, state, self._norm2, EPS)
         update = self._down2(gate_up_for(self._down2, ops, self._gate_up2, mixed, "silu"))
         mixed, state = ops.add_rms_norm(update, state, self._out_norm, EPS)
         return state, self._head(mixed)
+
+    def pick(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, depth: int) -> torch.Tensor:
+        """The likeliest tokens [n], which are also written to the rows' drafts [table rows, drafted]."""
+        fused = self._decoder.ops.chosen.get("head_pick")
+        if fused is not None:
+            picked: torch.Tensor = fused.fn(logits, self.ids, rows, drafts, depth)
+            return picked
+        tokens = self.ids[logits.argmax(-1)]
+        drafts[rows, depth] = tokens
+        return tokens
 
     def choose(
         self,

@@ -1,14 +1,13 @@
 """Triton kernels; importing this package needs triton, so the registry does it only where they may be used."""
 
 from tokenmill.ops.registry import Implementation
-from tokenmill.ops.triton import activation, norm, rope
+from tokenmill.ops.triton import activation, decode_step, draft_head, norm, rope
 from tokenmill.ops.triton.attention import paged
 from tokenmill.ops.triton.gemm import quantize
 from tokenmill.ops.triton.moe import experts, route
 from tokenmill.ops.triton.sample import logprobs, sampler, shape
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = tuple(
-    one
-    for module in (norm, quantize, rope, paged, activation, route, experts, sampler, logprobs, shape)
-    for one in module.IMPLEMENTATIONS
-)
+_MODULES = (
+    norm, quantize, rope, paged, activation, route, experts, sampler, logprobs, shape, decode_step, draft_head,
+)  # fmt: skip
+IMPLEMENTATIONS: tuple[Implementation, ...] = tuple(one for module in _MODULES for one in module.IMPLEMENTATIONS)
