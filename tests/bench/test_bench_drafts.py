@@ -16,7 +16,9 @@ from tiny_drafts import make_drafts_free
 from tokenmill import SamplingParams
 from tokenmill.cli.app import app
 from tokenmill.engine.request import Request
+from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.speculation.replay import ReplayProposer
+from tokenmill.engine.step import Pending, Step
 
 TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float64", "--no-ceilings"]
 SIZES = ["--batch", "1,4", "--input", "12", "--output", "60", "--repeats", "2"]
@@ -93,6 +95,20 @@ def test_without_the_option_nothing_is_drafted_and_with_it_one_table_says_both(
     head = next(number for number, line in enumerate(told) if "with/s" in line)
     assert "up to 4 drafts per step and row, each right with probability 0.8" in told[head - 1]
     assert [line.split()[0] for line in told[head + 1 : head + 3]] == ["1", "4"]
+
+
+def test_steps_that_fail_with_drafts_are_told(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed again without, so that figures would be of something else."""
+    make_drafts_free(monkeypatch)
+    launch = TorchRunner.launch
+
+    def fails_with_drafts(runner: TorchRunner, step: Step) -> Pending:
+        if step.drafts:
+            raise RuntimeError("out of luck")
+        return launch(runner, step)
+
+    monkeypatch.setattr(TorchRunner, "launch", fails_with_drafts)
+    assert "steps with drafts failed" in latency(tiny_model, "--draft-acceptance", "1", code=1)
 
 
 def test_what_makes_no_sense_is_refused(tiny_model: str) -> None:

@@ -178,6 +178,8 @@ def test_a_plan_expects_tokens_as_much_sooner_as_a_drafted_step_brings():
     plain, drafted = planned(0.1), planned(0.1, Drafts(0.8, 4))
     seen, without = drafted.best.estimate, plain.best.estimate
     assert (without.drafts, without.tokens_per_step) == (0, 1) and seen.drafts == 4
+    alone = plain.best.placement.step_time.seconds(verifying(1, plain.demand.context, 0))
+    assert without.itl == pytest.approx(alone, rel=0.02)  # whatever the mean, a step that decodes has a row
     assert seen.tokens_per_step == pytest.approx(1 + Drafts(0.8, 4).accepted(4))
     assert 0.9 * seen.tokens_per_step < without.itl / seen.itl <= seen.tokens_per_step
     told = "\n".join(explain(drafted))

@@ -11,6 +11,7 @@ from tokenmill.bench.workloads import Ask, Mix
 from tokenmill.engine.speculation.choose import PER_TOKEN
 from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.speculation.speculation import DraftStats, Speculation
+from tokenmill.errors import StepFailed
 
 if TYPE_CHECKING:
     from tokenmill.llm import LLM
@@ -39,11 +40,14 @@ class Replay:
         plain = answer(self._llm, asks)
         for prompt, said in plain.texts:
             self._proposer.learn(prompt, said)
-        engine.speculation = self._speculation
+        engine.speculation, failed = self._speculation, engine.scheduler.stats.failed_steps
         try:
-            return plain, answer(self._llm, asks)
+            drafted = answer(self._llm, asks)
         finally:
             engine.speculation, engine.scheduler.drafting = None, False
+        if failed := engine.scheduler.stats.failed_steps - failed:  # they were computed again, which is not what counts
+            raise StepFailed(f"{failed} steps with drafts failed, so there is nothing to compare; the log says why")
+        return plain, drafted
 
 
 def repeated(

@@ -94,12 +94,12 @@ def estimate(
     come fastest.
     """
     plain = _estimate(model, demand, room, share, prefill, decode, 0)
-    if demand.drafts is None or not decode:
+    if demand.drafts is None or not decode or plain.limit:
         return plain
-    counts = range(1, demand.drafts.most + 1)
-    drafted = [_estimate(model, demand, room, share, prefill, decode, count) for count in counts]
-    fit = [one for one in drafted if not one.limit and one.rows_high * (1 + one.drafts) <= room.max_rows]
-    return min([plain, *fit], key=lambda one: one.itl)
+    rows = max(plain.rows / model.split.pipeline, 1.0)  # with drafts there are fewer, and then more are worth it
+    count = demand.drafts.best(model, rows, rows * demand.context, room.max_rows / model.split.pipeline)
+    drafted = _estimate(model, demand, room, share, prefill, decode, count)
+    return plain if drafted.limit or drafted.rows_high * (1 + count) > room.max_rows else drafted
 
 
 def _estimate(
@@ -114,8 +114,8 @@ def _estimate(
         budget = room.step_tokens - rows / stages
         if budget <= 0 or rows > room.max_rows:
             return _over("rows")
-        # Where less than one row decodes on average, drafts are still verified for a whole one
-        plain = _step(model, demand, max(rows / stages, 1.0) if count else rows / stages, 0.0, count)
+        # Whatever the mean, a step that decodes has a row
+        plain = _step(model, demand, max(rows / stages, 1.0) if decode else 0.0, 0.0, count)
         # Prompts that arrive during a step are read together; a single one may be shorter than what a step takes.
         chunk = min(budget, max(demand.prompt, new_per_s * (mean or plain)))
         reading = _step(model, demand, rows / stages, chunk)
