@@ -82,7 +82,8 @@ def test_only_allowed_tokens_are_sampled_and_neighbours_do_not_notice(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     monkeypatch.setattr(Payoff, "on", lambda *_: True)
-    with LLM(checkpoint, device="cuda", dtype="float32", skip_tokenizer_init=True, cuda_graphs=graphs) as llm:
+    options = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True, "cuda_graphs": graphs}
+    with LLM(checkpoint, **options, speculation="suffix" if graphs else None) as llm:
         _, alone = run(llm, monkeypatch, structured=False)
         bound, beside = run(llm, monkeypatch, structured=True)
         assert [request.finish for request in bound] == [Finish.STOP] * 5

@@ -89,3 +89,11 @@ def test_a_request_whose_drafts_fail_is_not_judged_by_the_others() -> None:
         calibration.count([0] * 8, 8, lucky)
     draft = Draft([1, 2, 3], [0] * 3)
     assert calibration.chances(draft, unlucky)[0] < 0.3 < 0.8 < calibration.chances(draft, lucky)[2]
+
+
+def test_drafts_over_everything_that_is_on_its_way_have_chances() -> None:
+    """Steps that are launched may each have as many drafts as a step verifies: a draft begins behind all of them."""
+    length = 5 * MAX_DRAFTS
+    calibration = Calibration(Hopeful())  # type: ignore[arg-type]
+    chances = calibration.chances(Draft([1] * length, [0] * length), RequestRecord())
+    assert len(chances) == length and (np.diff(chances) <= 0).all() and chances[-1] >= 0

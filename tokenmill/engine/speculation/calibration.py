@@ -30,11 +30,12 @@ class Calibration:
         prior = [[proposer.prior(kind, depth) for depth in range(MAX_DRAFTS)] for kind in range(proposer.kinds)]
         self._tried = np.full((proposer.kinds, MAX_DRAFTS), PRIOR_WEIGHT)
         self._held: Floats = np.array(prior) * PRIOR_WEIGHT
-        self._depths = np.minimum(np.arange(4 * MAX_DRAFTS), MAX_DRAFTS - 1)  # beyond the last one it counts for all
+        self._depths = _depths(4 * MAX_DRAFTS)
 
     def chances(self, draft: Draft, own: RequestRecord) -> Floats:  # [tokens of the draft]: that so many hold
         count = len(draft.tokens)
-        depths = self._depths[:count]
+        # Several steps may be on their way, each with as many drafts as a step may have: those are drafted over.
+        depths = self._depths[:count] if count <= len(self._depths) else _depths(count)
         each: Floats = self._held[draft.kinds, depths] / self._tried[draft.kinds, depths]
         return np.cumprod(np.minimum(own.shifted(each), MOST_LIKELY), dtype=np.float64)
 
@@ -48,6 +49,10 @@ class Calibration:
         if tried and self._tried[kinds[0], 0] > MOST_COUNTED:
             self._tried[kinds[0]] /= 2
             self._held[kinds[0]] /= 2
+
+
+def _depths(count: int) -> npt.NDArray[np.int64]:
+    return np.minimum(np.arange(count), MAX_DRAFTS - 1)  # beyond the last one it counts for all
 
 
 class RequestRecord:

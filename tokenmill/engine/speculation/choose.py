@@ -48,6 +48,7 @@ def speculation_for(
     if config.speculation is None and device.type in ASYNC_DEVICES:
         return None, "off (on a GPU drafts are not worth their time yet: set speculation to try them)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
+    speculation.beside = device.type in ASYNC_DEVICES
     runner.expects_drafts = True
     speculation.add(GrammarProposer())
     spec, final_norm = runner.decoder.spec, runner.decoder.weights.final_norm

@@ -62,6 +62,7 @@ class Speculation:
         self._drafter: int | None = None  # number of the proposer that does
         self.payoff = Payoff()
         self.most_rows = max_tokens  # with more rows than this nothing is proposed
+        self.beside = False  # a device computes while proposers are asked: then steps' times tell if it waits for them
         self._on = False  # whether proposers were asked for the newest step
         self._asking = 0.0  # seconds that this takes
         self._max_tokens = max_tokens  # of a step that only decodes
@@ -171,7 +172,7 @@ class Speculation:
             return
         plain = float(self.time.decoding(np.array([rows]))[0])
         times = self.drafting_time if step.drafting else self.time
-        taken = float(times.decoding(np.array([step.num_tokens]))[0]) + self._asking
+        taken = float(times.decoding(np.array([step.num_tokens]))[0]) + (0.0 if self.beside else self._asking)
         self.payoff.learn(rows, sum(map(len, result.tokens)) / rows, taken / plain)
 
     def ended(self, request: Request) -> None:
