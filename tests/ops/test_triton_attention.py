@@ -190,3 +190,31 @@ def test_random_mixes_equal_reference(rows, block_size, kv_heads, group, window,
         mask=Mask(window=window), seed=seed, device=triton_device,
     )  # fmt: skip
     check(case)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32])
+def test_any_number_of_decodes_takes_a_kernel_that_the_warm_up_meets(kv_heads, monkeypatch):
+    from tokenmill.engine.runner.cuda_graphs import bucket_sizes
+    from tokenmill.engine.runner.warmup import DECODES
+    from tokenmill.ops.triton import config
+    from tokenmill.ops.triton.launch import MOST_PROGRAMS
+
+    monkeypatch.setattr(config, "multiprocessors", lambda device: 132)
+
+    def kernel(rows: int) -> tuple[config.Tile, bool]:
+        """What is compiled in: the tile, and whether programs start before the kernel in front has ended."""
+        tile = config.decode_tile(4, 128, 128, torch.bfloat16, rows * kv_heads)
+        extra, _ = config.decode_splits(rows, kv_heads, 4 * kv_heads, 128, tile, torch.device("cpu"))
+        return tile, kv_heads * (rows + extra) <= MOST_PROGRAMS
+
+    known = {kernel(rows) for rows in (*DECODES, *bucket_sizes(512))}
+    assert {rows: kernel(rows) for rows in range(1, 513) if kernel(rows) not in known} == {}
+
+
+def test_decodes_of_a_few_hundred_programs_share_multiprocessors():
+    from tokenmill.ops.triton.config import Tile, decode_tile
+
+    of = {programs: decode_tile(7, 128, 128, torch.bfloat16, programs) for programs in (127, 128, 511, 512, 1024, 1025)}
+    assert of[127] == of[1025] == Tile(16, 64, 2, 5)
+    assert of[128] == of[511] == Tile(16, 64, 2, 4) and of[512] == of[1024] == Tile(16, 64, 4, 4)
+    assert decode_tile(7, 64, 64, torch.bfloat16, 128) == Tile(16, 64, 2, 5)  # measured for heads of 128

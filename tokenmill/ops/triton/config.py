@@ -10,6 +10,7 @@ import torch
 
 from tokenmill.ops.device_facts import multiprocessors
 from tokenmill.ops.registry import Implementation
+from tokenmill.ops.triton.launch import MOST_PROGRAMS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
@@ -121,6 +122,8 @@ def decode_splits(
     waves *= _LONE_WARPS if tile.num_warps == 1 else 1
     waves = _SHORT.get(tile, waves)
     extra = waves * multiprocessors(device) // kv_programs
+    if tile in _SHORT and programs < _SEVERAL_PROGRAMS:  # so that all of these start early, and are one kernel
+        extra = min(extra, MOST_PROGRAMS // kv_programs - rows)
     room = DECODE_WORKSPACE_BYTES // 2 // partial_bytes(heads, value_dim)
     extra = max(1, min(extra, max(room - rows, room // 2)))
     least_keys = 256 if programs >= multiprocessors(device) else 64
