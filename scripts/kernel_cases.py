@@ -99,8 +99,10 @@ def hopper_cases() -> Iterator[Case]:
     for rows, columns, inner, dtype in ((2, 1024, 3072, BF16), (16, 4608, 3584, BF16), (32, 3584, 18944, FP16)):
         x, weight = new(rows, inner, dtype=dtype), new(columns, inner, dtype=dtype)
         counters = new(256, dtype=torch.int32)
+        name = f"hopper stream {rows} {columns} x {inner} {dtype}"
         for bias in (None, new(columns, dtype=dtype)):
-            yield f"hopper stream {rows} {columns} x {inner} {dtype}", partial(stream_gemm, x, weight, bias, counters)
+            yield name, partial(stream_gemm, x, weight, bias, counters)
+        yield f"{name}, in one part", partial(stream_gemm, x, weight, None, None)
     for dtype in (INT8, FP8):
         for tile in (one for one in SHAPES if one.splits <= 2):
             yield f"hopper gemm {dtype} {tile}", partial(eight_bits, hopper_gemm, 128, 4096, 4096, dtype, shape=tile)

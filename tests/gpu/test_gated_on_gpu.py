@@ -52,3 +52,5 @@ def test_streamed_products_equal_the_reference(dtype: torch.dtype, columns: int,
                 made = stream_gemm(x, weight, added, counters, splits).double()
                 assert (made - expected).norm() / expected.norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4)
                 assert not counters.any()
+            made = stream_gemm(x, weight, added, None).double()
+            assert (made - expected).norm() / expected.norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4)

@@ -313,3 +313,18 @@ def test_few_rows_are_streamed_through_weights_of_one_wave(columns, inner, names
     pretend()
     chosen = select_matmul(need_of("dense", columns, inner, weight_dtype=BF16))
     assert [chosen.kernel(rows).name for rows in (1, 2, 32, 33)] == names
+
+
+def test_a_head_that_is_the_embedding_has_no_counters_and_is_streamed_in_one_part(pretend, monkeypatch):
+    """Nobody allocates such a weight for products: it is there already (model/layers.py)."""
+    from tokenmill.ops.triton.gemm import stream
+
+    pretend()
+    launched = []
+    kernel = {grid: lambda *args, grid=grid, **meta: launched.append((grid, meta["SPLITS"])) for grid in [(16,)]}
+    monkeypatch.setattr(stream, "_kernel", kernel)
+    x, weight = torch.zeros(8, 2048, dtype=BF16), torch.zeros(1024, 2048, dtype=BF16)
+    need = need_of("dense", *weight.shape, weight_dtype=BF16)
+    assert select_matmul(need).kernel(8).name == STREAMED
+    select_matmul(need)(x, {"weight": weight}, None)
+    assert launched == [((16,), 1)]

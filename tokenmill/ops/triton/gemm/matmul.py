@@ -59,7 +59,7 @@ def _dense_misfit(need: MatmulNeed) -> str:
 def _streamed(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
     if not x.is_contiguous() or x.data_ptr() % 16:  # as the copy engine needs them; ours always are
         x = x.clone(memory_format=torch.contiguous_format)
-    out: torch.Tensor = _gluon("stream").stream_gemm(x, storage["weight"], bias, storage["counters"])
+    out: torch.Tensor = _gluon("stream").stream_gemm(x, storage["weight"], bias, storage.get("counters"))
     return out
 
 

@@ -54,16 +54,16 @@ def stream_gemm(
     x: torch.Tensor,  # [rows, inner], up to 32; bfloat16 or float16, contiguous
     weight: torch.Tensor,  # [columns, inner], of the same dtype
     bias: torch.Tensor | None,  # [columns]
-    counters: torch.Tensor,  # [columns / 64] int32 zeros, zero again afterwards
+    counters: torch.Tensor | None,  # [columns / 64] int32 zeros, zero again afterwards; None: no parts
     splits: int | None = None,  # by default chosen by rule
 ) -> torch.Tensor:  # [rows, columns]
     (rows, inner), columns = x.shape, weight.shape[0]
-    splits = splits or choose_splits(rows, columns, inner, x.device)
+    splits = 1 if counters is None else splits or choose_splits(rows, columns, inner, x.device)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     padded, tiles, turns = _rows_of_a_tile(rows), ceil_div(columns, 64), ceil_div(inner, BLOCK_K)
     partial = None
     if splits > 1:
-        assert counters.numel() >= tiles
+        assert counters is not None and counters.numel() >= tiles
         partial = torch.empty(tiles * splits * 64 * padded, dtype=torch.float32, device=x.device)
     stages = min(STAGES, SHARED_BYTES // (2 * BLOCK_K * (64 + padded)))
     _kernel[(tiles * splits,)](
@@ -81,7 +81,7 @@ def _kernel(
     bias,  # [columns] or None
     out,  # [rows, columns]
     partial,  # [tiles, SPLITS, 64, ROWS] float32, or None
-    counters,  # [tiles]
+    counters,  # [tiles], or None
     rows,
     columns,
     turns,  # of the loop over the inputs
