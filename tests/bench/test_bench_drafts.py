@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "speculation"))
 from tiny_drafts import make_drafts_free
 
 from tokenmill import SamplingParams
+from tokenmill.bench.drafts import Replay
 from tokenmill.cli.app import app
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.torch_runner import TorchRunner
@@ -114,3 +117,13 @@ def test_steps_that_fail_with_drafts_are_told(tiny_model: str, monkeypatch: pyte
 def test_what_makes_no_sense_is_refused(tiny_model: str) -> None:
     assert "say how often they are right" in latency(tiny_model, "--draft-tokens", "3", code=2)
     assert "needs batching" in latency(tiny_model, "--draft-acceptance", "1", "--no-kv-cache", code=2)
+
+
+@pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("cuda", True)])
+def test_drafts_are_weighed_as_the_engine_of_the_device_weighs_them(device: str, beside: bool) -> None:
+    """A GPU computes while drafts are asked for: what that takes is no part of a step's time there."""
+    limits = SimpleNamespace(max_rows=4, max_verified=8)
+    runner, scheduler = SimpleNamespace(device=torch.device(device)), SimpleNamespace(limits=limits)
+    engine = SimpleNamespace(scheduler=scheduler, runner=runner)
+    llm: Any = SimpleNamespace(_built=SimpleNamespace(engine=engine), _processor=SimpleNamespace(vocab_size=100))
+    assert Replay(llm, 0.8, 4, seed=0)._speculation.beside is beside

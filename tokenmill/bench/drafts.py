@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.bench.latency import Batch, answer
 from tokenmill.bench.workloads import Ask, Mix
+from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES
 from tokenmill.engine.speculation.choose import PER_TOKEN
 from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.speculation.speculation import DraftStats, Speculation
@@ -25,9 +26,11 @@ class Replay:
     def __init__(self, llm: LLM, acceptance: float, length: int, seed: int) -> None:
         engine, vocab = llm._built.engine, llm._processor.vocab_size
         limits, device = engine.scheduler.limits, getattr(engine.runner, "device", None)
+        kind = "cpu" if device is None else device.type
         self._llm, self._proposer = llm, ReplayProposer(acceptance, length, vocab, seed)
-        per_token = PER_TOKEN.get("cpu" if device is None else device.type, 0.2)
-        self._speculation = Speculation(max(limits.max_rows, limits.max_verified), per_token, [self._proposer])
+        most = max(limits.max_rows, limits.max_verified)
+        self._speculation = Speculation(most, PER_TOKEN.get(kind, 0.2), [self._proposer])
+        self._speculation.beside = kind in ASYNC_DEVICES
         engine.speculation = None
 
     @property
