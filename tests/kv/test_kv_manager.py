@@ -143,6 +143,27 @@ def test_one_salt_is_forgotten_alone():
     kv.check_integrity(some[1:])
 
 
+def test_to_wipe_a_salt_costs_nothing_of_what_others_have():
+    """Any tenant may ask for it as often as it likes, and steps wait meanwhile."""
+
+    class Watched(str):
+        compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            Watched.compared += 1
+            return str.__eq__(self, other)
+
+    index = PrefixIndex()
+    for block in range(1000):
+        index.publish(b"%d" % block, block, Watched("others"))
+    index.publish(b"mine", 1000, "mine")
+    Watched.compared = 0
+    assert index.blocks("mine") == [1000] and index.blocks("nobody's") == []
+    assert Watched.compared < 10
+    assert index.forget(1000) and not index.blocks("mine") and len(index.blocks("others")) == len(index) == 1000
+
+
 @given(length=st.integers(1, 30), shared=st.integers(0, 30), size=st.sampled_from([2, 4, 8]))
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one(length, shared, size):
     shared = min(shared, length)

@@ -17,6 +17,7 @@ from tiny_drafts import make_drafts_free
 from tokenmill import LLM, AsyncLLM, SamplingParams
 from tokenmill.engine.request import Request
 from tokenmill.engine.speculation.proposer import Draft
+from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import InvalidRequest
 from tokenmill.ops.native.library import Library, load
@@ -134,6 +135,16 @@ def test_the_index_keeps_to_its_room_while_tenants_come_and_are_wiped(
         for turn in range(5):
             llm.reset_prefix_cache(cache_salt=f"tenant {turn}")
         assert pages(llm) == 0
+
+
+def test_how_the_drafts_of_others_did_is_not_forgotten() -> None:
+    speculation = Speculation(8, 0.0)
+    requests = [Request(salt, [1, 2], SAMPLED, max_tokens=9, seed=0, salt=salt) for salt in ("alice", "bob")]
+    alice, bob = map(speculation._record, requests)
+    speculation.forget("alice")
+    assert speculation._record(requests[1]) is bob and speculation._record(requests[0]) is not alice
+    speculation.forget()
+    assert speculation._record(requests[1]) is not bob
 
 
 def test_a_salt_must_be_text(llm: LLM) -> None:

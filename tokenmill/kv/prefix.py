@@ -71,6 +71,7 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
         self._salt_of: dict[int, str] = {}
+        self._blocks_of: dict[str, set[int]] = {}  # by salt: to wipe one costs nothing of what others have
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -92,15 +93,21 @@ class PrefixIndex:
         self._block_of[identity] = block
         self._identity_of[block] = identity
         self._salt_of[block] = salt
+        self._blocks_of.setdefault(salt, set()).add(block)
         return True
 
     def forget(self, block: int) -> bool:
         identity = self._identity_of.pop(block, None)
         if identity is None:
             return False
-        del self._block_of[identity], self._salt_of[block]
+        del self._block_of[identity]
+        salt = self._salt_of.pop(block)
+        own = self._blocks_of[salt]
+        own.discard(block)
+        if not own:
+            del self._blocks_of[salt]
         return True
 
     def blocks(self, salt: str | None = None) -> list[int]:
         """Those with content, or with that of one salt."""
-        return [block for block, its in self._salt_of.items() if salt is None or its == salt]
+        return list(self._identity_of if salt is None else self._blocks_of.get(salt, ()))

@@ -39,6 +39,7 @@ class DraftStats:
 class _Record:
     """What is remembered of a running request."""
 
+    salt: str  # of the request
     own: list[RequestRecord]  # by proposer
     probes: list[tuple[int, Draft] | None]  # by proposer: a draft that was made at this length, until it is judged
     sources: dict[int, int] = field(default_factory=dict)  # start of a launched step's row -> who proposed its drafts
@@ -182,7 +183,8 @@ class Speculation:
 
     def forget(self, salt: str | None = None) -> None:
         """Nothing that was read of any text, or of those with this cache salt, may be used any more."""
-        self._records.clear()
+        for id in [id for id, record in self._records.items() if salt is None or record.salt == salt]:
+            del self._records[id]
         for one in self.proposers:
             one.forget(salt)
 
@@ -214,7 +216,7 @@ class Speculation:
         record = self._records.get(request.id)
         if record is None:
             number = len(self.proposers)
-            record = _Record([RequestRecord() for _ in range(number)], [None] * number)
+            record = _Record(request.salt, [RequestRecord() for _ in range(number)], [None] * number)
             self._records[request.id] = record
         return record
 
