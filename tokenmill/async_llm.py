@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.build import Progress, build
+from tokenmill.engine.build import build
+from tokenmill.engine.checkpoints import Progress
 from tokenmill.errors import TokenmillError
 from tokenmill.loading_bar import loading_bar
 from tokenmill.outputs import RequestOutput

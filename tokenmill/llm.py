@@ -12,7 +12,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.build import Progress, build
+from tokenmill.engine.build import build
+from tokenmill.engine.checkpoints import Progress
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
 from tokenmill.loading_bar import loading_bar
 from tokenmill.model.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tokenmill.engine.build import Progress
+from tokenmill.engine.checkpoints import Progress
 
 DELAY = 1.0  # seconds: whatever is over by then needs no bar
 

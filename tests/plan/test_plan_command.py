@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tokenmill.cli.app import app
 from tokenmill.config import EngineConfig
-from tokenmill.engine.build import open_checkpoint
+from tokenmill.engine.checkpoints import open_checkpoint
 from tokenmill.engine.choices import model_bytes, schemes_for
 from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config

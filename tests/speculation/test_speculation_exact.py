@@ -1,4 +1,4 @@
-"""Every proposer leaves every answer as it is: drafts of suffix and head, in all ways of sampling and of running."""
+"""Every proposer leaves every answer as it is: suffix, head and draft model, in all ways of sampling and of running."""
 
 from __future__ import annotations
 
@@ -65,6 +65,12 @@ def head(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_head(model, tmp_path_factory.mktemp("heads") / "head.safetensors", OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that knows the same tokens and little else of what the other says."""
+    return write_tiny(tmp_path_factory.mktemp("stranger"), hidden_size=32, head_dim=8, num_hidden_layers=1)
+
+
 def answers(llm: LLM, way: dict[str, Any], tokens: int = 60) -> list[Any]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, **way)
     found = []
@@ -76,15 +82,16 @@ def answers(llm: LLM, way: dict[str, Any], tokens: int = 60) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def engines(model: str, head: Path) -> Iterator[dict[str, LLM]]:
+def engines(model: str, head: Path, stranger: str) -> Iterator[dict[str, LLM]]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setitem(choose.PER_TOKEN, "cpu", 0.0)
         names = {"off": "off", "suffix": "suffix", "head": f"head:{head}", "both": f"suffix,head:{head}"}
+        names |= {"itself": f"draft:{model}", "stranger": f"suffix,draft:{stranger}"}
         yield {name: stack.enter_context(LLM(model, speculation=value, **OPTIONS)) for name, value in names.items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("proposer", ["suffix", "head", "both"])
+@pytest.mark.parametrize("proposer", ["suffix", "head", "both", "itself", "stranger"])
 def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, way: str) -> None:
     before = drafted(engines[proposer])
     assert answers(engines[proposer], WAYS[way]) == answers(engines["off"], WAYS[way])
@@ -92,19 +99,22 @@ def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, w
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_no_way_of_running_is_changed(model: str, head: Path, run: str) -> None:
+def test_no_way_of_running_is_changed(model: str, head: Path, stranger: str, run: str) -> None:
     """Preemption, chunked prefill, a warm prefix cache, int8 keys and values, int8 weights, with every proposer."""
     with LLM(model, **(OPTIONS | RUNS[run] | {"speculation": "off"})) as llm:
         plain = [answers(llm, WAYS[way]) for way in ("greedy", "several")]
         steps = llm._built.engine.scheduler.stats.steps
-    for speculation in ("suffix", f"head:{head}", f"suffix,head:{head}"):
+    for speculation in ("suffix", f"head:{head}", f"suffix,head:{head}", f"draft:{model}", f"draft:{stranger}"):
         if run == "plain steps" and "head" in speculation:
             continue  # a head drafts in recorded steps alone
-        with LLM(model, **(OPTIONS | RUNS[run] | {"speculation": speculation})) as llm:
+        options = OPTIONS | RUNS[run] | {"speculation": speculation}
+        if "kv_cache_memory" in options and "draft" in speculation:  # blocks hold both models' keys and values
+            options["kv_cache_memory"] = 24 * (8192 + 8192 * (model in speculation) + 2048 * (stranger in speculation))
+        with LLM(model, **options) as llm:
             assert [answers(llm, WAYS[way]) for way in ("greedy", "several")] == plain
             stats = llm._built.engine.scheduler.stats
             if run == "overlap" and "suffix" not in speculation:
-                assert not drafted(llm)  # on a CPU a head waits for the newest token, which is on its way
+                assert not drafted(llm)  # on a CPU others wait for the newest token, which is on its way
                 continue
             assert drafted(llm) > 20 and (stats.steps < steps or speculation != "suffix")
             assert run != "preempted" or stats.preemptions
@@ -116,7 +126,7 @@ def test_a_head_without_recorded_steps_is_refused(model: str, head: Path) -> Non
         LLM(model, **OPTIONS, speculation=f"head:{head}", cuda_graphs=False)
 
 
-@pytest.mark.parametrize("proposer", ["suffix", "head", "both"])
+@pytest.mark.parametrize("proposer", ["suffix", "head", "both", "itself"])
 def test_beams_have_no_drafts_and_stay_as_they_are(engines: dict[str, LLM], proposer: str) -> None:
     beams = {"temperature": 0.0, "beam_width": 3, "n": 3}
     before = drafted(engines[proposer])
@@ -177,3 +187,54 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
         assert answers(llm, WAYS["greedy"]) == plain
         assert proposer not in speculation.proposers and speculation.proposers
     assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_model_itself_is_always_right(engines: dict[str, LLM], temperature: float) -> None:
+    """Its keys and values are where they should be, and it is sampled with the same noise."""
+    llm = engines["itself"]
+    assert llm._built.engine.speculation is not None
+    stats = llm._built.engine.speculation.stats["draft"]
+    before = stats.drafted, stats.accepted
+    answers(llm, {"temperature": temperature, "seed": 11})
+    assert stats.accepted - before[1] == stats.drafted - before[0] > 200
+
+
+def test_a_draft_model_reads_no_prefix_that_it_has_read_before(engines: dict[str, LLM]) -> None:
+    llm = engines["itself"]
+    llm.reset_prefix_cache()
+    assert llm._built.engine.speculation is not None
+    (proposer,) = (one for one in llm._built.engine.speculation.proposers if one.name == "draft")
+    launch, read = proposer._runner.launch, []  # type: ignore[attr-defined]
+
+    def counted(step: Any) -> Any:
+        read.append(step.num_tokens - len(step.rows))
+        return launch(step)
+
+    proposer._runner.launch = counted  # type: ignore[attr-defined]
+    try:
+        prompt, params = [9 + i % 23 for i in range(150)], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        for expected in (range(140, 160), range(0, 32)):
+            read.clear()
+            llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            assert sum(read) in expected
+    finally:
+        proposer._runner.launch = launch  # type: ignore[attr-defined]
+
+
+def test_draft_models_that_do_not_fit_are_refused_in_a_sentence(model: str, tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", vocab_size=TINY["vocab_size"] + 8)
+    with pytest.raises(ConfigError, match=f"knows {TINY['vocab_size'] + 8} tokens, not {TINY['vocab_size']}"):
+        LLM(model, **OPTIONS, speculation=f"draft:{other}")
+    with pytest.raises(ConfigError, match="one draft model is enough"):
+        LLM(model, **OPTIONS, speculation=f"draft:{model},draft:{model}")
+    with pytest.raises(ConfigError, match="must be off, suffix, head:FILE, draft:MODEL"):
+        LLM(model, **OPTIONS, speculation="draft:")
+
+
+def test_the_memory_plan_has_both_models(model: str) -> None:
+    blocks = []
+    for speculation in ("off", f"draft:{model}"):
+        with LLM(model, **(OPTIONS | {"speculation": speculation, "kv_cache_memory": 64 * 8192})) as llm:
+            blocks.append(llm._built.settings.num_blocks)
+    assert blocks == [64, 32]

@@ -93,7 +93,8 @@ def measure_roof(config: EngineConfig) -> Roof:
 
 def _roof(config: EngineConfig) -> Roof:
     from tokenmill.bench.timing import ceilings
-    from tokenmill.engine.build import choose_device, choose_dtype, choose_kv_dtype, native_for, open_checkpoint
+    from tokenmill.engine.build import choose_device, choose_dtype, choose_kv_dtype, native_for
+    from tokenmill.engine.checkpoints import open_checkpoint
     from tokenmill.engine.choices import matrix_bytes, model_bytes, schemes_for
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve

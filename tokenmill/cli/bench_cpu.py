@@ -100,7 +100,7 @@ def cpu(
 def _model(model: str) -> tuple[Path, int, str]:
     """The model's file, how many tokens it knows, and the form of its weights."""
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import open_checkpoint
+    from tokenmill.engine.checkpoints import open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.gguf_file import weights_form
     from tokenmill.model.weights.source import resolve

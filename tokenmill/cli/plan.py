@@ -128,7 +128,7 @@ def _opened(model: str, files: ModelFiles) -> tuple[ModelShape, WeightPrecision 
     import torch
 
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import open_checkpoint
+    from tokenmill.engine.checkpoints import open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.load import stored_forms
     from tokenmill.plan.planner.precision import stored_precision

@@ -29,7 +29,7 @@ class OpenedModel:
 
 def open_model(model: str) -> OpenedModel:
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import load_tokenizer, open_checkpoint
+    from tokenmill.engine.checkpoints import load_tokenizer, open_checkpoint
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
     from tokenmill.quant.tool.layer_source import LayerSource

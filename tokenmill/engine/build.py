@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
+from tokenmill.engine.checkpoints import Progress, load, load_tokenizer, open_checkpoint
 from tokenmill.engine.choices import hardware_of, linear_shapes, model_bytes, schemes_for
 from tokenmill.engine.core import Engine
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
@@ -23,16 +22,17 @@ from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.batching import BATCHING
 from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.policy import POLICIES
-from tokenmill.engine.speculation.choose import speculation_for
+from tokenmill.engine.speculation.choose import draft_model_for, speculation_for
+from tokenmill.engine.speculation.draft_model import DraftModel
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.families import spec_from_config
-from tokenmill.model.layers import MLPWeights, WeightStore, linears
+from tokenmill.model.layers import MLPWeights, linears
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, read_config
+from tokenmill.model.weights.checkpoint import GroupCheckpoint
 from tokenmill.model.weights.source import ModelFiles, resolve
 from tokenmill.ops.device_facts import outdated
 from tokenmill.ops.kv_forms import KV_FORMS, form_for
@@ -49,7 +49,6 @@ from tokenmill.sampling.grammar import Grammars
 if TYPE_CHECKING:
     from tokenmill.ops.triton.compiler import KernelCompiler
 
-Progress = Callable[[int, int, str], None]  # done, in all, what
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,8 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
     narrow = dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant
     guarded = narrow and config.adaptive_precision
     sizes = model_bytes(spec, dtype, schemes, checkpoint, kv_dtype, guarded)
+    draft = draft_model_for(config, spec, tokenizer, target, kv_dtype, tell)
+    sizes = sizes if draft is None else draft.beside(sizes)
     settings = solve(config, sizes, spec.max_positions, hardware_of(device))
     kv_form = form_for(kv_dtype)
     kv_name = kv_form.name if kv_form else str(kv_dtype).removeprefix("torch.")
@@ -123,7 +124,7 @@ def _build(config: EngineConfig, device: torch.device, compiler: KernelCompiler 
     # The engine of a server has no tokenizer until it needs one for a grammar.
     grammars = Grammars(lambda: tokenizer or load_tokenizer(files, None), spec.eos_ids)
     guard = PrecisionGuard(decoder, need, settings.max_len) if guarded else None
-    engine, drafts = join(config, settings, decoder, kv_dtype, device, grammars, guard)
+    engine, drafts = join(config, settings, decoder, kv_dtype, device, grammars, guard, draft)
     warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
     report = [
         f"model        {files.name} ({spec.architecture}, {spec.num_layers} layers)",
@@ -151,6 +152,7 @@ def join(
     device: torch.device,
     grammars: Grammars | None = None,
     guard: PrecisionGuard | None = None,
+    draft: DraftModel | None = None,
 ) -> tuple[Engine, str]:
     """Scheduler, KV and runner around a decoder, and how drafts are made."""
     state = DeviceState(
@@ -208,7 +210,7 @@ def join(
     runner.reserve(settings.memory.activations)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    speculation, why = speculation_for(config, runner, graphs, max(settings.max_rows, limits.max_verified))
+    speculation, why = speculation_for(config, runner, graphs, max(settings.max_rows, limits.max_verified), draft)
     return Engine(scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation), why
 
 
@@ -272,58 +274,6 @@ def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, t
     if isinstance(native, Library):
         native.threads = torch.get_num_threads()
     return native
-
-
-def open_checkpoint(config: EngineConfig, files: ModelFiles) -> tuple[Checkpoint | None, dict[str, Any]]:
-    """The weights' source (None for dummy weights) and the model's config."""
-    wanted = config.load_format
-    if wanted == "dummy" and files.kind == "directory":
-        return None, read_config(Path(files.path))
-    if (wanted == "safetensors" and files.kind == "gguf") or (wanted == "gguf" and files.kind != "gguf"):
-        raise ConfigError(f"load_format is {wanted!r} but {files.path} is a {files.kind}; use load_format='auto'")
-    checkpoint: Checkpoint
-    if files.kind == "gguf":
-        from tokenmill.model.weights.gguf import GGUFCheckpoint
-
-        checkpoint = GGUFCheckpoint(files.path)
-    else:
-        from tokenmill.model.weights.quantized import open_quantized
-        from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
-
-        checkpoint = SafetensorsCheckpoint(files.path)
-        checkpoint = open_quantized(checkpoint)
-    return (None if wanted == "dummy" else checkpoint), checkpoint.config
-
-
-def load_tokenizer(files: ModelFiles, checkpoint: Checkpoint | None) -> Tokenizer:
-    if files.kind == "directory":
-        return Tokenizer.from_directory(files.path)
-    from tokenmill.model.weights.gguf import GGUFCheckpoint
-
-    return Tokenizer.from_gguf(checkpoint if isinstance(checkpoint, GGUFCheckpoint) else GGUFCheckpoint(files.path))
-
-
-def load(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    checkpoint: Checkpoint | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    schemes: Schemes,
-    tell: Progress,
-) -> WeightStore:
-    if checkpoint is None:
-        from tokenmill.model.weights.dummy import dummy_weights
-
-        drawn = lambda done, total: tell(done, total, "making random weights")  # noqa: E731
-        return dummy_weights(spec, dtype, device, config.seed, schemes, drawn)
-    from tokenmill.model.weights.load import load_weights
-
-    if isinstance(checkpoint, BlockCheckpoint):  # the library unpacks blocks for every device
-        load_native(tell, config.cache_dir)
-    return load_weights(
-        spec, checkpoint, dtype, device, lambda done, total: tell(done, total, "loading weights"), schemes
-    )
 
 
 def why_slower(native: Library | str | None, config: EngineConfig, device: torch.device) -> str | None:

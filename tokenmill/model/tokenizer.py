@@ -57,6 +57,9 @@ class Tokenizer:
         self.chat_template = chat_template
         self.infill = infill or find_infill(backend.token_to_id)  # None: it has no tokens for filling in the middle
 
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Reads tokenizer.json and the small files beside it."""

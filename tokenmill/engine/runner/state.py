@@ -35,7 +35,7 @@ class DeviceState:
         device: torch.device,
         native: bool = False,  # the cache is read and written by the native library
     ) -> None:
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.max_len = max_len
         self.max_blocks = -(-max_len // block_size)
         self.scratch_row = max_rows  # belongs to nobody: padding of recorded steps reads and writes it

@@ -54,14 +54,17 @@ class TorchRunner:
         graphs: bool = False,  # decode steps are recorded
         prompt_graphs: bool = False,  # and so are steps that read prompts
         guard: PrecisionGuard | None = None,  # for rows that a narrow dtype cannot compute
+        sampler: Sampler | None = None,  # another runner's, whose rows these are, too
     ) -> None:
         self.decoder = decoder
         self.state = state
         self.device = state.tokens.device
-        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._max_rows, self.max_tokens = max_rows, max_tokens
         self._activations = 0  # bytes that are reserved
         at_once = max(max_rows, max_verified)  # tokens of a step that only decodes
-        self.sampler = Sampler(decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens, at_once)
+        self.sampler = sampler or Sampler(
+            decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens, at_once
+        )
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
@@ -274,7 +277,7 @@ class TorchRunner:
         with contextlib.suppress(torch.OutOfMemoryError):  # then it is asked for as steps need it
             torch.empty(activations, dtype=torch.uint8, device=self.device)
             _ = [torch.empty(SMALL, dtype=torch.uint8, device=self.device) for _ in range(SMALL_COUNT)]
-        staged = 8 * (6 * self._max_tokens + 16 * self._max_rows)  # see `inputs.pack`; cached prefixes need more
+        staged = 8 * (6 * self.max_tokens + 16 * self._max_rows)  # see `inputs.pack`; cached prefixes need more
         powers = range(LEAST_STAGED, max(LEAST_STAGED, (staged - 1).bit_length()) + 1)
         sizes = [1 << power for power in powers for _ in range(STAGED_AT_ONCE)]
         _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]

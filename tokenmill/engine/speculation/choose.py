@@ -10,7 +10,9 @@ from concurrent.futures import Future
 import torch
 
 from tokenmill.config import EngineConfig, parse_speculation
+from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES, TorchRunner
+from tokenmill.engine.speculation.draft_model import DraftModel, DraftModelProposer
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
 from tokenmill.engine.speculation.head_runner import HeadRunner
@@ -20,17 +22,42 @@ from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import ConfigError
 from tokenmill.model.draft_head import DraftHead, shipped_head
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.native.recording import NotRecordableError
+from tokenmill.quant.schemes.choose import ComputeTarget
 
 UNASKED_ROWS = 4  # that nobody's answer becomes slower with more is not shown, so it is left to those who ask for it
 # What a token more costs, in shares of a step of one token, before anything was measured
 PER_TOKEN = {"cpu": 0.2, "cuda": 0.02}
 
 
+def draft_model_for(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    tokenizer: Tokenizer | None,
+    target: ComputeTarget,
+    kv_dtype: torch.dtype,
+    tell: Progress,
+) -> DraftModel | None:
+    """The draft model that is asked for, opened before memory is planned."""
+    asked = [] if config.speculation in (None, "off") else parse_speculation(config.speculation or "")
+    paths = [path for kind, path in asked if kind == "draft"]
+    if not paths:
+        return None
+    if len(paths) > 1:
+        raise ConfigError(f"speculation is {config.speculation!r}; one draft model is enough, leave the others out")
+    if target.device.type in ASYNC_DEVICES:
+        raise ConfigError(
+            f"speculation is {config.speculation!r}, but draft models run on CPUs only so far; use head:FILE or suffix"
+        )
+    return DraftModel.open(config, paths[0], spec, tokenizer, target, kv_dtype, tell)
+
+
 def speculation_for(
-    config: EngineConfig, runner: TorchRunner, recorded: bool, max_tokens: int
+    config: EngineConfig, runner: TorchRunner, recorded: bool, max_tokens: int, draft: DraftModel | None = None
 ) -> tuple[Speculation | None, str]:
     """Also says what was chosen and why. `recorded`: steps that only decode are; `max_tokens`: that those may have."""
     device = runner.device
@@ -63,6 +90,9 @@ def speculation_for(
     for kind, path in names:
         if kind == "suffix":
             _add_suffix(speculation, config, device)
+        elif kind == "draft":
+            assert draft is not None
+            speculation.add(DraftModelProposer(draft.runner_beside(runner, recorded), runner.max_tokens))
         elif recorded:
             speculation.add(_head(DraftHead.load(path, spec, final_norm), runner))
         else:

@@ -18,8 +18,8 @@ def load_tokenizer(config: EngineConfig, progress: Progress | None) -> Tokenizer
     if files.kind == "directory":
         tokenizer = Tokenizer.from_directory(files.path)
     else:
-        from tokenmill.engine import build
+        from tokenmill.engine import checkpoints
 
-        tokenizer = build.load_tokenizer(files, None)
+        tokenizer = checkpoints.load_tokenizer(files, None)
     tokenizer.bound  # noqa: B018 (worked out now, and not while a request waits)
     return tokenizer
