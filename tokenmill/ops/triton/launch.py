@@ -22,7 +22,8 @@ gain by it (`MOST_PROGRAMS`). Nobody passes PDL by hand.
     anything that another kernel writes or reads. A program that did not wait would break the chain: the kernel after
     the next one could start while the kernel before this one still runs. So no early return above the wait.
   - Above the wait only constants may be read: weights, norm weights, scales of weights, rope tables. They are older
-    than the step, and a step begins with kernels of torch, which start when everything before them has ended.
+    than the step, and a step begins with a copy of its inputs, or is a graph: what comes first in it starts when
+    everything before has ended.
     Positions, slots, block tables, context lengths and lists of tiles are made in the step: read below the wait.
   - `start_next` is a hint and may stand anywhere: the next kernel waits for this one to end, not for the call. It takes
     effect when all programs have called it or ended, so none of this grid is ever kept from starting. First thing in
