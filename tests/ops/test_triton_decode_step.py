@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ def copied(tables: DecodeTables) -> DecodeTables:
     return replace(tables, tokens=tables.tokens.clone(), lengths=tables.lengths.clone())
 
 
+@pytest.mark.parametrize("block", [4, 64])  # entries of a program: rows lie in several, or all in one
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),
@@ -46,9 +48,11 @@ def copied(tables: DecodeTables) -> DecodeTables:
     padding=st.integers(0, 3),
     right=st.floats(0, 1),
 )
-def test_steps_with_drafts_equal_the_plain_path(seed, rows, padding, right, triton_device):
+def test_steps_with_drafts_equal_the_plain_path(block, seed, rows, padding, right, triton_device, monkeypatch):
+    from tokenmill.ops.triton import decode_step
     from tokenmill.ops.triton.decode_step import decode_inputs, keep_sampled
 
+    monkeypatch.setattr(decode_step, "_BLOCK", block)
     generator = torch.Generator().manual_seed(seed)
     tables = tables_of(generator, triton_device)
     entries, proposed = [], []
