@@ -20,6 +20,7 @@ from tokenmill.bench.drafts import Replay
 from tokenmill.cli.app import app
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.step import Pending, Step
 
@@ -117,6 +118,8 @@ def test_steps_that_fail_with_drafts_are_told(tiny_model: str, monkeypatch: pyte
 def test_what_makes_no_sense_is_refused(tiny_model: str) -> None:
     assert "say how often they are right" in latency(tiny_model, "--draft-tokens", "3", code=2)
     assert "needs batching" in latency(tiny_model, "--draft-acceptance", "1", "--no-kv-cache", code=2)
+    told = latency(tiny_model, "--draft-acceptance", "1", "--draft-tokens", str(MAX_DRAFTS + 1), code=2)
+    assert f"an engine verifies at most {MAX_DRAFTS}" in told
 
 
 @pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("cuda", True)])

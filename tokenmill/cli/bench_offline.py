@@ -101,6 +101,7 @@ def latency(
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.latency import MIN_TOKENS, figures, lines, repeated
     from tokenmill.bench.workloads import Mix
+    from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 
     given.check_targets(json, plot)
     per_hour = parse_price(price)
@@ -110,6 +111,8 @@ def latency(
     if draft_tokens is not None and draft_acceptance is None:
         raise ConfigError("--draft-tokens says how many are drafted; say how often they are right: --draft-acceptance")
     length = 0 if draft_acceptance is None else draft_tokens or 4
+    if length > MAX_DRAFTS:
+        raise ConfigError(f"--draft-tokens is {length}; an engine verifies at most {MAX_DRAFTS} per step and request")
     derived = {"max_num_seqs": max(sizes) * (1 + length), "skip_tokenizer_init": _made_up(engine)}
     options = {**command_defaults("bench latency", **derived), **engine}
     config = EngineConfig.from_options(model=model, **options)
