@@ -196,7 +196,8 @@ class EngineConfig:
     speculation: str | None = option(
         None,
         "drafts of how answers go on: suffix (what followed the same words before), head:FILE, draft:MODEL (a smaller "
-        "model with the same tokens, on CPUs), several by commas, or off",
+        "model with the same tokens), layers:NUMBER (the first of the model's own; both on CPUs), several by commas, "
+        "or off",
         STEPS,
         solved="on a CPU suffix, and the head that comes with the default model; off on a GPU",
         more="The answer stays the same, and drafts that would not pay are not verified: "
@@ -303,10 +304,10 @@ def parse_speculation(text: str) -> list[tuple[str, str]]:
     """Kinds of proposers, and what each is made from."""
     parts = [part.strip().partition(":") for part in text.split(",")]
     for kind, _, path in parts:
-        if not ((kind == "suffix" and not path) or (kind in ("head", "draft") and path)):
+        if not ((kind == "suffix" and not path) or (kind in ("head", "draft", "layers") and path)):
             raise ConfigError(
-                f"speculation is {text!r}; it must be off, suffix, head:FILE, draft:MODEL, or several of the last "
-                "three separated by commas: suffix,head:FILE"
+                f"speculation is {text!r}; it must be off, suffix, head:FILE, draft:MODEL, layers:NUMBER, or several "
+                "of the last four separated by commas: suffix,head:FILE"
             )
     return [(kind, path) for kind, _, path in parts]
 

@@ -86,12 +86,12 @@ def engines(model: str, head: Path, stranger: str) -> Iterator[dict[str, LLM]]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setitem(choose.PER_TOKEN, "cpu", 0.0)
         names = {"off": "off", "suffix": "suffix", "head": f"head:{head}", "both": f"suffix,head:{head}"}
-        names |= {"itself": f"draft:{model}", "stranger": f"suffix,draft:{stranger}"}
+        names |= {"itself": f"draft:{model}", "stranger": f"suffix,draft:{stranger}", "layers": "layers:1"}
         yield {name: stack.enter_context(LLM(model, speculation=value, **OPTIONS)) for name, value in names.items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("proposer", ["suffix", "head", "both", "itself", "stranger"])
+@pytest.mark.parametrize("proposer", ["suffix", "head", "both", "itself", "stranger", "layers"])
 def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, way: str) -> None:
     before = drafted(engines[proposer])
     assert answers(engines[proposer], WAYS[way]) == answers(engines["off"], WAYS[way])
@@ -104,7 +104,8 @@ def test_no_way_of_running_is_changed(model: str, head: Path, stranger: str, run
     with LLM(model, **(OPTIONS | RUNS[run] | {"speculation": "off"})) as llm:
         plain = [answers(llm, WAYS[way]) for way in ("greedy", "several")]
         steps = llm._built.engine.scheduler.stats.steps
-    for speculation in ("suffix", f"head:{head}", f"suffix,head:{head}", f"draft:{model}", f"draft:{stranger}"):
+    drafting = f"head:{head}", f"suffix,head:{head}", f"draft:{model}", f"draft:{stranger}", "layers:1"
+    for speculation in ("suffix", *drafting):
         if run == "plain steps" and "head" in speculation:
             continue  # a head drafts in recorded steps alone
         options = OPTIONS | RUNS[run] | {"speculation": speculation}
@@ -213,7 +214,8 @@ def test_a_draft_model_reads_no_prefix_that_it_has_read_before(engines: dict[str
 
     proposer._runner.launch = counted  # type: ignore[attr-defined]
     try:
-        prompt, params = [9 + i % 23 for i in range(150)], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        prompt = [9 + i % 23 for i in range(150)]
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         for expected in (range(140, 160), range(0, 32)):
             read.clear()
             llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
@@ -230,6 +232,9 @@ def test_draft_models_that_do_not_fit_are_refused_in_a_sentence(model: str, tmp_
         LLM(model, **OPTIONS, speculation=f"draft:{model},draft:{model}")
     with pytest.raises(ConfigError, match="must be off, suffix, head:FILE, draft:MODEL"):
         LLM(model, **OPTIONS, speculation="draft:")
+    for layers in ("0", str(TINY["num_hidden_layers"]), "some"):
+        with pytest.raises(ConfigError, match=f"layers:{layers}, but this model has"):
+            LLM(model, **OPTIONS, speculation=f"layers:{layers}")
 
 
 def test_the_memory_plan_has_both_models(model: str) -> None:

@@ -13,6 +13,7 @@ from tokenmill.config import EngineConfig, parse_speculation
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES, TorchRunner
 from tokenmill.engine.speculation.draft_model import DraftModel, DraftModelProposer
+from tokenmill.engine.speculation.early_layers import EarlyLayersProposer, early_layers
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
 from tokenmill.engine.speculation.head_runner import HeadRunner
@@ -44,15 +45,16 @@ def draft_model_for(
 ) -> DraftModel | None:
     """The draft model that is asked for, opened before memory is planned."""
     asked = [] if config.speculation in (None, "off") else parse_speculation(config.speculation or "")
+    if target.device.type in ASYNC_DEVICES and any(kind in ("draft", "layers") for kind, _ in asked):
+        raise ConfigError(
+            f"speculation is {config.speculation!r}, but a draft model, and the model's own layers, draft on CPUs only "
+            "so far; use head:FILE or suffix"
+        )
     paths = [path for kind, path in asked if kind == "draft"]
     if not paths:
         return None
     if len(paths) > 1:
         raise ConfigError(f"speculation is {config.speculation!r}; one draft model is enough, leave the others out")
-    if target.device.type in ASYNC_DEVICES:
-        raise ConfigError(
-            f"speculation is {config.speculation!r}, but draft models run on CPUs only so far; use head:FILE or suffix"
-        )
     return DraftModel.open(config, paths[0], spec, tokenizer, target, kv_dtype, tell)
 
 
@@ -93,6 +95,8 @@ def speculation_for(
         elif kind == "draft":
             assert draft is not None
             speculation.add(DraftModelProposer(draft.runner_beside(runner, recorded), runner.max_tokens))
+        elif kind == "layers":
+            speculation.add(EarlyLayersProposer(early_layers(runner, path, recorded), runner.max_tokens))
         elif recorded:
             speculation.add(_head(DraftHead.load(path, spec, final_norm), runner))
         else:

@@ -155,7 +155,8 @@ class DraftModelProposer:
             for i, token in zip(going, self._run(at), strict=True):
                 found[i].append(token)
         for i, tokens in found.items():
-            self._records[requests[i].id].drafted = tokens[:-1]  # of the last one nothing was computed
+            if (record := self._records.get(requests[i].id)) is not None:
+                record.drafted = tokens[:-1]  # of the last one nothing was computed
             drafts[i] = Draft(tokens, [0] * len(tokens))
         return drafts
 
