@@ -10,6 +10,7 @@ from sim_service import answer, eventually, greedy, opened, run
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import State
 from tokenmill.serve.engine import wire
+from tokenmill.serve.engine_client import streams
 from tokenmill.serve.engine_client.admission import Overloaded
 from tokenmill.serve.engine_client.events import StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss
@@ -18,6 +19,11 @@ from tokenmill.serve.engine_client.streams import EXPIRY_GRACE, Stream
 from tokenmill.serve.settings import ServeSettings
 
 LONG = [7] * 1000  # a prompt that takes a second
+
+
+@pytest.fixture(autouse=True)
+def estimates_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SURE", 1.0)
 
 
 class Front:
@@ -243,5 +249,19 @@ def test_an_engine_tells_that_it_has_begun_before_the_first_token(overlap: bool)
             assert len(seen) >= 7 and set(seen) == {(State.RUNNING, True, (0, 0))}
             again = await answer(service, [8] * 2000, greedy(3))
             assert again.num_cached_tokens >= 1900 and service._admission.uncached_tokens(2000) <= 100
+
+    run(main())
+
+
+def test_nobody_is_ended_because_an_estimate_is_a_little_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    async def main() -> None:
+        front = Front()
+        stream = await front.submit(timeout=1.2)
+        front.now += 0.3  # the rest is 0.9 s, and the prompt is expected to take 1 s: it may take less
+        assert not front.is_late(stream)
+        front.now += 0.2
+        assert front.is_late(stream)
 
     run(main())

@@ -321,7 +321,8 @@ def matmul_lines(decoder: Decoder) -> list[str]:
 
 def _gate_ups(decoder: Decoder) -> list[Matmul]:
     mlps = [decoder.weights.layer(index).mlp for index in range(decoder.spec.num_layers)]
-    return [one.gate_up.matmul(decoder.weights.dtype) for one in mlps if isinstance(one, MLPWeights)]
+    dense = [one if isinstance(one, MLPWeights) else one.shared for one in mlps]
+    return [one.gate_up.matmul(decoder.weights.dtype) for one in dense if one is not None]
 
 
 def passed_over(decoder: Decoder) -> list[str]:

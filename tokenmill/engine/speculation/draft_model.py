@@ -112,6 +112,7 @@ class DraftModel:
 class _Record:
     """What the draft model has computed of a running request."""
 
+    salt: str
     blocks: list[int] = field(default_factory=list)  # that it was computed in
     known: int = 0  # leading tokens
     drafted: list[int] = field(default_factory=list)  # and behind them these, which may have held
@@ -129,7 +130,8 @@ class DraftModelProposer:
         self._block_size = runner.state.block_size
         self._longest = runner.decoder.spec.max_positions
         self._records: dict[str, _Record] = {}
-        self._filled: dict[int, bytes] = {}  # block -> identity of the tokens whose keys and values are there
+        # block -> identity of the tokens whose keys and values are there, and whose they are
+        self._filled: dict[int, tuple[bytes, str]] = {}
         self._steps = 0
 
     def prior(self, kind: int, depth: int) -> float:
@@ -181,7 +183,7 @@ class DraftModelProposer:
 
     def _known(self, request: Request) -> int:
         """Leading tokens whose keys and values are there; never all: the last is read for what comes next."""
-        record = self._records.setdefault(request.id, _Record())
+        record = self._records.setdefault(request.id, _Record(request.salt))
         same = 0
         for was, now in zip(record.blocks, request.blocks):
             if was != now:
@@ -196,7 +198,7 @@ class DraftModelProposer:
         whole = known // self._block_size  # what others computed of the same beginning
         while (
             whole < min(len(request.identities), len(request.blocks))
-            and self._filled.get(request.blocks[whole]) == request.identities[whole]
+            and self._filled.get(request.blocks[whole], (b"",))[0] == request.identities[whole]
         ):
             whole += 1
             known = max(known, whole * self._block_size)
@@ -210,7 +212,7 @@ class DraftModelProposer:
         whole = min(known // self._block_size, len(request.identities))
         for i in range(first, -(-known // self._block_size)):
             if i < whole:
-                self._filled[request.blocks[i]] = request.identities[i]
+                self._filled[request.blocks[i]] = request.identities[i], request.salt
             else:  # not for others, whatever was there before
                 self._filled.pop(request.blocks[i], None)
 
@@ -229,5 +231,5 @@ class DraftModelProposer:
         self._records.pop(request.id, None)
 
     def forget(self, salt: str | None = None) -> None:
-        self._records.clear()
-        self._filled.clear()
+        self._records = {name: one for name, one in self._records.items() if salt is not None and one.salt != salt}
+        self._filled = {block: one for block, one in self._filled.items() if salt is not None and one[1] != salt}

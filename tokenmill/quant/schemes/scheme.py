@@ -122,7 +122,8 @@ class Linear:
 
     def gated(self, x: torch.Tensor) -> RunGated | None:  # [rows, in]
         """The product with an activation behind it, as run(x, storage, act), where a kernel for many rows has both."""
-        return self.matmul(x.dtype).gated(x.shape[0]) if self.bias is None and x.is_contiguous() else None
+        fits = self.bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0  # as the copy engine needs them
+        return self.matmul(x.dtype).gated(x.shape[0]) if fits else None
 
     def inputs(self, rows: int, dtype: torch.dtype) -> torch.dtype | None:
         """The codes that so many rows are rounded to, so that they may be handed over like that; None: none."""

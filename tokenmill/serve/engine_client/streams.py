@@ -18,6 +18,7 @@ from tokenmill.serve.engine_client.remote_engine import RemoteEngine
 
 log = logging.getLogger("tokenmill.serve")
 
+SURE = 0.8  # of the time that a prompt is expected to take: estimates are off by a tenth, and nobody is ended for that
 EXPIRY_GRACE = 0.25  # seconds after a deadline before the front ends what the engine should have ended
 DEADLINE_TICK = 0.25  # seconds between two looks at deadlines, while there are any
 
@@ -94,7 +95,7 @@ class Dispatcher:
             leader = state.request_state.leader
             assert leader.deadline is not None
             least = self._least_seconds(leader)
-            if least is not None and now + least > leader.deadline:
+            if least is not None and now + SURE * least > leader.deadline:
                 why = f"its first token would take {least:.3g} s or more, past its deadline"
             elif now > leader.deadline + EXPIRY_GRACE:
                 why = f"its deadline passed {now - leader.arrival:.3f} s after it arrived"

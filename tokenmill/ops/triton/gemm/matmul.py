@@ -214,15 +214,15 @@ KERNELS = (
         rows=(1, small.MOST_FASTEST_ROWS), fastest=lambda need: small.fastest_rows(need.out_features, need.in_features),
     ),
     replace(
-        _GPU, name="few rows, streamed", weights=("dense",), run=_streamed, rank=6, dtypes=HALVES, requires=HOPPER,
+        _GPU, name="few rows, streamed", weights=("dense",), run=_streamed, rank=30, dtypes=HALVES, requires=HOPPER,
         shape_misfit=_streamed_misfit, rows=(2, STREAMED_ROWS), fastest=lambda need: ((2, STREAMED_ROWS),),
     ),
     replace(
         _GPU, name="gate, up and activation, few rows", weights=("dense",), run=_gated_few, gated=True, dtypes=HALVES,
-        requires=HOPPER, shape_misfit=_gated_misfit, fastest=_gated_few_fastest, counters=lambda out_features: 0,
+        rank=30, requires=HOPPER, shape_misfit=_gated_misfit, fastest=_gated_few_fastest, counters=lambda out_features: 0,
     ),
     replace(
-        _GPU, name="gate, up and activation", weights=("dense",), run=_gated, gated=True, dtypes=HALVES,
+        _GPU, name="gate, up and activation", weights=("dense",), run=_gated, gated=True, dtypes=HALVES, rank=30,
         requires=HOPPER, shape_misfit=_gated_misfit, fastest=lambda need: ((MANY_ROWS, NO_LIMIT),),
         counters=lambda out_features: 0,
     ),

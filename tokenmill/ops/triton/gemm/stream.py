@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.triton.gemm.gated_few import BLOCK_K, SHARED_BYTES
 from tokenmill.ops.triton.gluon_names import release, thread_barrier, tiled, tma_load
 from tokenmill.ops.triton.launch import ceil_div, quick_launch
 
-BLOCK_K = 64
-STAGES, SHARED_BYTES = 16, 220 << 10  # of tiles on their way
+STAGES = 16  # of tiles on their way, at most
 # What choose_splits counts, in microseconds: a turn, the meeting of parts, and each part; by the rows of a tile.
 TURN, MEETING, PART = {16: 0.11, 32: 0.14}, 1.2, {16: 0.15, 32: 0.5}
 
