@@ -219,7 +219,8 @@ KERNELS = (
     ),
     replace(
         _GPU, name="gate, up and activation, few rows", weights=("dense",), run=_gated_few, gated=True, dtypes=HALVES,
-        rank=30, requires=HOPPER, shape_misfit=_gated_misfit, fastest=_gated_few_fastest, counters=lambda out_features: 0,
+        rank=30, requires=HOPPER, shape_misfit=_gated_misfit, fastest=_gated_few_fastest,
+        counters=lambda out_features: 0,
     ),
     replace(
         _GPU, name="gate, up and activation", weights=("dense",), run=_gated, gated=True, dtypes=HALVES, rank=30,
