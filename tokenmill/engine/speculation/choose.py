@@ -16,13 +16,14 @@ from tokenmill.engine.speculation.draft_model import DraftModel, DraftModelPropo
 from tokenmill.engine.speculation.early_layers import EarlyLayersProposer, early_layers
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
-from tokenmill.engine.speculation.head_runner import HeadRunner
+from tokenmill.engine.speculation.head_runner import HeadRunner, MedusaRunner
 from tokenmill.engine.speculation.proposer import Proposer
 from tokenmill.engine.speculation.recorded_head import RecordedHead
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import ConfigError
 from tokenmill.model.draft_head import DraftHead, shipped_head
+from tokenmill.model.medusa import MedusaHeads, is_medusa
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.ops.native.library import Library
@@ -98,7 +99,7 @@ def speculation_for(
         elif kind == "layers":
             speculation.add(EarlyLayersProposer(early_layers(runner, path, recorded), runner.max_tokens))
         elif recorded:
-            speculation.add(_head(DraftHead.load(path, spec, final_norm), runner))
+            speculation.add(_head(_load_head(path, spec, final_norm), runner))
         else:
             raise ConfigError(
                 f"speculation is {config.speculation!r}, but a head drafts in recorded steps only: it needs "
@@ -107,17 +108,25 @@ def speculation_for(
     return speculation, f"{' and '.join(kind for kind, _ in names)} (drafts, where they make answers faster)"
 
 
-def _head(head: DraftHead, runner: TorchRunner) -> Proposer:
+def _load_head(path: str, spec: DecoderSpec, final_norm: torch.Tensor) -> DraftHead | MedusaHeads:
+    return MedusaHeads.load(path, spec) if is_medusa(path) else DraftHead.load(path, spec, final_norm)
+
+
+def _head(head: DraftHead | MedusaHeads, runner: TorchRunner) -> Proposer:
     decoder = runner.decoder
     native = decoder.ops.chosen["attention"].name == "native"
-    ready = HeadRunner(head, decoder, runner.sampler, native)
+    ready: HeadRunner | MedusaRunner
+    if isinstance(head, MedusaHeads):
+        ready = MedusaRunner(head, decoder, runner.sampler, native)
+    else:
+        ready = HeadRunner(head, decoder, runner.sampler, native)
     if runner.device.type in ASYNC_DEVICES:
         on_device = DeviceHead(ready, runner.state)
         runner.draft_with(on_device)
         return on_device
     runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
     recorded = None
-    if native:
+    if native and isinstance(ready, HeadRunner) and isinstance(head, DraftHead):
         with contextlib.suppress(NotRecordableError):  # then neither are decode steps, which say so
             recorded = RecordedHead(ready, decoder, len(head.out_norm), len(runner.state.tokens))
     return HeadProposer(ready, runner.state, runner.sampler, recorded)

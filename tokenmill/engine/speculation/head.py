@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.speculation.head_runner import HeadRunner
+from tokenmill.engine.speculation.head_runner import DraftingHead
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.recorded_head import RecordedHead, chances
 from tokenmill.engine.step import DRAFTED, ON_DEVICE
@@ -17,7 +17,6 @@ from tokenmill.errors import ModelError
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
 
-LENGTH = 5  # tokens that are drafted at most
 LEAST = 0.2  # a chain that the head itself believes in no more than this is not drafted further
 CONFIDENCE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # below each a kind of its own
 
@@ -29,7 +28,7 @@ class HeadProposer:
     kinds = len(CONFIDENCE) + 1
     on_device = False
 
-    def __init__(self, head: HeadRunner, state: DeviceState, sampler: Sampler, recorded: RecordedHead | None) -> None:
+    def __init__(self, head: DraftingHead, state: DeviceState, sampler: Sampler, recorded: RecordedHead | None) -> None:
         self._head, self._state, self._sampler = head, state, sampler
         self._recorded = recorded  # the same, where the native library computes it
 
@@ -50,7 +49,7 @@ class HeadProposer:
         state = self._enter(self._state.hidden[rows])
         found: list[tuple[list[int], list[int]]] = [([], []) for _ in known]
         believed = np.ones(len(known))
-        for depth in range(min(LENGTH, length)):
+        for depth in range(min(self._head.length, length)):
             state, logits, best = self._step(state, ids)
             ids = self._head.choose(logits, best, rows, positions + depth, traits)
             likely = chances(logits, self._head.places[ids])
@@ -95,10 +94,10 @@ class DeviceHead:
     name = "head"
     kinds = 1
     on_device = True
-    length = DRAFTED
 
-    def __init__(self, head: HeadRunner, state: DeviceState) -> None:
+    def __init__(self, head: DraftingHead, state: DeviceState) -> None:
         self._head, self._state = head, state
+        self.length = min(DRAFTED, head.length)
         self.kind = f"head of {head.shape}, {self.length} tokens"
 
     def prior(self, kind: int, depth: int) -> float:

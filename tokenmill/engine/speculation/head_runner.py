@@ -1,4 +1,4 @@
-"""HeadRunner: runs a draft head on the engine's device, with its matrices stored as suits that device."""
+"""Runs draft heads on the engine's device, ours and Medusa's, with their matrices stored as suits that device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.draft_head import EPS, DraftHead
+from tokenmill.model.medusa import MedusaHeads
 from tokenmill.quant.forms import parse_form
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import gate_up_for
@@ -14,58 +15,28 @@ from tokenmill.quant.schemes.scheme import Linear, QuantScheme
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
 
+LENGTH = 5
 
-class HeadRunner:
-    """Drafts one token after the other, each from the state that the ones before it left."""
 
-    def __init__(self, head: DraftHead, decoder: Decoder, sampler: Sampler, native: bool) -> None:
-        """native: matrices are packed for the native CPU library."""
+class DraftingHead:
+    """Drafts token after token from a hidden state; tokens are picked as the target's own are."""
+
+    shape: list[list[int]]  # of the matrices: equal for heads that launch the same kernels
+    length = LENGTH  # tokens that are drafted at most
+
+    def __init__(self, decoder: Decoder, sampler: Sampler, ids: torch.Tensor) -> None:  # [draft vocabulary]
         self._decoder, self._sampler = decoder, sampler
-        weights = decoder.weights
-        self._dtype, device = weights.dtype, weights.device
-        scheme: QuantScheme = Packed(parse_form("int4")) if native else Dense()
-
-        def linear(weight: torch.Tensor) -> Linear:
-            rows, columns = weight.shape
-            storage = scheme.allocate(rows, columns, self._dtype, device)
-            scheme.write(storage, 0, weight.to(device, self._dtype))
-            return Linear(scheme, storage)
-
-        def norm(weight: torch.Tensor) -> torch.Tensor:
-            return weight.to(device, self._dtype)
-
-        self._enter_norm, self._mix_norm = norm(head.enter_norm), norm(head.mix_norm)
-        self._norm2, self._out_norm = norm(head.norm2), norm(head.out_norm)
-        self._enter, self._head = linear(head.enter_weight), linear(head.head_weight)
-        self._gate_up, self._down = linear(head.gate_up_weight), linear(head.down_weight)
-        self._gate_up2, self._down2 = linear(head.gate_up2_weight), linear(head.down2_weight)
-        self.shape = [list(one.shape) for one in (head.gate_up_weight, head.gate_up2_weight, head.head_weight)]
-        self.ids = head.ids.to(device).long()
-        self.places = torch.zeros(decoder.spec.vocab_size, dtype=torch.int64, device=device)  # of the target's tokens
-        self.places[self.ids] = torch.arange(len(self.ids), device=device)
+        self.ids = ids.to(decoder.weights.device).long()
+        # Of the target's tokens, where they are
+        self.places = torch.zeros(decoder.spec.vocab_size, dtype=torch.int64, device=self.ids.device)
+        self.places[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, state]
-        return self._enter(self._decoder.ops.rms_norm(hidden, self._enter_norm, EPS))
+        raise NotImplementedError
 
     def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, state] and the token that comes next [n] -> the state behind it, and logits [n, draft vocabulary]."""
-        fused, embed = self._decoder.ops.chosen.get("head_input"), self._decoder.plain_embedding
-        if fused is not None and embed is not None:
-            return self._after(fused.fn(state, ids, embed, self._mix_norm, EPS), state)
-        embedding, _ = self._decoder.embed(ids).take()
-        return self.mix(torch.cat([state, embedding], dim=-1), state)
-
-    def mix(self, both: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`step` from [n, state + hidden]: the state, which may be overwritten, and the embedding behind it."""
-        return self._after(self._decoder.ops.rms_norm(both, self._mix_norm, EPS), state)
-
-    def _after(self, mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ops = self._decoder.ops
-        update = self._down(gate_up_for(self._down, ops, self._gate_up, mixed, "silu"))
-        mixed, state = ops.add_rms_norm(update, state, self._norm2, EPS)
-        update = self._down2(gate_up_for(self._down2, ops, self._gate_up2, mixed, "silu"))
-        mixed, state = ops.add_rms_norm(update, state, self._out_norm, EPS)
-        return state, self._head(mixed)
+        raise NotImplementedError
 
     def pick(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, depth: int) -> torch.Tensor:
         """The likeliest tokens [n], which are also written to the rows' drafts [table rows, drafted]."""
@@ -91,3 +62,81 @@ class HeadRunner:
         whole = logits.new_full((len(rows), self._decoder.spec.vocab_size), -torch.inf)
         whole[:, self.ids] = logits
         return self._sampler.sample(whole, rows, positions, Traits(True, traits.filtered, False, None)).tokens
+
+    def _linear(self, weight: torch.Tensor, native: bool, bias: torch.Tensor | None = None) -> Linear:
+        """native: packed for the native CPU library."""
+        dtype, device = self._decoder.weights.dtype, self._decoder.weights.device
+        scheme: QuantScheme = Packed(parse_form("int4")) if native else Dense()
+        rows, columns = weight.shape
+        storage = scheme.allocate(rows, columns, dtype, device)
+        scheme.write(storage, 0, weight.to(device, dtype))
+        return Linear(scheme, storage, None if bias is None else bias.to(device, dtype))
+
+
+class HeadRunner(DraftingHead):
+    """Drafts one token after the other, each from the state that the ones before it left."""
+
+    def __init__(self, head: DraftHead, decoder: Decoder, sampler: Sampler, native: bool) -> None:
+        """native: matrices are packed for the native CPU library."""
+        super().__init__(decoder, sampler, head.ids)
+        weights = decoder.weights
+
+        def linear(weight: torch.Tensor) -> Linear:
+            return self._linear(weight, native)
+
+        def norm(weight: torch.Tensor) -> torch.Tensor:
+            return weight.to(weights.device, weights.dtype)
+
+        self._enter_norm, self._mix_norm = norm(head.enter_norm), norm(head.mix_norm)
+        self._norm2, self._out_norm = norm(head.norm2), norm(head.out_norm)
+        self._enter, self._head = linear(head.enter_weight), linear(head.head_weight)
+        self._gate_up, self._down = linear(head.gate_up_weight), linear(head.down_weight)
+        self._gate_up2, self._down2 = linear(head.gate_up2_weight), linear(head.down2_weight)
+        self.shape = [list(one.shape) for one in (head.gate_up_weight, head.gate_up2_weight, head.head_weight)]
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, state]
+        return self._enter(self._decoder.ops.rms_norm(hidden, self._enter_norm, EPS))
+
+    def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, state] and the token that comes next [n] -> the state behind it, and logits [n, draft vocabulary]."""
+        fused, embed = self._decoder.ops.chosen.get("head_input"), self._decoder.plain_embedding
+        if fused is not None and embed is not None:
+            return self._after(fused.fn(state, ids, embed, self._mix_norm, EPS), state)
+        embedding, _ = self._decoder.embed(ids).take()
+        return self.mix(torch.cat([state, embedding], dim=-1), state)
+
+    def mix(self, both: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`step` from [n, state + hidden]: the state, which may be overwritten, and the embedding behind it."""
+        return self._after(self._decoder.ops.rms_norm(both, self._mix_norm, EPS), state)
+
+    def _after(self, mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ops = self._decoder.ops
+        update = self._down(gate_up_for(self._down, ops, self._gate_up, mixed, "silu"))
+        mixed, state = ops.add_rms_norm(update, state, self._norm2, EPS)
+        update = self._down2(gate_up_for(self._down2, ops, self._gate_up2, mixed, "silu"))
+        mixed, state = ops.add_rms_norm(update, state, self._out_norm, EPS)
+        return state, self._head(mixed)
+
+
+class MedusaRunner(DraftingHead):
+    """Every token from the same hidden state, each by a head of its own."""
+
+    def __init__(self, heads: MedusaHeads, decoder: Decoder, sampler: Sampler, native: bool) -> None:
+        super().__init__(decoder, sampler, torch.arange(decoder.spec.vocab_size))
+        self.length = len(heads.heads)
+        self._blocks = [[self._linear(weight, False, bias) for weight, bias in blocks] for blocks in heads.blocks]
+        self._heads = [self._linear(weight, native) for weight in heads.heads]
+        self.shape = [[len(blocks)] for blocks in heads.blocks]
+        self._depth = 0
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._depth = 0
+        return hidden
+
+    def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed = state
+        for block in self._blocks[self._depth]:
+            mixed = mixed + torch.nn.functional.silu(block(mixed))
+        logits = self._heads[self._depth](mixed)
+        self._depth += 1
+        return state, logits
