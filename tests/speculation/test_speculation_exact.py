@@ -191,7 +191,7 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
     assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text
 
 
-@pytest.mark.xfail(strict=False, reason="in one full run drafts behind the first were wrong, and no answer: why is not known")
+@pytest.mark.xfail(strict=False, reason="in one full run drafts behind the first were wrong; why is not known")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_that_is_the_model_itself_is_always_right(engines: dict[str, LLM], temperature: float) -> None:
     """Its keys and values are where they should be, and it is sampled with the same noise."""
