@@ -62,6 +62,20 @@ LOADS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+class Stages:
+    """When each part of the start ended, as the engine tells of it."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, float] = {}
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self._ends[what] = time.time()
+
+    def __str__(self) -> str:
+        begins = [BEGAN, *self._ends.values()]
+        return ", ".join(f"{what} {end - begin:.1f} s" for begin, (what, end) in zip(begins, self._ends.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=[*SHAPES, *MORE])
@@ -73,15 +87,24 @@ def main() -> None:
     if arguments.verbose:
         logging.basicConfig(format="%(relativeCreated)7d %(message)s")
         logging.getLogger("tokenmill.kernels").setLevel(logging.DEBUG)
+    stages = Stages()
+    import torch
+
+    stages(1, 1, "importing torch")
+    torch.cuda.init()
+    stages(1, 1, "initializing CUDA")
     from tokenmill import LLM, SamplingParams
 
+    stages(1, 1, "importing tokenmill")
     folder = Path(tempfile.gettempdir()) / "shapes" / arguments.shape
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps((SHAPES | MORE)[arguments.shape]))
     options: dict[str, Any] = {"quantization": arguments.quantization} if arguments.quantization else {}
     options |= {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 8192, "max_num_seqs": 512}
-    llm = LLM(model=str(folder), **options)
+    llm = LLM(model=str(folder), progress=stages, **options)
+    stages(1, 1, "the rest")
     print(f"{arguments.shape} {arguments.quantization or 'bf16'}: ready after {time.time() - BEGAN:.1f} s", flush=True)
+    print("of which    ", stages, flush=True)
     print(*(line for line in llm.plan_lines() if line.startswith(("kernels", "passed"))), sep="\n", flush=True)
     from tokenmill.ops.triton.launch import FIRST_LAUNCHES
 

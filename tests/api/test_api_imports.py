@@ -59,6 +59,12 @@ def test_an_import_loads_only_what_it_uses(code: str, absent: list[str]) -> None
     assert "tokenmill" in roots
 
 
+def test_no_import_loads_or_builds_the_native_library() -> None:
+    code = "import tokenmill.llm, tokenmill.async_llm, tokenmill.engine.build\n"
+    code += "from tokenmill.ops.native import library\nprint(len(library._loaded))"
+    assert python(code).split() == ["0"]
+
+
 def test_the_engine_answers_with_only_the_core_packages_present(tiny_model: str) -> None:
     code = BLOCK.format(blocked=sorted({*HEAVY, "tqdm", "psutil", "hypothesis"} - {"requests"})) + (
         "from tokenmill import LLM, SamplingParams\n"

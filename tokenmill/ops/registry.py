@@ -130,7 +130,7 @@ def implementations(device: str, batch_invariant: bool = False) -> Iterable[Impl
     Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
     """
     modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode", "tokenmill.ops.cpu"]
-    modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.ops")
+    modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.implementations")
     if batch_invariant:
         modules.append("tokenmill.ops.invariant")
     if batch_invariant and device == "cuda":

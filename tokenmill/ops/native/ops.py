@@ -1,4 +1,4 @@
-"""The ops of a decoder layer on the native library: argument structs filled from tensors, and what each can do."""
+"""The ops of a decoder layer on the native library: argument structs filled from tensors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import torch
 
 from tokenmill.ops import cpu
 from tokenmill.ops.kv_forms import KVScales
-from tokenmill.ops.native import library
 from tokenmill.ops.native.call import as_rows, check_float32, run
-from tokenmill.ops.native.elementwise import act_mul, add, scaled, soft_cap
 from tokenmill.ops.native.recording import NotRecordableError, new, row_count
 from tokenmill.ops.native.structs import (
     AttentionArgs,
@@ -19,10 +17,7 @@ from tokenmill.ops.native.structs import (
     RopeArgs,
     storage_of,
 )
-from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
-
-MAX_HEAD_DIM = 1024
 
 
 def rms_norm(
@@ -195,29 +190,3 @@ def choose_into(
         logits=logits, out=out, on=on, table_row=rows, starts=starts, tokens=tokens, rows=row_count(logits.shape[0]),
         vocab=logits.shape[1], stride=logits.stride(0), token_stride=tokens.stride(0),
     ))  # fmt: skip
-
-
-def _implementations() -> tuple[Implementation, ...]:
-    """None where the library can be neither found nor built. Its threads are as many as torch would use."""
-    native = library.load()
-    if isinstance(native, str):
-        return ()
-    native.threads = torch.get_num_threads()
-    return tuple(
-        Implementation(
-            op=fn.__name__,
-            name="native",
-            fn=fn,
-            devices=("cpu",),
-            dtypes=(torch.float32,),
-            head_dims=(1, MAX_HEAD_DIM),
-            capture_safe=True,
-            batch_invariant=fn is not attention,  # a single query is computed in another order than one of a chunk
-            kv_forms=("int8",),
-            rank=10,
-        )
-        for fn in (rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, add, scaled, soft_cap, sample)
-    )
-
-
-IMPLEMENTATIONS = _implementations()
