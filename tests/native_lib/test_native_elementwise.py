@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.ops import reference
-from tokenmill.ops.native import library, ops
+from tokenmill.ops.native import elementwise, library, ops
 from tokenmill.ops.native.call import run
 from tokenmill.ops.native.structs import DecodeInputArgs
 
@@ -103,8 +103,8 @@ def test_activation_equals_reference(level: int, kind: str, inner: int) -> None:
     x = torch.randn(5, 2 * inner) * 6
     x[0, 0], x[1, 0], x[2, 0] = 200.0, -200.0, 0.0
     exact = reference.act_mul(x.double(), kind).float()
-    torch.testing.assert_close(ops.act_mul(x, kind), exact, rtol=2e-6, atol=1e-6)
-    assert ops.act_mul(torch.full((1, 2), NAN), kind).isnan().all()
+    torch.testing.assert_close(elementwise.act_mul(x, kind), exact, rtol=2e-6, atol=1e-6)
+    assert elementwise.act_mul(torch.full((1, 2), NAN), kind).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -121,15 +121,15 @@ def test_embedding_of_a_token_outside_the_table_is_not_a_number(level: int) -> N
 
 def test_addition(level: int) -> None:
     x, y = torch.randn(5, 37), torch.randn(5, 90)[:, 10:47]
-    torch.testing.assert_close(ops.add(x, y), x + y, rtol=0, atol=0)
+    torch.testing.assert_close(elementwise.add(x, y), x + y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dim", [1, 17, 100, 4096, 9001])  # parts of a row are computed apart
 def test_factor_and_soft_cap_equal_the_reference(level: int, dim: int) -> None:
     torch.manual_seed(dim)
     x = torch.randn(3, dim + 2)[:, 1:-1] * 40
-    torch.testing.assert_close(ops.scaled(x, 6.5), x * 6.5, rtol=0, atol=0)
-    torch.testing.assert_close(ops.soft_cap(x.clone(), 30.0), reference.soft_cap(x.double(), 30.0).float(), **CAPPED)
+    torch.testing.assert_close(elementwise.scaled(x, 6.5), x * 6.5, rtol=0, atol=0)
+    torch.testing.assert_close(elementwise.soft_cap(x.clone(), 30.0), reference.soft_cap(x.double(), 30.0).float(), **CAPPED)
 
 
 LAYOUTS = {
@@ -147,26 +147,26 @@ LAYOUTS = {
 def test_sums_factors_and_soft_caps_take_any_layout(native: library.Library, layout: str) -> None:
     torch.manual_seed(2)
     x, y = (LAYOUTS[layout](torch.randn(120) * 40) for _ in range(2))
-    torch.testing.assert_close(ops.add(x, y), x + y, rtol=0, atol=0)
-    torch.testing.assert_close(ops.add(x.contiguous(), y), x + y, rtol=0, atol=0)
-    torch.testing.assert_close(ops.scaled(x, 6.5), x * 6.5, rtol=0, atol=0)
+    torch.testing.assert_close(elementwise.add(x, y), x + y, rtol=0, atol=0)
+    torch.testing.assert_close(elementwise.add(x.contiguous(), y), x + y, rtol=0, atol=0)
+    torch.testing.assert_close(elementwise.scaled(x, 6.5), x * 6.5, rtol=0, atol=0)
     expected = reference.soft_cap(x.double(), 30.0).float()
-    torch.testing.assert_close(ops.soft_cap(x, 30.0), expected, **CAPPED)
+    torch.testing.assert_close(elementwise.soft_cap(x, 30.0), expected, **CAPPED)
 
 
 def test_a_soft_cap_leaves_the_numbers_between_its_rows(native: library.Library) -> None:
     whole = torch.full((3, 4, 10), 100.0)
-    assert ops.soft_cap(whole[:, 1:3], 5.0).eq(5).all() and ops.soft_cap(whole[..., ::2], 5.0).eq(5).all()
+    assert elementwise.soft_cap(whole[:, 1:3], 5.0).eq(5).all() and elementwise.soft_cap(whole[..., ::2], 5.0).eq(5).all()
     assert whole[:, [0, 3]].eq(100).all() and whole[..., 1::2][:, [0, 3]].eq(100).all()
 
 
 def test_a_sum_of_two_shapes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(5, 8\) and \(8,\)"):
-        ops.add(torch.ones(5, 8), torch.ones(8))
+        elementwise.add(torch.ones(5, 8), torch.ones(8))
 
 
 def test_a_soft_cap_holds_what_is_large_and_passes_on_what_is_no_number(level: int) -> None:
-    found = ops.soft_cap(torch.tensor([[INF, -INF, NAN, 1e30, 0.0]]), 6.0)
+    found = elementwise.soft_cap(torch.tensor([[INF, -INF, NAN, 1e30, 0.0]]), 6.0)
     torch.testing.assert_close(found, torch.tensor([[6.0, -6.0, NAN, 6.0, 0.0]]), rtol=0, atol=0, equal_nan=True)
 
 
@@ -216,8 +216,8 @@ def test_numbers_of_another_size_are_refused_before_memory_is_touched() -> None:
     for call in (
         lambda: ops.rms_norm(half, weight, 1e-5),
         lambda: ops.add_rms_norm(torch.randn(3, 32), half, weight, 1e-5),
-        lambda: ops.act_mul(half, "silu"),
-        lambda: ops.add(half, half),
+        lambda: elementwise.act_mul(half, "silu"),
+        lambda: elementwise.add(half, half),
     ):
         with pytest.raises(TypeError, match="float16, but was chosen for float32"):
             call()

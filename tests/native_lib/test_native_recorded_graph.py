@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import attention_case
 
-from tokenmill.ops.native import build, library, ops
+from tokenmill.ops.native import build, elementwise, library, ops
 from tokenmill.ops.native.recording import Buffers, NotRecordableError, RecordedGraph, new, row_count
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -36,7 +36,7 @@ class Chain:
             x, residual = ops.add_rms_norm(update, residual, self.weight, 1e-5)
             q = x.view(rows, HEADS, HEAD_DIM)
             x = ops.attention(q, self.case.k_cache, self.case.v_cache, self.batch(rows), Mask(), 0.3).flatten(1)
-            update = ops.add(x, ops.add(x, residual))
+            update = elementwise.add(x, elementwise.add(x, residual))
         return update
 
     def batch(self, rows: int) -> AttentionBatch:
