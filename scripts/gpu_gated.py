@@ -35,7 +35,7 @@ MODELS = {
     "llama3.2-1b": (2048, 8192),
     "qwen3-0.6b": (1024, 3072),
 }
-PLAIN = ((4608, 3584), (3584, 3584), (3584, 18944), (6144, 4096), (4096, 14336), (4096, 1024), (1024, 3072))
+PLAIN = ((4608, 3584), (3584, 3584), (3584, 18944), (6144, 4096), (4096, 14336), (4096, 1024), (1024, 3072), (960, 576))
 ROWS, PROMPTS = (1, 2, 8, 16, 32, 48, 64, 80, 96, 128), (256, 512, 1024, 2048, 8192)
 LAYERS_BYTES = 1 << 30
 Gate = Callable[[torch.Tensor, Linear], torch.Tensor]
@@ -100,7 +100,7 @@ def time_plain() -> None:
         copies = [linear(columns, inner) for _ in range(max(2, LAYERS_BYTES // (8 * columns * inner)))]
         norm = torch.ones(inner, dtype=torch.bfloat16, device="cuda")
         others = [one for one in matmul_kernels("cuda") if one.name in ("few rows", "the matrix library")]
-        for rows in (2, 8, 16, 32, 64):
+        for rows in (2, 8, 16, 32, 64, 128, 256):
             x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
 
             def run(kernel: MatmulKernel | None, copies: list[Linear] = copies, x: torch.Tensor = x) -> None:

@@ -96,7 +96,8 @@ def hopper_cases() -> Iterator[Case]:
         for rows, inner in ((2, 14336), (32, 18944), (64, 14336), (100, 18944), (128, 28672)):
             x, weight = new(rows, 4096, dtype=dtype), new(2 * inner, 4096, dtype=dtype)
             yield f"hopper gated few {rows} x {inner} {act} {dtype}", partial(gated_few, x, weight, act)
-    for rows, columns, inner, dtype in ((2, 1024, 3072, BF16), (16, 4608, 3584, BF16), (32, 3584, 18944, FP16)):
+    streamed = ((2, 1024, 3072, BF16), (16, 4608, 3584, BF16), (32, 3584, 18944, FP16), (64, 4096, 14336, BF16))
+    for rows, columns, inner, dtype in streamed:
         x, weight = new(rows, inner, dtype=dtype), new(columns, inner, dtype=dtype)
         counters = new(256, dtype=torch.int32)
         name = f"hopper stream {rows} {columns} x {inner} {dtype}"

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from tokenmill.ops.triton.gemm import gated_few, stream
 from tokenmill.ops.triton.gemm.gated_few import BLOCK_K, MOST_ROWS, MOST_TILES, OCTETS, choose_few_shape
-from tokenmill.ops.triton.gemm.stream import choose_splits
+from tokenmill.ops.triton.gemm.stream import choose_splits, rows_of_a_tile
 
 PROGRAMS, SHARED_BYTES = 132, 232448  # of an H200
 
@@ -46,10 +46,12 @@ def test_shares_of_known_models_are_even(inner, octets):
     assert (shape.octets, shape.passes) == (octets, 1) and shape.programs >= 128
 
 
-@given(rows=st.integers(1, 32), columns=st.integers(1, 64 * PROGRAMS), inner=st.integers(1, 32768))
+@given(rows=st.integers(1, 256), columns=st.integers(1, 64 * PROGRAMS), inner=st.integers(1, 32768))
 def test_parts_of_a_sum_run_at_once_and_none_is_empty(rows, columns, inner):
     splits, turns = choose_splits(rows, columns, inner, torch.device("cpu")), -(-inner // 64)
-    assert splits == 1 or splits * -(-columns // 64) <= PROGRAMS
+    row_tiles = -(-rows // rows_of_a_tile(rows, columns))
+    assert splits == 1 or splits * row_tiles * -(-columns // 64) <= PROGRAMS
+    assert splits == 1 or row_tiles <= 4  # which is how many counters a weight has for each of its tiles
     assert (splits - 1) * -(-turns // splits) < turns
 
 

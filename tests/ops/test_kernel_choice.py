@@ -176,7 +176,7 @@ def test_split_k_counters_are_enough_for_every_kernel(pretend):
         assert "counters" not in storage
         need = scheme.matmul(storage, BF16).need
         most = max(kernel.counters(256) for kernel in kernels if need.weight in kernel.weights)
-        assert most == (16 if need.weight in ("w8a8", "fp8") else 4)
+        assert most == (16 if need.weight in ("w8a8", "fp8", "dense") else 4)
 
 
 def test_ways_to_launch_have_their_own_needs(pretend):
@@ -305,15 +305,17 @@ def test_where_the_activation_follows_the_product_it_is_said_why(changes, reason
 @pytest.mark.parametrize(
     ("columns", "inner", "names"),
     [
-        (4096, 14336, ["few rows", STREAMED, STREAMED, "the matrix library"]),
-        (4096, 14340, ["the matrix library"] * 4),  # rows that the copy engine does not take
-        (14336, 4096, ["few rows", *["the matrix library"] * 3]),  # more than one wave of programs
+        (4096, 14336, ["few rows", STREAMED, STREAMED, "the matrix library", "the matrix library"]),
+        (4096, 1024, ["few rows", STREAMED, STREAMED, STREAMED, "the matrix library"]),  # small: two tiles of rows
+        (576, 1536, ["few rows", STREAMED, STREAMED, STREAMED, STREAMED]),
+        (4096, 14340, ["the matrix library"] * 5),  # rows that the copy engine does not take
+        (14336, 4096, ["few rows", *["the matrix library"] * 4]),  # more than one wave of programs
     ],
 )
 def test_few_rows_are_streamed_through_weights_of_one_wave(columns, inner, names, pretend):
     pretend()
     chosen = select_matmul(need_of("dense", columns, inner, weight_dtype=BF16))
-    assert [chosen.kernel(rows).name for rows in (1, 2, 32, 33)] == names
+    assert [chosen.kernel(rows).name for rows in (1, 2, 64, 65, 256)] == names
 
 
 def test_a_head_that_is_the_embedding_has_no_counters_and_is_streamed_in_one_part(pretend, monkeypatch):

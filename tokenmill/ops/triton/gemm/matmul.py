@@ -27,8 +27,9 @@ WIDE_INPUT_ROWS = 1
 # From here on tiles of 128 rows are ahead of the small ones, the library's or ours (scripts/gpu_w8a8.py).
 TILED_ROWS = 65
 # Where an activation inside of the product is ahead of one behind it (scripts/gpu_gated.py).
-LARGE_GATE_UP, MANY_ROWS = 64 << 20, 1024
-STREAMED_ROWS = 32  # up to here (scripts/gpu_gated.py --plain)
+TINY_GATE_UP, LARGE_GATE_UP, MANY_ROWS = 2 << 20, 32 << 20, 1024
+# Rows up to which any weight is streamed, and by how many tiles of them small ones are (scripts/gpu_gated.py --plain).
+STREAMED_ROWS, STREAMED_TILES, SMALL_WEIGHT = 64, 4, 4 << 20
 ONE_ROW_TILES, MOST_ONE_ROW_TILES = 16, 1024  # a stage of all warps, and so that inputs fit into shared memory
 _LIBRARY_ALIGNMENT = 16  # both dims of a float8 weight, elements
 _COUNTED_ROW_TILES = 4  # sums of eight bits on both sides are cut into parts up to several hundred rows
@@ -71,6 +72,13 @@ def _streamed_misfit(need: MatmulNeed) -> str:
     if need.out_features > 64 * multiprocessors(need.device):
         return f"its {need.out_features} outputs are more than one wave of programs"
     return ""
+
+
+def _streamed_fastest(need: MatmulNeed) -> tuple[Span, ...]:
+    tiles = 1
+    if need.out_features * need.in_features <= SMALL_WEIGHT:
+        tiles = max(1, min(STREAMED_TILES, multiprocessors(need.device) // -(-need.out_features // 64)))
+    return ((2, STREAMED_ROWS * tiles),)
 
 
 def _invariant(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
@@ -142,9 +150,11 @@ def _gated_misfit(need: MatmulNeed) -> str:
 
 
 def _gated_few_fastest(need: MatmulNeed) -> tuple[Span, ...]:
-    """Beyond 64 rows only of large weights, and not while the second warpgroup has few of them."""
-    large = need.out_features * need.in_features >= LARGE_GATE_UP
-    return ((2, 64), (97, 128)) if large else ((2, 64),)
+    """Beyond 64 rows only of large weights, and not while the second warpgroup has few of them; and of tiny ones."""
+    size = need.out_features * need.in_features
+    if size <= TINY_GATE_UP:
+        return ((2, 128),)
+    return ((2, 64), (97, 128)) if size >= LARGE_GATE_UP else ((2, 64),)
 
 
 def _float8_wide_inputs(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
@@ -215,7 +225,8 @@ KERNELS = (
     ),
     replace(
         _GPU, name="few rows, streamed", weights=("dense",), run=_streamed, rank=30, dtypes=HALVES, requires=HOPPER,
-        shape_misfit=_streamed_misfit, rows=(2, STREAMED_ROWS), fastest=lambda need: ((2, STREAMED_ROWS),),
+        shape_misfit=_streamed_misfit, rows=(2, STREAMED_TILES * STREAMED_ROWS), fastest=_streamed_fastest,
+        counters=lambda out_features: STREAMED_TILES * small.counters_for(out_features),
     ),
     replace(
         _GPU, name="gate, up and activation, few rows", weights=("dense",), run=_gated_few, gated=True, dtypes=HALVES,
