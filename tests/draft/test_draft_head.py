@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny import TINY
 
 from tokenmill.errors import ModelError
-from tokenmill.model.draft_head import EPS, DraftHead, Target, fingerprint
+from tokenmill.model.draft_head import EPS, DraftHead, Target, default_kv_layer, fingerprint
 from tokenmill.model.families import spec_from_config
 
 SPEC = spec_from_config(TINY)
@@ -74,8 +74,55 @@ def test_a_chain_of_drafts_is_what_modules_of_torch_compute():
     torch.testing.assert_close(head.logits(ours), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_comes_back_from_its_file_with_weights_of_eight_bits(tmp_path):
-    head, path = a_head(), tmp_path / "head.safetensors"
+def an_attending_head(**changes) -> DraftHead:
+    random = torch.Generator().manual_seed(2)
+    width = SPEC.heads * SPEC.head_dim
+    weights = {
+        "attention_norm": torch.randn(STATE, generator=random),
+        "q_weight": torch.randn(width, STATE, generator=random),
+        "o_weight": torch.randn(STATE, width, generator=random),
+    }
+    return a_head(kv_layer=1, **weights | changes)
+
+
+def test_attention_stands_between_the_two_mlps():
+    head, hidden, embedding = an_attending_head(), torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
+    mixer = Swiglu(head.mix_norm, head.gate_up_weight, head.down_weight)
+    second = Swiglu(head.norm2, head.gate_up2_weight, head.down2_weight)
+    state = head.enter(hidden)
+    ours = head.step(state, embedding, lambda q: q.sin())
+    state = state + mixer(torch.cat([state, embedding], -1))
+    queries = torch.nn.functional.rms_norm(state, (STATE,), head.attention_norm, EPS) @ head.q_weight.T
+    state = state + queries.sin() @ head.o_weight.T
+    torch.testing.assert_close(ours, state + second(state), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer"),
+    [
+        ({"num_hidden_layers": 30}, 20),
+        ({"num_hidden_layers": 2}, 1),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, None),
+    ],
+)
+def test_a_head_attends_to_a_layer_that_sees_the_whole_text(changes, layer):
+    assert default_kv_layer(spec_from_config(TINY | changes)) == layer
+
+
+def test_a_head_of_the_first_version_is_one_without_attention(tmp_path):
+    path = tmp_path / "head.safetensors"
+    a_head().save(path)
+    with safe_open(path, framework="pt") as file:
+        tensors, told = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    del told["kv_layer"]
+    save_file(tensors, path, told | {"version": "1"})
+    back = DraftHead.load(path, SPEC, FINAL_NORM)
+    assert back.kv_layer is back.q_weight is back.o_weight is back.attention_norm is None
+
+
+@pytest.mark.parametrize("made", [a_head, an_attending_head])
+def test_a_head_comes_back_from_its_file_with_weights_of_eight_bits(tmp_path, made):
+    head, path = made(), tmp_path / "head.safetensors"
     head.save(path)
     back = DraftHead.load(path, SPEC, FINAL_NORM)
     for name, one in head.rounded().tensors().items():
@@ -83,7 +130,8 @@ def test_a_head_comes_back_from_its_file_with_weights_of_eight_bits(tmp_path):
         near = head.tensors()[name].abs().amax(-1, keepdim=True) / 254
         assert (one - head.tensors()[name]).abs().le(near + 1e-6).all()
     assert torch.equal(back.ids, head.ids)
-    assert (back.target, back.recipe) == (head.target, head.recipe)
+    assert (back.target, back.recipe, back.kv_layer) == (head.target, head.recipe, head.kv_layer)
+    assert back.tensors().keys() == head.tensors().keys()
     assert path.stat().st_size < sum(one.numel() for one in head.tensors().values()) + 8192
     assert [one.name for one in tmp_path.iterdir()] == ["head.safetensors"]
 
@@ -138,7 +186,7 @@ def of_another_target(**values):
         (cut, "truncated"),
         (text, "truncated, or no safetensors file"),
         (lambda path: changed(path, format="other"), "is no draft head: its format is 'other'"),
-        (lambda path: changed(path, version="2"), "version '2', and this is version 1"),
+        (lambda path: changed(path, version="3"), "version '3', and this is version 2"),
         (lambda path: changed(path, target="{}"), "does not say which model"),
         (lambda path: changed(path, target="no json"), "does not say which model"),
         (lambda path: changed(path, recipe="[]"), "does not say which model"),
@@ -157,11 +205,16 @@ def of_another_target(**values):
         (lambda path: changed(path, {"ids": None, "norm2": None}), "lacks norm2, ids"),
         (lambda path: changed(path, {"out_norm": torch.ones(STATE + 1)}), "of shape"),
         (lambda path: changed(path, {"ids": torch.arange(5, dtype=torch.int32)}), "of shape"),
+        (lambda path: changed(path, kv_layer="2"), "attends to layer 2, which in this model has no keys and values"),
+        (lambda path: changed(path, kv_layer='"1"'), "kv_layer is no number"),
+        (lambda path: changed(path, {"o.weight": None}), "lacks o.weight"),
+        (lambda path: changed(path, {"attention_norm": torch.ones(STATE + 1)}), "attention_norm of shape"),
+        (lambda path: changed(path, {"q.scale": torch.full((HIDDEN,), float("nan"))}), "q_weight that are NaN"),
     ],
 )
 def test_a_file_that_is_no_head_for_this_model_is_refused_in_a_sentence(tmp_path, damage, sentence):
     path = tmp_path / "head.safetensors"
-    a_head().save(path)
+    an_attending_head().save(path)
     damage(path)
     with pytest.raises(ModelError, match=sentence) as refusal:
         DraftHead.load(path, SPEC, FINAL_NORM)

@@ -69,6 +69,15 @@ def test_rope_equals_reference(level: int, shape: dict[str, int], cache_dtype: t
         )
 
 
+def test_rope_alone_turns_queries_as_the_write_does(level: int) -> None:
+    case = rope_case(11, heads=3, dim=20, rotated=12, seed=level)
+    expected, own = case.copy().call(reference.rope_kv_write)[0], case.copy()
+    q = own.fused[:, : case.heads * case.dim].view(-1, case.heads, case.dim)
+    ops.rope(q, case.cos_sin, case.positions)
+    torch.testing.assert_close(q, expected, **EXACT)
+    assert torch.equal(own.fused[:, case.heads * case.dim :], case.fused[:, case.heads * case.dim :])
+
+
 def test_rope_norms_heads_first(level: int) -> None:
     torch.manual_seed(1)
     case = rope_case(6, dim=24)

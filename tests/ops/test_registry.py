@@ -10,7 +10,8 @@ from tokenmill.ops.registry import Implementation, Need, select
 SMALL = {"add", "scaled", "soft_cap"}
 SAMPLING = {"sample", "logprobs", "shape"}
 DECODING = {"decode_inputs", "keep_sampled"}
-ALL_OPS = {"rms_norm", "add_rms_norm", "rope_kv_write", "attention", "act_mul", "moe"} | SMALL | SAMPLING | DECODING
+LAYER = {"rms_norm", "add_rms_norm", "rope_kv_write", "rope", "attention", "act_mul", "moe"}
+ALL_OPS = LAYER | SMALL | SAMPLING | DECODING
 CPU = Need(device="cpu", dtype=torch.float32)
 TORCH_ONLY = Need(device="cpu", dtype=torch.float64)  # what the native library does not compute, where there is one
 

@@ -111,6 +111,20 @@ def test_rope_kv_write_norms_heads_as_the_reference_does(shape, dtype, triton_de
     check_rope(case, partial(rope.rope_kv_write, **norms), tolerance(dtype), partial(reference.rope_kv_write, **norms))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
+def test_rope_alone_turns_queries_as_the_write_does(shape, dtype, triton_device):
+    from tokenmill.ops.triton import rope
+
+    case = rope_case(5, skipped=2, dtype=dtype, device=triton_device, **shape)
+    expected, own = case.copy().call(reference.rope_kv_write)[0], case.copy()
+    q = own.fused[:, : case.heads * case.dim].view(-1, case.heads, case.dim)
+    rope.rope(q, case.cos_sin, case.positions)
+    torch.testing.assert_close(q, expected, **tolerance(dtype))
+    rest = case.heads * case.dim
+    assert torch.equal(own.fused[:, rest:], case.fused[:, rest:])
+
+
 def test_reference_rope_kv_write_norms_first_and_rounds_between():
     case = rope_case(6, dtype=torch.bfloat16)
     weights = randn(2, case.dim, dtype=torch.bfloat16, device="cpu", seed=1)

@@ -31,6 +31,10 @@ def train_draft(
     vocabulary: Annotated[int, option("Tokens that can be drafted.", panel=_HEAD, min=1)] = 8192,
     state: Annotated[int | None, option("Width of its state; unset: as the model's.", panel=_HEAD, min=1)] = None,
     inner: Annotated[int, option("Width of its MLPs.", panel=_HEAD, min=1)] = 1024,
+    kv_layer: Annotated[
+        str | None,
+        option("The model's layer whose keys and values it attends to; unset: one that suits; off: none.", panel=_HEAD),
+    ] = None,
     depths: Annotated[int, option("Drafts in a row that it is trained for.", panel=_HEAD, min=1)] = 5,
     device: options.Device = None,
     load_format: options.LoadFormat = None,
@@ -42,7 +46,7 @@ def train_draft(
     """
     check_writable(out, data)
     from tokenmill.draft.optimize import Schedule
-    from tokenmill.draft.train import TrainOptions, count, default_batch, default_tokens
+    from tokenmill.draft.train import TrainOptions, count, default_batch, default_tokens, layer
     from tokenmill.draft.train import train_draft as train
 
     place = device or "auto"
@@ -64,6 +68,7 @@ def train_draft(
             vocabulary=vocabulary,
             state=state,
             inner=inner,
+            kv_layer=None if kv_layer is None else layer(kv_layer),
             schedule=schedule,
             device=place,
             load_format=load_format or "auto",

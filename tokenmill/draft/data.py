@@ -1,11 +1,11 @@
-"""On-policy text: a model writes questions and answers itself, from the headers of its own chat template."""
+"""On-policy text: a model writes questions and answers itself, and answers about these, from its own chat template."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -25,11 +25,30 @@ SENTINEL = "THE-QUESTION"  # stands for the user's text while the template is re
 QUESTION_TOKENS = (4, 200)  # shorter ones are dropped, longer ones cut
 OPENING_TOKENS = 32  # of texts without questions, for as many different beginnings
 ANSWER_TOKENS = 384
+PASSAGE_TOKENS = (16, 300)  # of an answer that another question is about: shorter ones are left, longer ones cut
 ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)  # of every three answers
 QUESTION_TEMPERATURES = (1.0, 1.0, 1.0, 0.8)
 ROUND = 8192  # texts that are written together; the last of them run in ever smaller batches
 TYPICAL_TOKENS = 250  # of a question and its answer, for the size of the first round
 LOOP = 24  # tokens that come a third time: from there on an answer goes in circles, which needs no trained drafter
+
+# What is asked about a passage, which stands behind it. Every third text has one: answers quote it, and that is to be
+# drafted, too.
+INSTRUCTIONS = (
+    "Summarize the following text in a few sentences.",
+    "Rewrite the following text in simpler words.",
+    "List the key points of this text.",
+    "Translate the following text into German.",
+    "Translate the following text into French.",
+    "Translate the following text into Spanish.",
+    "What is the main idea of the text below? Quote the sentences that show it.",
+    "Continue the following text.",
+    "Correct the spelling and grammar of this text, and change nothing else.",
+    "Answer this question from the text below: what is said about its subject, and why does it matter?",
+    "Write a title for this text, and repeat its first sentence.",
+    "Turn the following text into a dialogue between two people.",
+    "Extract all names, numbers and terms from this text.",
+)
 
 Tell = Callable[[str], None]
 
@@ -40,7 +59,8 @@ class Texts:
 
     tokens: torch.Tensor  # [tokens] int32
     starts: torch.Tensor  # [texts + 1] int64: where each begins
-    questions: torch.Tensor  # [texts, 2] int64: first token of the written question and the one behind it, in the text
+    # First token of the written question and the one behind it, in the text; equal where nothing of it was written
+    questions: torch.Tensor  # [texts, 2] int64
     answers: torch.Tensor  # [texts, 2] int64
     temperatures: torch.Tensor  # [texts] float32: of the answer; 0 is greedy
     seeds: torch.Tensor  # [texts] int64: of the answer's noise
@@ -105,6 +125,13 @@ def frame_of(tokenizer: Tokenizer | None, spec: DecoderSpec) -> Frame:
     return Frame([next(token for token in begin if token is not None)], [])
 
 
+def instructions_of(tokenizer: Tokenizer | None) -> list[list[int]]:
+    """In tokens, with what separates them from a passage; none of a model that does not chat."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return []
+    return [tokenizer.encode(f"{one}\n\n", add_special_tokens=False) for one in INSTRUCTIONS]
+
+
 def write_texts(
     llm: LLM,
     spec: DecoderSpec,
@@ -116,7 +143,8 @@ def write_texts(
 ) -> Texts:
     """At least so many tokens of questions and answers, in rounds."""
     began = time.monotonic()
-    writer = _Writer(llm, frame_of(llm.get_tokenizer(), spec), seed, max_len)
+    tokenizer = llm.get_tokenizer()
+    writer = _Writer(llm, frame_of(tokenizer, spec), seed, max_len, instructions_of(tokenizer))
     rows: list[_Row] = []
     written, typical = 0, TYPICAL_TOKENS
     while written < tokens:
@@ -156,29 +184,67 @@ class _Row:
 
 
 class _Writer:
-    def __init__(self, llm: LLM, frame: Frame, seed: int, max_len: int) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        frame: Frame,
+        seed: int,
+        max_len: int,
+        instructions: list[list[int]],  # about passages; none: no text has a passage
+    ) -> None:
         self._llm, self._frame, self._random = llm, frame, random.Random(seed)
         room = max_len - len(frame.before) - len(frame.between)
         self._question_tokens = min(QUESTION_TOKENS[1] if frame.between else OPENING_TOKENS, room // 3)
         self._answer_tokens = min(ANSWER_TOKENS, room - self._question_tokens)
         if self._question_tokens < QUESTION_TOKENS[0]:
             raise ConfigError(f"max_model_len is {max_len}, too short for a question and an answer; raise it")
+        self._max_len, self._room, least = max_len, room, PASSAGE_TOKENS[0]
+        self._instructions = [one for one in instructions if len(one) + least <= room // 2] if frame.between else []
 
     def write(self, count: int) -> Iterator[_Row]:
-        prompts = list(self._questions(count))
+        """About so many texts; every third is about the answer of another."""
+        about = count // 3 if self._instructions else 0
+        asked = list(self._answered(self._questions(count - about)))
+        passages = [passage for row in asked if len(passage := self._passage(row)) >= PASSAGE_TOKENS[0]]
+        told = list(self._answered(self._about(passages, about))) if passages else []
+        for index, row in enumerate(asked):
+            yield row
+            if index % 2 and index // 2 < len(told):
+                yield told[index // 2]
+        yield from told[len(asked) // 2 :]
+
+    def _answered(self, prompts: Iterable[tuple[list[int], int, int]]) -> Iterator[_Row]:
+        """Prompts, each with where its written question begins and ends."""
+        prompts = list(prompts)
         params = [
-            self._params(ANSWER_TEMPERATURES[index % len(ANSWER_TEMPERATURES)], self._answer_tokens)
-            for index in range(len(prompts))
+            self._params(
+                ANSWER_TEMPERATURES[index % len(ANSWER_TEMPERATURES)],
+                min(self._answer_tokens, self._max_len - len(ids)),
+            )
+            for index, (ids, _, _) in enumerate(prompts)
         ]
-        answers = self._generate([ids for ids, _ in prompts], params)
-        for (ids, question_end), one, answer in zip(prompts, params, answers, strict=True):
+        answers = self._generate([ids for ids, _, _ in prompts], params)
+        for (ids, begin, end), one, answer in zip(prompts, params, answers, strict=True):
             answer = answer[: loop_start(answer)]
             span = (len(ids), len(ids) + len(answer))
             assert one.seed is not None
-            yield _Row(ids + answer, (len(self._frame.before), question_end), span, one.temperature, one.seed)
+            yield _Row(ids + answer, (begin, end), span, one.temperature, one.seed)
 
-    def _questions(self, count: int) -> Iterator[tuple[list[int], int]]:
-        """Prompts for answers, and where their questions end."""
+    def _passage(self, row: _Row) -> list[int]:
+        """An answer, but for the token that may have ended it."""
+        return row.tokens[row.answer[0] : row.answer[1] - 1][: PASSAGE_TOKENS[1]]
+
+    def _about(self, passages: list[list[int]], count: int) -> Iterator[tuple[list[int], int, int]]:
+        """Nothing in these questions counts as written: the passages were, but behind another beginning."""
+        before, between = self._frame.before, self._frame.between
+        for index in range(count):
+            instruction = self._instructions[index % len(self._instructions)]
+            passage = passages[self._random.randrange(len(passages))][: self._room // 2 - len(instruction)]
+            end = len(before) + len(instruction) + len(passage)
+            yield [*before, *instruction, *passage, *between], end, end
+
+    def _questions(self, count: int) -> Iterator[tuple[list[int], int, int]]:
+        """Prompts for answers, and where their questions begin and end."""
         before, between = self._frame.before, self._frame.between
         params = [
             self._params(QUESTION_TEMPERATURES[index % len(QUESTION_TEMPERATURES)], self._question_tokens)
@@ -187,7 +253,7 @@ class _Writer:
         for question in self._generate([before] * count, params, without_end=True):
             question = question[: loop_start(question)]
             if len(question) >= QUESTION_TOKENS[0]:
-                yield [*before, *question, *between], len(before) + len(question)
+                yield [*before, *question, *between], len(before), len(before) + len(question)
 
     def _params(self, temperature: float, max_tokens: int) -> SamplingParams:
         seed = self._random.getrandbits(62)

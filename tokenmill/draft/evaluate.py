@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import torch
 
+from tokenmill.draft.attention import attend_anywhere
 from tokenmill.draft.states import States, embeddings
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.draft_head import DraftHead
 from tokenmill.ops.noise import TOKEN_OFFSET, gumbel, key, mix
 
 MOST_STARTS = 100_000
-ROWS = 2048  # that are drafted for together
+ROWS, ATTENDING_ROWS = 2048, 512  # that are drafted for together
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,15 @@ def acceptance(
 ) -> Acceptance:
     counts = torch.zeros(depths, device=states.hidden.device)
     hashed = mix(head.ids.long() + TOKEN_OFFSET)
-    for first in range(0, len(starts), ROWS):
-        at = starts[first : first + ROWS]
+    rows = ROWS if head.kv_layer is None else ATTENDING_ROWS
+    for first in range(0, len(starts), rows):
+        at = starts[first : first + rows]
+        attend = None if head.kv_layer is None else attend_anywhere(decoder, head.kv_layer, states, at)
         state = head.enter(states.hidden[at].float())
         alive = torch.ones(len(at), dtype=torch.bool, device=at.device)
         for depth in range(1, depths + 1):
-            state = head.step(state, embeddings(decoder, states.tokens[at + depth - 1]).float())
+            embedding = embeddings(decoder, states.tokens[at + depth - 1]).float()
+            state = head.step(state, embedding, attend if depth == 1 else None)
             logits = head.logits(state)
             if coupled:
                 bits = mix(key(states.seeds[at + depth], states.positions[at + depth])[:, None] ^ hashed)

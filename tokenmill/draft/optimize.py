@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from tokenmill.draft.attention import attend_in_windows
 from tokenmill.draft.states import States, embeddings, head_rows
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.draft_head import DraftHead, Target, rms_norm
 
-SEGMENT = 256  # entries that follow each other in a batch: their targets serve all depths
+WINDOW = 1024  # tokens that follow each other in a batch, from the beginning of a text on: most texts are shorter
+EVEN = 64  # entries of a batch are a multiple of this, where there are so many: products of odd sizes are slower
 WARM_UP = 0.02  # of the training, in which the learning rate rises
 COUNTED_EVERY, WAITED_EVERY = 100, 25  # steps: the host may run ahead of a GPU, but knows the time
 SAID_EVERY, KEPT_EVERY = 10.0, 60.0  # seconds
@@ -50,6 +52,7 @@ def new_head(
     ids: torch.Tensor,  # [draft vocabulary] int32
     sizes: Sizes,
     seed: int,
+    kv_layer: int | None = None,  # that it attends to, of which `states` has keys and values
 ) -> DraftHead:
     """It begins as one that predicts, from the hidden state itself, what the target predicts there."""
     hidden, state, inner = decoder.spec.hidden, sizes.state, sizes.inner
@@ -66,6 +69,16 @@ def new_head(
     mix_norm = torch.ones(state + hidden, device=device)
     mix_norm[state:] /= mean_size(embeddings(decoder, states.tokens[:4096]))
     same = state == hidden
+    attention: dict[str, Any] = {}
+    if kv_layer is not None:
+        assert states.keys is not None and states.values is not None
+        width = decoder.spec.heads * decoder.spec.head_dim
+        attention = {
+            "kv_layer": kv_layer,
+            "attention_norm": torch.ones(state, device=device),
+            "q_weight": drawn(width, state, gain=1 / mean_size(states.keys)),  # no key is far ahead of the others
+            "o_weight": drawn(state, width, gain=0.1 / mean_size(states.values)),
+        }
     return DraftHead(
         enter_norm=torch.ones(hidden, device=device),
         enter_weight=torch.eye(hidden, device=device) if same else drawn(state, hidden),
@@ -79,6 +92,7 @@ def new_head(
         head_weight=head_rows(decoder, ids) if same else drawn(len(ids), state),
         ids=ids.to(device),
         target=Target.of(decoder.spec, decoder.weights.final_norm),
+        **attention,
     )
 
 
@@ -122,7 +136,7 @@ def optimize(
             if step % COUNTED_EVERY == 0 or done >= 1.0:
                 losses.append(float(recent) / (step - COUNTED_EVERY * len(losses)))
                 recent.zero_()
-                now, speed = time.monotonic(), batches.entries * step / passed
+                now, speed = time.monotonic(), batches.seen / passed
                 if now - said > SAID_EVERY or done >= 1.0:
                     tell(f"step {step} ({done:.0%}): loss {losses[-1]:.4f}, {speed:.0f} tokens/s")
                     said = now
@@ -135,7 +149,7 @@ def optimize(
     return head.map(lambda one: one.detach()), {
         "steps": step,
         "seconds": round(seconds, 1),
-        "passes": round(step * batches.entries / max(1, len(states)), 2),
+        "passes": round(batches.seen / max(1, len(states)), 2),
         "losses": [round(one, 4) for one in losses[:: max(1, len(losses) // 20)]],
     }
 
@@ -148,49 +162,73 @@ def _rate(done: float) -> float:
 
 
 class Batches:
-    """Random pieces of what the target wrote, and the loss of a head on them."""
+    """Random windows of the texts that the target wrote, and the loss of a head on them."""
 
     def __init__(self, head: DraftHead, decoder: Decoder, states: States, schedule: Schedule) -> None:
         device = states.hidden.device
         self._decoder, self._states, self._schedule = decoder, states, schedule
-        self._length = min(SEGMENT, len(states) - schedule.depths)
-        if self._length < 1:
+        if len(states) <= schedule.depths:
             raise ValueError(f"{len(states)} entries are too few for {schedule.depths} drafts in a row")
-        self._pieces = max(1, min(schedule.batch, len(states)) // self._length)
+        tokens = len(states.begins)
+        self._width = min(WINDOW, tokens, max(EVEN, schedule.batch))
+        starts = (states.begins == torch.arange(tokens, device=device)).nonzero()[:, 0]
+        self._starts = starts[starts <= tokens - self._width]  # of texts that a window may begin with
+        self._windows = math.ceil(schedule.batch * tokens / (self._width * len(states)))
         self._random = torch.Generator(device).manual_seed(schedule.seed)
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._rows = head_rows(decoder, head.ids).to(self._dtype)  # [draft vocabulary, hidden]
         self._weights = torch.where(states.is_answer, 1.0, schedule.question_weight)  # [entries]
-
-    @property
-    def entries(self) -> int:
-        return self._pieces * self._length
+        self.seen = 0  # entries that chains of drafts began at
 
     def loss(self, head: DraftHead) -> torch.Tensor:  # []
-        states, schedule, length = self._states, self._schedule, self._length
-        device = states.hidden.device
-        last = len(states) - length - schedule.depths
-        first = torch.randint(last + 1, (self._pieces, 1), generator=self._random, device=device)
-        at = first + torch.arange(length + schedule.depths, device=device)  # [pieces, length + depths]
-        hidden, spans, weights = states.hidden[at], states.spans[at], self._weights[at]
+        states, schedule = self._states, self._schedule
+        first, entries, window = self._drawn()
+        total = len(entries)
+        count = min(schedule.batch, total)
+        count = count // EVEN * EVEN or count
+        self.seen += count
+        place = torch.arange(count + schedule.depths, device=entries.device)
+        at = entries[place.clamp_max(total - 1)]  # [count + depths]
+        # Drafts are for the same question or answer, in the same window: one may have been drawn twice
+        spans = window[place.clamp_max(total - 1)] * (states.spans[-1] + 1) + states.spans[at]
+        spans = torch.where(place < total, spans, -1)
+        hidden, weights = states.hidden[at], self._weights[at]
         embedded = embeddings(self._decoder, states.tokens[at])
         targets = self._targets(hidden, states.log_z[at])
-        total = torch.zeros((), device=device)
-        scale = torch.zeros((), device=device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            state = head.enter(hidden[:, :length].float()).float()  # and so it stays, whatever products are made in
+        attend = None
+        if head.kv_layer is not None:
+            drafted = at[:count], window[:count]
+            attend = attend_in_windows(self._decoder, head.kv_layer, states, *drafted, first, self._width)
+        loss = torch.zeros((), device=at.device)
+        scale = torch.zeros((), device=at.device)
+        with torch.autocast(at.device.type, dtype=torch.bfloat16, enabled=at.is_cuda):
+            state = head.enter(hidden[:count].float()).float()  # and so it stays, whatever products are made in
             for depth in range(1, schedule.depths + 1):
-                ahead = slice(depth, depth + length)
-                state = head.step(state, embedded[:, depth - 1 : depth - 1 + length])
-                share = weights[:, ahead] * (spans[:, :length] == spans[:, ahead])
+                ahead = slice(depth, depth + count)
+                state = head.step(state, embedded[depth - 1 : depth - 1 + count], attend if depth == 1 else None)
+                share = weights[ahead] * (spans[:count] == spans[ahead])
                 share = share * schedule.depth_weight ** (depth - 1)
                 read = rms_norm(state, head.out_norm).to(self._dtype)
-                total = total + soft_cross_entropy(read, head.head_weight, targets[:, ahead], share)
+                loss = loss + soft_cross_entropy(read, head.head_weight, targets[ahead], share)
                 scale = scale + share.sum()
-        return total / scale.clamp_min(1.0)
+        return loss / scale.clamp_min(1.0)
+
+    def _drawn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first tokens of some windows; the entries in them, of one window after the other; and whose they are."""
+        device = self._starts.device
+        while True:
+            drawn = torch.randint(len(self._starts), (self._windows,), generator=self._random, device=device)
+            first = self._starts[drawn]
+            begin, end = (torch.searchsorted(self._states.read, one) for one in (first, first + self._width))
+            counts = end - begin
+            window = torch.arange(len(first), device=device).repeat_interleave(counts)
+            if len(window):  # windows of nothing but others' text have no entries
+                break
+        place = torch.arange(len(window), device=device) - (counts.cumsum(0) - counts)[window]
+        return first, begin[window] + place, window
 
     @torch.no_grad()
-    def _targets(self, hidden: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:  # [pieces, n, draft vocabulary]
+    def _targets(self, hidden: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:  # [n, draft vocabulary]
         """The target's probabilities of the tokens that can be drafted; they sum up to 1 or less."""
         cap = self._decoder.spec.logit_softcap
         found = torch.empty(*log_z.shape, len(self._rows), dtype=self._dtype, device=hidden.device)
@@ -202,18 +240,18 @@ class Batches:
         return found
 
 
-def _parts(probabilities: torch.Tensor) -> list[slice]:  # [pieces, n, vocabulary]
-    """Of the pieces: few enough that float32 copies of them fit."""
-    pieces, length, vocabulary = probabilities.shape
-    size = max(1, PROBABILITY_BYTES // (4 * length * vocabulary))
-    return [slice(first, first + size) for first in range(0, pieces, size)]
+def _parts(probabilities: torch.Tensor) -> list[slice]:  # [n, vocabulary]
+    """Of the rows: few enough that float32 copies of them fit."""
+    rows, vocabulary = probabilities.shape
+    size = max(1, PROBABILITY_BYTES // (4 * vocabulary))
+    return [slice(first, first + size) for first in range(0, rows, size)]
 
 
 def soft_cross_entropy(
-    x: torch.Tensor,  # [pieces, n, state]
+    x: torch.Tensor,  # [n, state]
     weight: torch.Tensor,  # [vocabulary, state]
-    target: torch.Tensor,  # [pieces, n, vocabulary]: probabilities
-    share: torch.Tensor,  # [pieces, n]
+    target: torch.Tensor,  # [n, vocabulary]: probabilities
+    share: torch.Tensor,  # [n]
 ) -> torch.Tensor:  # []: sum over rows of share * cross-entropy of softmax(x @ weight.T) with the target
     """Computed with its gradient at once, part by part: logits of all rows and depths would not fit."""
     found: torch.Tensor = _SoftCrossEntropy.apply(x, weight, target, share)  # type: ignore[no-untyped-call]
@@ -237,7 +275,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 total += (scale * (mass * log_z - (wanted * logits).sum(-1, keepdim=True))).sum()
                 grad = (logits.sub_(log_z).exp_().mul_(mass).sub_(wanted)).mul_(scale).to(x.dtype)
                 grad_x[part] = grad @ narrow
-                grad_weight += grad.flatten(0, 1).T @ x[part].flatten(0, 1)
+                grad_weight += grad.T @ x[part]
         ctx.save_for_backward(grad_x, grad_weight)
         return total
 

@@ -1,4 +1,4 @@
-"""The hidden states that a target model has while it writes texts: computed once, by its own decoder, and kept."""
+"""What a target model computes while it writes texts: hidden states, and a layer's keys and values; once, and kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from tokenmill.draft.data import Texts
 from tokenmill.engine.build import Built
 from tokenmill.engine.runner.torch_runner import TorchRunner
-from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
+from tokenmill.ops.kv_forms import gather
 from tokenmill.ops.types import AttentionBatch
 
 STEP_TOKENS = 16384  # at most, of texts that go through the decoder together
@@ -34,6 +35,10 @@ class States:
     temperatures: torch.Tensor  # [entries] float32
     seeds: torch.Tensor  # [entries] int64
     positions: torch.Tensor  # [entries] int64: of the token in its text, the other half of the noise's key
+    read: torch.Tensor  # [entries] int64, ascending: which token of all texts `hidden` stands behind
+    begins: torch.Tensor  # [tokens of all texts] int64: where their text begins
+    keys: torch.Tensor | None = None  # [tokens of all texts, kv_heads, dim], rotated: what one layer has cached
+    values: torch.Tensor | None = None  # [tokens of all texts, kv_heads, dim]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,12 +50,17 @@ def runner_of(built: Built) -> TorchRunner:
     return runner
 
 
-def states_of(built: Built, texts: Texts, tell: Progress | None = None) -> States:
+def states_of(
+    built: Built,
+    texts: Texts,
+    kv_layer: int | None = None,  # whose keys and values are kept; None: nobody's
+    tell: Progress | None = None,
+) -> States:
     """Uses the engine's decoder and KV memory: no request may run, and none may use what is cached."""
     runner = runner_of(built)
     decoder, device = runner.decoder, runner.device
     built.engine.reset_prefix_cache()
-    states, places = _empty(texts, decoder, device)
+    states, places = _empty(texts, decoder, device, kv_layer is not None)
     starts, lengths = texts.starts.tolist(), texts.starts.diff().tolist()
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     most = min(STEP_TOKENS, built.settings.max_step_tokens)
@@ -66,12 +76,24 @@ def states_of(built: Built, texts: Texts, tell: Progress | None = None) -> State
             wanted = (at >= 0).nonzero()[:, 0].to(device)
             found = decoder.forward(batch, runner.state.kv, wanted=wanted)
             states.hidden[at[at >= 0].to(device)] = found.to(states.hidden.dtype)
+            if kv_layer is not None and states.keys is not None and states.values is not None:
+                tokens = torch.cat([torch.arange(first, last) for first, last in spans]).to(device)
+                states.keys[tokens], states.values[tokens] = _cached(runner.state.kv[kv_layer], batch.slots, states)
             done += len(ids)
             if tell is not None:
                 tell(done, len(texts.tokens))
         for part, logits in logits_parts(decoder, states.hidden):
             states.log_z[part] = logits.logsumexp(-1)
     return states
+
+
+def _cached(kv: LayerKV, slots: torch.Tensor, states: States) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values at these slots, [n, kv_heads, dim] each."""
+    block, offset = slots // kv.k.shape[1], slots % kv.k.shape[1]
+    scales = (None, None) if kv.scales is None else (kv.scales.k[block, offset], kv.scales.v[block, offset])
+    every = torch.arange(len(slots), device=slots.device)
+    dtype = states.hidden.dtype
+    return gather(kv.k[block, offset], scales[0], every, dtype), gather(kv.v[block, offset], scales[1], every, dtype)
 
 
 def logits_parts(decoder: Decoder, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -143,7 +165,7 @@ def _groups(order: list[int], lengths: list[int], tokens: int, slots: int, block
         yield group
 
 
-def _empty(texts: Texts, decoder: Decoder, device: torch.device) -> tuple[States, torch.Tensor]:
+def _empty(texts: Texts, decoder: Decoder, device: torch.device, with_cache: bool) -> tuple[States, torch.Tensor]:
     """Entries without their hidden states; and of each token of the texts, which entry it is read for (or -1)."""
     lengths = texts.starts.diff()
     text = torch.arange(len(texts)).repeat_interleave(lengths)
@@ -158,6 +180,12 @@ def _empty(texts: Texts, decoder: Decoder, device: torch.device) -> tuple[States
     which = written.nonzero()[:, 0]  # [entries]: the token that is read
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     owner = text[which]
+    cache = [
+        torch.empty(len(text), decoder.spec.kv_heads, decoder.spec.head_dim, dtype=dtype, device=device)
+        if with_cache
+        else None
+        for _ in "kv"
+    ]
     return States(
         hidden=torch.empty(len(which), decoder.spec.hidden, dtype=dtype, device=device),
         tokens=texts.tokens[which + 1].long().to(device),
@@ -167,4 +195,8 @@ def _empty(texts: Texts, decoder: Decoder, device: torch.device) -> tuple[States
         temperatures=texts.temperatures[owner].to(device),
         seeds=texts.seeds[owner].to(device),
         positions=place[which].to(device),
+        read=which.to(device),
+        begins=texts.starts[text].to(device),
+        keys=cache[0],
+        values=cache[1],
     ), at

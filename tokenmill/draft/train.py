@@ -22,7 +22,8 @@ from tokenmill.draft.states import runner_of, states_of
 from tokenmill.engine.build import Built, choose_device
 from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.llm import LLM
-from tokenmill.model.draft_head import DraftHead, fingerprint
+from tokenmill.model.draft_head import DraftHead, can_attend, default_kv_layer, fingerprint
+from tokenmill.model.spec import DecoderSpec
 
 HELD_OUT = 0.02  # of the texts, for the judgement
 LEAST_HELD_OUT = 6  # texts: two of each temperature
@@ -30,8 +31,9 @@ GPU_ROWS = 512
 GPU_KV_BYTES = 16 << 30
 CPU_BATCH = 1024  # entries of a training step
 CPU_TOKENS = 200_000
-STATES_SHARE = 0.6  # of a GPU's free memory, for hidden states
-ENTRY_BYTES = 64  # of all else that is kept of a token
+STATES_SHARE = 0.6  # of a GPU's free memory, for hidden states, keys and values
+NO_LAYER = -1  # for --kv-layer: the head does not attend
+ENTRY_BYTES, TOKEN_BYTES = 72, 16  # of all else that is kept of a written token, and of any
 
 Tell = Callable[[str], None]
 
@@ -46,6 +48,7 @@ class TrainOptions:
     vocabulary: int = 8192
     state: int | None = None  # unset: the target's hidden width
     inner: int = 1024
+    kv_layer: int | None = None  # of the target, that the head attends to; unset: one that suits; NO_LAYER: none
     schedule: Schedule = field(default_factory=Schedule)
     device: str = "auto"
     cache_dir: str | None = None
@@ -69,24 +72,26 @@ def train_draft(options: TrainOptions, tell: Tell) -> DraftHead:
 def _train(options: TrainOptions, llm: LLM, clock: _Clock) -> DraftHead:
     built, schedule = llm._built, options.schedule
     decoder = runner_of(built).decoder
+    kv_layer = kv_layer_of(built.spec, options.kv_layer)
+    clock.tell(f"the head attends to {'nothing' if kv_layer is None else f'what layer {kv_layer} caches'}")
     with clock.phase("writing texts"):
         texts = _texts(options, llm, built, clock.tell)
-    texts = _fitting(texts, built, clock.tell)
+    texts = _fitting(texts, built, kv_layer is not None, clock.tell)
     held_out = min(len(texts) - 1, max(LEAST_HELD_OUT, int(HELD_OUT * len(texts))))
     if held_out < 1:
         raise ConfigError(f"there are {len(texts)} texts, too few to train and to judge; raise --tokens")
     tokenizer = llm.get_tokenizer()
     ends = tuple(tokenizer.eos_ids if tokenizer is not None else ()) or built.spec.eos_ids
     with clock.phase("computing hidden states"):
-        training = states_of(built, texts.part(0, len(texts) - held_out))
-        unseen = states_of(built, texts.part(len(texts) - held_out, len(texts)))
+        training = states_of(built, texts.part(0, len(texts) - held_out), kv_layer)
+        unseen = states_of(built, texts.part(len(texts) - held_out, len(texts)), kv_layer)
     ids = draft_vocabulary(texts.part(0, len(texts) - held_out), built.spec, ends, options.vocabulary)
     counts = texts.answer_counts(built.spec.vocab_size)
     covered = float(counts[ids.long()].sum() / counts.sum())
     clock.tell(f"{len(ids)} tokens can be drafted, {covered:.1%} of what is in the answers")
     sizes = Sizes(options.state or built.spec.hidden, options.inner)
-    clock.tell(_prediction(len(training), sizes, built, len(ids), schedule))
-    head = new_head(decoder, training, ids, sizes, schedule.seed)
+    clock.tell(_prediction(len(training), sizes, built, len(ids), kv_layer is not None, schedule))
+    head = new_head(decoder, training, ids, sizes, schedule.seed, kv_layer)
     with clock.phase("judging the untrained head"):
         before = evaluate(head, decoder, unseen, schedule.depths)
     with clock.phase("training"):
@@ -101,6 +106,7 @@ def _train(options: TrainOptions, llm: LLM, clock: _Clock) -> DraftHead:
         "temperatures": list(ANSWER_TEMPERATURES),
         "schedule": asdict(schedule),
         "sizes": asdict(sizes),
+        "kv_layer": kv_layer,
         "draft_vocabulary": len(ids),
         "covered": round(covered, 4),
         "training": dict(trained),
@@ -140,18 +146,30 @@ def _texts(options: TrainOptions, llm: LLM, built: Built, tell: Tell) -> Texts:
     return texts
 
 
-def _fitting(texts: Texts, built: Built, tell: Tell) -> Texts:
-    """As many of the texts as a GPU can keep hidden states of, beside what training takes."""
+def kv_layer_of(spec: DecoderSpec, asked: int | None) -> int | None:
+    """The layer that a head attends to, as it was asked for; None: it does not attend."""
+    if asked is None:
+        return default_kv_layer(spec)
+    if asked != NO_LAYER and not can_attend(spec, asked):
+        fitting = [one for one in range(spec.num_layers) if can_attend(spec, one)]
+        known = f"these do: {', '.join(map(str, fitting))}" if fitting else "this model has none: use off"
+        raise ConfigError(f"--kv-layer is {asked}, which caches no keys and values of the whole text; {known}")
+    return None if asked == NO_LAYER else asked
+
+
+def _fitting(texts: Texts, built: Built, attends: bool, tell: Tell) -> Texts:
+    """As many of the texts as a GPU can keep states of, beside what training takes."""
     device = runner_of(built).device
     if device.type != "cuda":
         return texts
     free, _ = torch.cuda.mem_get_info(device)
-    fits = int(STATES_SHARE * free) // (2 * built.spec.hidden + ENTRY_BYTES)
-    wanted = texts.num_written
-    if wanted <= fits:
+    needed = texts.num_written * (2 * built.spec.hidden + ENTRY_BYTES)
+    needed += len(texts.tokens) * (TOKEN_BYTES + (4 * built.spec.kv_size if attends else 0))
+    share = STATES_SHARE * free / needed
+    if share >= 1:
         return texts
-    tell(f"there is memory for the hidden states of {fits} tokens: the rest of {wanted} is left out")
-    return texts.part(0, max(1, int(len(texts) * fits / wanted)))
+    tell(f"there is memory for the states of {share:.0%} of {texts.num_written} tokens: the rest is left out")
+    return texts.part(0, max(1, int(len(texts) * share)))
 
 
 def _announcement(options: TrainOptions, on_gpu: bool) -> str:
@@ -162,14 +180,17 @@ def _announcement(options: TrainOptions, on_gpu: bool) -> str:
     return f"a draft head for {options.model}: {texts}, then training takes {length}{advice}"
 
 
-def _prediction(entries: int, sizes: Sizes, built: Built, vocabulary: int, schedule: Schedule) -> str:
+def _prediction(entries: int, sizes: Sizes, built: Built, vocabulary: int, attends: bool, schedule: Schedule) -> str:
     """What a pass over the data takes, so that nobody waits for what cannot end in time."""
     block = sizes.inner * (3 * (sizes.state + built.spec.hidden) + 3 * sizes.state)
+    attention = 2 * sizes.state * built.spec.heads * built.spec.head_dim if attends else 0
     flops = 6.0 * schedule.depths * (block + vocabulary * sizes.state) + 2.0 * vocabulary * built.spec.hidden
+    flops += 6.0 * attention
+    weights = block + attention + vocabulary * sizes.state + sizes.state * built.spec.hidden
     limit = f"{schedule.steps} steps" if schedule.steps else f"{schedule.minutes:g} minutes"
     return (
         f"training on {entries} tokens: {flops * entries / 1e12:.3g} TFLOP per pass over them, for {limit}; "
-        f"{block + vocabulary * sizes.state + sizes.state * built.spec.hidden:,} weights"
+        f"{weights:,} weights"
     )
 
 
@@ -232,6 +253,15 @@ def count(text: str) -> int:
     return int(float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[found[2].lower()])
 
 
+def layer(text: str) -> int:
+    """20 -> 20, off -> NO_LAYER."""
+    if text in ("off", str(NO_LAYER)):
+        return NO_LAYER
+    if not text.isdecimal():
+        raise ConfigError(f"--kv-layer is {text!r}; write the number of a layer, or off")
+    return int(text)
+
+
 def default_batch(device: str) -> int:
     return Schedule.batch if choose_device(device).type == "cuda" else CPU_BATCH
 
@@ -252,6 +282,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=TrainOptions.vocabulary, help="tokens that can be drafted")
     parser.add_argument("--state", type=int, help="width of the head's state")
     parser.add_argument("--inner", type=int, default=TrainOptions.inner, help="width of its MLPs")
+    parser.add_argument("--kv-layer", help="of the model, whose keys and values the head attends to; off: none")
     parser.add_argument("--depths", type=int, default=Schedule.depths, help="drafts in a row that are trained")
     parser.add_argument("--batch", type=int, help="tokens of a training step")
     parser.add_argument("--learning-rate", type=float, default=Schedule.learning_rate)
@@ -277,6 +308,7 @@ def main(words: Sequence[str] | None = None) -> None:
             vocabulary=given.vocabulary,
             state=given.state,
             inner=given.inner,
+            kv_layer=None if given.kv_layer is None else layer(given.kv_layer),
             schedule=schedule,
             device=given.device,
             load_format=given.load_format,

@@ -103,7 +103,7 @@ class Decoder:
         self.adapters: Mapping[str, LowRankUpdates] = {}  # by canonical name of the linear layer
         length = max_len or spec.max_positions
         tables = {rope: rope_table(rope, length, weights.device) for rope in set(spec.ropes)}
-        self._tables = [tables[rope] for rope in spec.ropes]  # one per layer, shared where equal
+        self.rope_tables = [tables[rope] for rope in spec.ropes]  # one per layer, shared where equal
         self._masks = [Mask(window=window, softcap=spec.attn_softcap) for window in spec.windows]
         self.order: Sequence[int] = range(spec.num_layers)  # the layers that a pass runs: see `one_of_each_kind`
         # Checkpoints were trained with the scale rounded to the embedding's dtype.
@@ -186,7 +186,7 @@ class Decoder:
         """What layers there are, by what they are made of and how they look at others; the first of each kind."""
         found: dict[object, int] = {}
         for index in range(self.spec.num_layers):
-            kind = layer_kind(self.weights.layer(index)), self._masks[index], self._tables[index].dtype
+            kind = layer_kind(self.weights.layer(index)), self._masks[index], self.rope_tables[index].dtype
             found.setdefault(kind, index)
         return found
 
@@ -270,7 +270,7 @@ class Decoder:
         v = v.view(-1, spec.kv_heads, spec.head_dim)
         head_norms = (weights.q_norm, weights.k_norm) if spec.qk_norm == "head" else (None, None)
         self.ops.rope_kv_write(
-            q, k, v, self._tables[index], tokens.positions, kv.k, kv.v, tokens.slots, *head_norms, spec.norm_eps,
+            q, k, v, self.rope_tables[index], tokens.positions, kv.k, kv.v, tokens.slots, *head_norms, spec.norm_eps,
             scales=kv.scales,
         )  # fmt: skip
         return self._attend(index, q, tokens, kv)
@@ -295,7 +295,7 @@ class Decoder:
         q_latent = torch.bmm(q_nope.transpose(0, 1), weights.k_up).transpose(0, 1)  # [tokens, heads, kv_rank]
         q = torch.cat([q_rope, q_latent], dim=-1)
         k = torch.cat([k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps)], dim=-1)[:, None]
-        self.ops.rope_kv_write(q, k, None, self._tables[index], tokens.positions, kv.k, None, tokens.slots)
+        self.ops.rope_kv_write(q, k, None, self.rope_tables[index], tokens.positions, kv.k, None, tokens.slots)
         return self._attend(index, q, tokens, kv)
 
     def _attend(self, index: int, q: torch.Tensor, tokens: TokenBatch, kv: LayerKV) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""DraftHead: a small recurrent drafter for speculative decoding, and the file that it is kept in."""
+"""DraftHead: a small drafter for speculative decoding that reads its target's KV cache, and the file of one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from tokenmill.errors import ModelError
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.matmul_torch import quantize_rows
 
-FORMAT, VERSION = "tokenmill-draft-head", 1
+FORMAT, VERSION = "tokenmill-draft-head", 2
+READABLE = ("1", "2")  # files of version 1 hold heads without attention
 EPS = 1e-5  # of its norms
 
 NORMS = ("enter_norm", "mix_norm", "norm2", "out_norm")
 WEIGHTS = ("enter", "gate_up", "down", "gate_up2", "down2", "head")  # `enter.weight` in the file, with `enter.scale`
+ATTENTION_NORM, ATTENTION_WEIGHTS = "attention_norm", ("q", "o")  # of heads that attend
 
+Attend = Callable[[torch.Tensor], torch.Tensor]  # queries [n, heads * dim], not yet rotated -> what they found, as wide
 
 # Heads that come with the package: by their target's fingerprint, the file and its sha256
 SHIPPED = {
@@ -66,14 +69,33 @@ def shipped_head(spec: DecoderSpec, final_norm: torch.Tensor) -> DraftHead | Non
         return None
 
 
+def can_attend(spec: DecoderSpec, layer: int) -> bool:
+    """Whether a head may read what this layer caches: all of the text, in keys and values of their own."""
+    plain = spec.mla is None and spec.attn_softcap is None
+    return plain and 0 <= layer < spec.num_layers and spec.windows[layer] is None
+
+
+def default_kv_layer(spec: DecoderSpec) -> int | None:
+    """The layer nearest to two thirds of the depth that a head can attend to; None: there is none."""
+    wanted = 2 * spec.num_layers // 3
+    return min(
+        (one for one in range(spec.num_layers) if can_attend(spec, one)),
+        key=lambda one: abs(one - wanted),
+        default=None,
+    )
+
+
 @dataclass(frozen=True)
 class DraftHead:
-    """Drafts tokens from the last hidden state of its target, without attention and without memory of its own.
+    """Drafts tokens from the last hidden state of its target and what one of its layers has cached; it keeps nothing.
 
     With h, the normed hidden state that the token x1 was sampled from, and E, the target's embeddings (scaled as it
     scales them):
 
-        state = step(enter(h), E[x1]);  x2 = ids[choose(logits(state))];  state = step(state, E[x2]);  ...
+        state = step(enter(h), E[x1], attend);  x2 = ids[choose(logits(state))];  state = step(state, E[x2]);  ...
+
+    The first step attends to the keys and values that the target's layer `kv_layer` has cached, up to those of the
+    token that h stands behind; its queries are rotated to the position of x1. A head without `kv_layer` never attends.
     """
 
     enter_norm: torch.Tensor  # [hidden]
@@ -89,6 +111,10 @@ class DraftHead:
     ids: torch.Tensor  # [draft vocabulary] int32: the target's token ids
     target: Target
     recipe: Mapping[str, Any] = field(default_factory=dict)  # how it was trained, and what was measured
+    kv_layer: int | None = None  # of the target, whose cache is read
+    attention_norm: torch.Tensor | None = None  # [state]
+    q_weight: torch.Tensor | None = None  # [heads * head_dim of the target, state]
+    o_weight: torch.Tensor | None = None  # [state, heads * head_dim]
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., hidden] -> [..., state]
         return F.linear(rms_norm(hidden, self.enter_norm), self.enter_weight)
@@ -97,9 +123,14 @@ class DraftHead:
         self,
         state: torch.Tensor,  # [..., state]
         embedding: torch.Tensor,  # [..., hidden]: of the token that comes next
+        attend: Attend | None = None,  # in the first step of a chain, where the head has a `kv_layer`
     ) -> torch.Tensor:  # [..., state]
         mixed = rms_norm(torch.cat([state, embedding.to(state.dtype)], dim=-1), self.mix_norm)
         state = state + F.linear(_swiglu(F.linear(mixed, self.gate_up_weight)), self.down_weight)
+        if attend is not None:
+            assert self.attention_norm is not None and self.q_weight is not None and self.o_weight is not None
+            found = attend(F.linear(rms_norm(state, self.attention_norm), self.q_weight))
+            state = state + F.linear(found, self.o_weight)
         return state + F.linear(_swiglu(F.linear(rms_norm(state, self.norm2), self.gate_up2_weight)), self.down2_weight)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:  # [..., state] -> [..., draft vocabulary]
@@ -107,7 +138,12 @@ class DraftHead:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that is trained, by field."""
-        return {name: getattr(self, name) for name in (*NORMS, *(f"{one}_weight" for one in WEIGHTS))}
+        norms, weights = self._names()
+        return {name: getattr(self, name) for name in (*norms, *(f"{one}_weight" for one in weights))}
+
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of the norms and the matrices that there are."""
+        return _names(self.kv_layer is not None)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
         """The same head with other tensors, `ids` excepted: on another device, in another dtype, rounded."""
@@ -119,8 +155,9 @@ class DraftHead:
         return self.map(lambda one: one if one.dim() == 1 else quantize_rows(one, torch.int8).widen())
 
     def save(self, path: str | Path) -> None:
-        tensors = {name: getattr(self, name).detach().float().cpu().contiguous() for name in NORMS}
-        for name in WEIGHTS:
+        norms, weights = self._names()
+        tensors = {name: getattr(self, name).detach().float().cpu().contiguous() for name in norms}
+        for name in weights:
             rows = quantize_rows(getattr(self, f"{name}_weight").detach().float().cpu(), torch.int8)
             tensors[f"{name}.weight"], tensors[f"{name}.scale"] = rows.values.contiguous(), rows.scale.contiguous()
         tensors["ids"] = self.ids.cpu().int().contiguous()
@@ -129,6 +166,7 @@ class DraftHead:
             "version": str(VERSION),
             "target": json.dumps(vars(self.target), sort_keys=True),
             "recipe": json.dumps(dict(self.recipe), sort_keys=True),
+            "kv_layer": json.dumps(self.kv_layer),
         }
         part = Path(f"{path}.part")  # others see the file whole, or not at all
         save_file(tensors, part, metadata)
@@ -143,17 +181,27 @@ class DraftHead:
     ) -> DraftHead:
         """A head of float32 tensors on the CPU; refused in one sentence where it is none for this model."""
         tensors, metadata = _read(Path(path))
-        target, recipe = _checked_metadata(Path(path), metadata)
+        target, recipe, kv_layer = _checked_metadata(Path(path), metadata)
         _check_target(Path(path), target, spec, final_norm)
+        if kv_layer is not None and not can_attend(spec, kv_layer):
+            raise ModelError(
+                f"{path} attends to layer {kv_layer}, which in this model has no keys and values of the whole text; "
+                "train a head for this model with `tokenmill train-draft`"
+            )
         ids = tensors.pop("ids", None)
-        found = {name: tensors[name].float() for name in NORMS if name in tensors}
-        for name in WEIGHTS:
+        norms, weights = _names(kv_layer is not None)
+        found = {name: tensors[name].float() for name in norms if name in tensors}
+        for name in weights:
             weight, scale = tensors.get(f"{name}.weight"), tensors.get(f"{name}.scale")
             if weight is not None and scale is not None and weight.dim() == 2 and scale.shape == weight.shape[:1]:
                 found[f"{name}_weight"] = weight.float() * scale.float()[:, None]
-        _check_tensors(Path(path), found, ids, spec)
+        _check_tensors(Path(path), found, ids, spec, kv_layer is not None)
         assert ids is not None
-        return cls(**found, ids=ids.int(), target=target, recipe=recipe)
+        return cls(**found, ids=ids.int(), target=target, recipe=recipe, kv_layer=kv_layer)
+
+
+def _names(attends: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return ((*NORMS, ATTENTION_NORM), (*WEIGHTS, *ATTENTION_WEIGHTS)) if attends else (NORMS, WEIGHTS)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # [..., width], [width]
@@ -178,14 +226,14 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         ) from None
 
 
-def _checked_metadata(path: Path, metadata: dict[str, str]) -> tuple[Target, dict[str, Any]]:
+def _checked_metadata(path: Path, metadata: dict[str, str]) -> tuple[Target, dict[str, Any], int | None]:
     found = metadata.get("format")
     if found != FORMAT:
         raise ModelError(
             f"{path} is no draft head: its format is {found!r:.60}, not {FORMAT!r}; "
             "name a file that `tokenmill train-draft` has written"
         )
-    if metadata.get("version") != str(VERSION):
+    if metadata.get("version") not in READABLE:
         raise ModelError(
             f"{path} is a draft head of version {metadata.get('version')!r:.20}, and this is version {VERSION}; "
             "train the head anew with `tokenmill train-draft`"
@@ -193,12 +241,15 @@ def _checked_metadata(path: Path, metadata: dict[str, str]) -> tuple[Target, dic
     try:
         target = Target(**json.loads(metadata["target"]))
         recipe = json.loads(metadata["recipe"])
+        kv_layer = json.loads(metadata.get("kv_layer", "null"))
         numbers = (target.hidden, target.vocab, target.layers)
         if not isinstance(recipe, dict) or not all(type(one) is int for one in numbers):
             raise ValueError("sizes are no numbers")
+        if kv_layer is not None and type(kv_layer) is not int:
+            raise ValueError("kv_layer is no number")
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} does not say which model it drafts for ({error}); train the head anew") from None
-    return target, recipe
+    return target, recipe, kv_layer
 
 
 def _check_target(path: Path, target: Target, spec: DecoderSpec, final_norm: torch.Tensor | None) -> None:
@@ -220,9 +271,12 @@ def _check_target(path: Path, target: Target, spec: DecoderSpec, final_norm: tor
         )
 
 
-def _check_tensors(path: Path, found: dict[str, torch.Tensor], ids: torch.Tensor | None, spec: DecoderSpec) -> None:
-    missing = [name for name in NORMS if name not in found]
-    missing += [f"{name}.weight" for name in WEIGHTS if f"{name}_weight" not in found]
+def _check_tensors(
+    path: Path, found: dict[str, torch.Tensor], ids: torch.Tensor | None, spec: DecoderSpec, attends: bool
+) -> None:
+    norms, weights = _names(attends)
+    missing = [name for name in norms if name not in found]
+    missing += [f"{name}.weight" for name in weights if f"{name}_weight" not in found]
     if missing or ids is None:
         raise ModelError(f"{path} lacks {', '.join([*missing, *(['ids'] if ids is None else [])])}; train it anew")
     if ids.dim() != 1 or ids.is_floating_point() or not len(ids) or ids.min() < 0 or ids.max() >= spec.vocab_size:
@@ -243,6 +297,9 @@ def _check_tensors(path: Path, found: dict[str, torch.Tensor], ids: torch.Tensor
         "out_norm": (state,),
         "head_weight": (vocab, state),
     }
+    if attends:
+        width = spec.heads * spec.head_dim
+        expected |= {"attention_norm": (state,), "q_weight": (width, state), "o_weight": (state, width)}
     for name, shape in expected.items():
         if tuple(found[name].shape) != shape:
             raise ModelError(f"{path} has {name} of shape {tuple(found[name].shape)}, not {shape}; train it anew")

@@ -52,16 +52,32 @@ def rope_kv_write(
     if q_norm is not None and k_norm is not None:
         q.copy_(rms_norm(q, q_norm, eps))
         k = rms_norm(k, k_norm, eps)
-    half = cos_sin.shape[1] // 2
-    angles = cos_sin[positions.long()].to(_wide(q.dtype))
-    cos, sin = angles[:, None, :half], angles[:, None, half:]
-    q.copy_(_rotate(q, cos, sin, half))
+    rope(q, cos_sin, positions)
     kept = slots >= 0
     where = slots[kept].long()
-    _write(k_cache, scales.k if scales else None, where, _rotate(k, cos, sin, half)[kept])
+    _write(k_cache, scales.k if scales else None, where, rotated(k, cos_sin, positions)[kept])
     if v is not None:
         assert v_cache is not None
         _write(v_cache, scales.v if scales else None, where, v[kept])
+
+
+def rope(
+    q: torch.Tensor,  # [tokens, heads, dim], rotated in place
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32
+    positions: torch.Tensor,  # [tokens]
+) -> None:
+    """What `rope_kv_write` does to queries, for those without keys and values of their own."""
+    q.copy_(rotated(q, cos_sin, positions))
+
+
+def rotated(
+    x: torch.Tensor,  # [tokens, heads, dim]
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32
+    positions: torch.Tensor,  # [tokens]
+) -> torch.Tensor:
+    half = cos_sin.shape[1] // 2
+    angles = cos_sin[positions.long()].to(_wide(x.dtype))
+    return _rotate(x, angles[:, None, :half], angles[:, None, half:], half)
 
 
 def _write(
@@ -238,8 +254,8 @@ def kept_tokens(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int) -> torch.Tensor:
     left, right = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
-    rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
-    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -258,6 +274,7 @@ IMPLEMENTATIONS = tuple(
         kv_forms=tuple(KV_FORMS),
     )
     for fn in (
-        rms_norm, add_rms_norm, rope_kv_write, attention, act_mul, add, scaled, soft_cap, moe, sample, logprobs, shape,
+        rms_norm, add_rms_norm, rope_kv_write, rope, attention, act_mul, add, scaled, soft_cap, moe, sample, logprobs,
+        shape,
     )
 )  # fmt: skip

@@ -63,6 +63,7 @@ class Ops:
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_kv_write: Callable[..., None]
+    rope: Callable[..., None]
     attention: Callable[..., torch.Tensor]
     act_mul: Callable[..., torch.Tensor]
     add: Callable[..., torch.Tensor]
@@ -167,7 +168,7 @@ def _misfit(candidate: Implementation, need: Need) -> str:
         return "not batch-invariant"
     if candidate.requires is not None and (reason := misfit(candidate.requires, torch.device(need.device))):
         return reason
-    if candidate.op in ("attention", "rope_kv_write"):
+    if candidate.op in ("attention", "rope_kv_write", "rope"):
         low, high = candidate.head_dims
         if not low <= need.head_dim <= high:
             return f"head size {need.head_dim} is outside {low}-{high}"

@@ -30,7 +30,7 @@ def _implementations() -> tuple[Implementation, ...]:
             rank=10,
         )
         for fn in (
-            *(ops.rms_norm, ops.add_rms_norm, ops.rope_kv_write, ops.attention, ops.sample),
+            *(ops.rms_norm, ops.add_rms_norm, ops.rope_kv_write, ops.rope, ops.attention, ops.sample),
             *(elementwise.act_mul, elementwise.add, elementwise.scaled, elementwise.soft_cap),
         )
     )

@@ -85,6 +85,19 @@ def rope_kv_write(
     run(args)
 
 
+def rope(
+    q: torch.Tensor,  # [tokens, heads, dim], rotated in place
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32
+    positions: torch.Tensor,  # [tokens]
+) -> None:
+    check_float32(q)
+    positions = positions.long()
+    run(RopeArgs(
+        q=q, table=cos_sin, positions=positions, tokens=row_count(q.shape[0]), heads=q.shape[1], dim=q.shape[2],
+        rotated=cos_sin.shape[1], q_token=q.stride(0), q_head=q.stride(1),
+    ))  # fmt: skip
+
+
 def attention(
     q: torch.Tensor,  # [tokens, heads, dim]
     k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, dim]

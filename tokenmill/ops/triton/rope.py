@@ -48,6 +48,24 @@ def rope_kv_write(
     )  # fmt: skip
 
 
+def rope(
+    q: torch.Tensor,  # [tokens, heads, dim], rotated in place
+    cos_sin: torch.Tensor,  # [max_positions, rot_dim] float32
+    positions: torch.Tensor,  # [tokens]
+) -> None:
+    """The same kernel without the programs that would write keys and values."""
+    tokens, heads, dim = q.shape
+    rotated = cos_sin.shape[1]
+    heads_each = max(1, min(power_of_two(heads), 2048 // power_of_two(dim)))
+    q_programs = ceil_div(heads, heads_each)
+    _rope_kernel[(tokens, q_programs)](
+        q, q, q, cos_sin, positions, q, q, q, q, positions, cos_sin, cos_sin, 0.0,
+        *q.stride()[:2], *q.stride()[:2], *q.stride()[:2], cos_sin.stride(0), *[0] * 6, heads, 0, q_programs,
+        HALF=rotated // 2, HALF_BLOCK=power_of_two(rotated // 2), DIM=dim, TAIL_BLOCK=power_of_two(dim - rotated),
+        VALUE_DIM=0, VALUE_BLOCK=1, BLOCK_SIZE=1, HEADS=heads_each, NORM=False, FORM=0, num_warps=4,
+    )  # fmt: skip
+
+
 @quick_launch
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # slices of a packed buffer
 def _rope_kernel(
@@ -229,4 +247,4 @@ def _copy(source, target, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(target + dim[None, :], value.to(target.dtype.element_ty), mask=inside)
 
 
-IMPLEMENTATIONS = (declare(rope_kv_write, head_dims=(1, MAX_HEAD_DIM), kv_forms=tuple(FORMS)),)
+IMPLEMENTATIONS = tuple(declare(fn, head_dims=(1, MAX_HEAD_DIM), kv_forms=tuple(FORMS)) for fn in (rope_kv_write, rope))

@@ -34,7 +34,7 @@ struct NormArgs {
     double eps;
 };
 
-// Norm the heads (with q_norm), rotate them, and write keys and values to their slots.
+// Norm the heads (with q_norm), rotate them, and write keys and values to their slots. Without kv_heads: queries only.
 struct RopeArgs {
     float* q;            // [tokens, heads, dim], rotated in place
     const float* k;      // [tokens, kv_heads, dim]
