@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,9 @@ def attention_cases(model: Model) -> Iterator[Case]:
         at = f"{model.name} {form or 'bfloat16'}"
         yield f"decode 1 row {at}", partial(attend, model, [1], [4096], form=form)
         yield f"decode 64 rows {at}", partial(attend, model, [1] * 64, [1024] * 64, form=form)
+        for width in (2, 3, 5):
+            rows = [1] * 8 * width, [1024] * 8 * width
+            yield f"decode 8 chains of {width} {at}", partial(attend, model, *rows, form=form, queries=width)
         yield f"decode 64 rows that share a prefix {at}", partial(attend, model, [1] * 64, [2048] * 64, form, shared=64)
         yield f"verify 5 tokens {at}", partial(attend, model, [5] * 8, [1024] * 8, form=form)
         yield f"chunk of 40 tokens {at}", partial(attend, model, [40], [300], form=form)
@@ -274,11 +277,13 @@ def attend(
     shared: int = 0,
     dtype: torch.dtype = BF16,
     op: Callable[..., Any] = attention,
+    queries: int = 1,
 ) -> None:
     fused = new(sum(counts), (model.heads + 2 * model.kv_heads) * model.dim, dtype=dtype)
     q = fused[:, : model.heads * model.dim].view(-1, model.heads, model.dim)
     keys, values, scales = caches(model.kv_heads, model.dim, form, dtype)
-    op(q, keys, values, batch_of(counts, contexts, shared), mask, model.dim**-0.5, scales)
+    batch = replace(batch_of(counts, contexts, shared), queries=queries)
+    op(q, keys, values, batch, mask, model.dim**-0.5, scales)
 
 
 def attend_latent(counts: list[int], contexts: list[int]) -> None:

@@ -60,7 +60,7 @@ def test_a_size_that_stays_gets_a_recording_of_its_own() -> None:
 def test_after_the_warm_up_every_decode_step_is_replayed_or_recorded_once() -> None:
     """What a warm-up records stands in for all sizes, from the first request on; a size that stays is recorded."""
     recordings = Recordings(SIZES)
-    for size in sizes_to_record(SIZES):
+    for size in sizes_to_record(SIZES, Kind.PLAIN):
         recordings.of(size).graph = cast(Any, object())
     recordings.warm = True
     assert {run(recordings, rows)[1] for rows in range(1, 513)} <= {"replay", "record"}

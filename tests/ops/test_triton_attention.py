@@ -1,5 +1,6 @@
 """The Triton attention kernels compute what the reference computes, and never look where there is no key."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -69,6 +70,65 @@ HEADS = [
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_every_head_shape_equals_reference(heads, dtype, triton_device):
     check(attention_case([1, 1, 3], [35, 20, 38], dtype=dtype, device=triton_device, **heads), dtype)
+
+
+def as_singles(case, width, missing=0):
+    """Rows of a few queries as singles one behind the other; `missing` at the end of the last row are nobody's."""
+    batch, rows = case.batch, len(case.batch.host_counts)
+    each = torch.arange(width, device=batch.rows.device, dtype=torch.int32)
+    context = (batch.context[:, None] - width + 1 + each).flatten()
+    table_rows = batch.rows.repeat_interleave(width)
+    if missing:
+        context[-missing:], table_rows[-missing:] = 0, 0
+    singles = replace(
+        batch, rows=table_rows, context=context, num_singles=rows * width, max_query=1, queries=width,
+        q_start=torch.arange(rows * width + 1, dtype=torch.int32, device=batch.rows.device),
+        host_rows=table_rows.tolist(), host_counts=[1] * rows * width, host_context=context.tolist(), cache={},
+    )  # fmt: skip
+    return replace(case, batch=singles)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("width", [2, 5, 9])
+def test_several_queries_of_a_row_equal_reference(mask, width, triton_device):
+    from tokenmill.ops.triton.attention.paged import attention
+
+    case = attention_case([width] * 4, [width, 37, 64, 150], heads=6, mask=mask, device=triton_device)
+    got = as_singles(case, width).call(attention)
+    torch.testing.assert_close(got, case.call(reference.attention), **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("heads", [*HEADS[:4], HEADS[6], HEADS[9]], ids=str)
+def test_several_queries_with_every_head_shape_equal_reference(heads, triton_device):
+    from tokenmill.ops.triton.attention.paged import attention
+
+    case = attention_case([3] * 2, [35, 20], device=triton_device, **heads)
+    got = as_singles(case, 3).call(attention)
+    torch.testing.assert_close(got, case.call(reference.attention), **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_keys_that_only_a_missing_query_would_see_are_not_read(missing, triton_device):
+    from tokenmill.ops.triton.attention.paged import attention
+
+    case = attention_case([4] * 2, [90, 45], device=triton_device)
+    expected = case.call(reference.attention)
+    poisoned = case.forget(lambda row, position: row == 1 and position >= 45 - missing)
+    got = as_singles(poisoned, 4, missing).call(attention)
+    torch.testing.assert_close(got[:-missing], expected[:-missing], **tolerance(torch.float32))
+
+
+def test_several_queries_in_many_parts_equal_one(triton_device, monkeypatch):
+    from tokenmill.ops.triton.attention import decode as attention_decode
+    from tokenmill.ops.triton.attention.paged import attention
+
+    for in_place in (0, 1 << 20):
+        monkeypatch.setattr(attention_decode, "_JOIN_IN_PLACE", in_place)
+        for extra in (1, 5, 64):
+            case = attention_case([3] * 3, [3, 90, 333], device=triton_device)
+            monkeypatch.setattr(attention_decode, "decode_splits", lambda *_, e=extra: (e, 1))
+            got = as_singles(case, 3).call(attention)
+            torch.testing.assert_close(got, case.call(reference.attention), **tolerance(torch.float32))
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -37,7 +37,7 @@ class Likeliest:
 
     name = "likeliest"
     kinds = 1
-    on_device = False
+    on_device = 0
 
     def __init__(self, best: dict[tuple[int, ...], int]) -> None:
         self.best = best  # by what was said before

@@ -101,6 +101,8 @@ def latency(
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.latency import MIN_TOKENS, figures, lines, repeated
     from tokenmill.bench.workloads import Mix
+    from tokenmill.engine.build import choose_device
+    from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES
     from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 
     given.check_targets(json, plot)
@@ -113,7 +115,9 @@ def latency(
     length = 0 if draft_acceptance is None else draft_tokens or 4
     if length > MAX_DRAFTS:
         raise ConfigError(f"--draft-tokens is {length}; an engine verifies at most {MAX_DRAFTS} per step and request")
-    derived = {"max_num_seqs": max(sizes) * (1 + length), "skip_tokenizer_init": _made_up(engine)}
+    derived: dict[str, Any] = {"max_num_seqs": max(sizes) * (1 + length), "skip_tokenizer_init": _made_up(engine)}
+    if length and choose_device(engine.get("device", "auto")).type in ASYNC_DEVICES:
+        derived["speculation"] = "suffix"  # so that steps with drafts are recorded before the first one
     options = {**command_defaults("bench latency", **derived), **engine}
     config = EngineConfig.from_options(model=model, **options)
     if length and (config.batching != "continuous" or not config.kv_cache):

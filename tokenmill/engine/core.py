@@ -84,7 +84,7 @@ class Engine:
             self._stuck = 0
             try:
                 self._in_flight.append((step, self.runner.launch(step), now))
-                if step.drafting and self.speculation is not None:
+                if self.speculation is not None:
                     self.speculation.launched(step)
             except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
                 deltas += self._launch_failed(step, _cause(error))

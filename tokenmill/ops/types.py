@@ -38,6 +38,9 @@ class AttentionBatch:
     # nothing about the answer, and an implementation may ignore it. Positions beyond the last member hold -1.
     shared_members: torch.Tensor | None = None  # [at most n] int32: which of the n rows
     shared_tokens: torch.Tensor | None = None  # [n] int32: length of the common beginning; 0: the row is no member
+    # So many singles after each other are one row's, at consecutive positions, or behind its own nobody's: its keys may
+    # be read once for all of them. Also this changes no answer, and may be ignored.
+    queries: int = 1
     # Where a recording serves steps of several shapes, [2] int64: how many rows and singles the present one has. The
     # tensors above have room for the largest then. Only the native ops know it.
     counts: torch.Tensor | None = None

@@ -42,14 +42,15 @@ class Sampled:
 
     tokens: torch.Tensor  # [n] int64; -1 where the logits held a NaN or no finite value
     logprobs: torch.Tensor | None = None  # [n, words], from the op of that name; it holds the tokens, too
+    stride: int = 1  # more: every row has so many, however many it asked for
 
     def mark_rejected(self) -> None:
         """Drafts that did not hold were replaced by a mark among the tokens: log-probabilities name the tokens, too."""
         if self.logprobs is not None:
             self.logprobs[:, 0] = self.tokens.to(self.logprobs.dtype)
 
-    def first(self, n: int) -> Sampled:
-        return Sampled(self.tokens[:n], None if self.logprobs is None else self.logprobs[:n])
+    def first(self, n: int, stride: int = 1) -> Sampled:
+        return Sampled(self.tokens[:n], None if self.logprobs is None else self.logprobs[:n], stride)
 
 
 class Sampler:

@@ -36,6 +36,28 @@ class Kind(enum.Enum):
     PLAIN = "plain"
     SHARED = "shared"  # rows share a beginning, which is read once
     DRAFTS = "drafts"  # rows start where the device says and verify drafts: a size counts tokens, not rows
+    # The same, with as many tokens of every row: its keys are read once for all of them
+    CHAINS_OF_2 = "chains of 2"
+    CHAINS_OF_3 = "chains of 3"
+    CHAINS_OF_5 = "chains of 5"
+
+    @property
+    def width(self) -> int:
+        """Tokens of each row; those that a row lacks are padded."""
+        return WIDTHS.get(self, 1)
+
+
+WIDTHS = {Kind.CHAINS_OF_2: 2, Kind.CHAINS_OF_3: 3, Kind.CHAINS_OF_5: 5}
+CHAINS_FILL = 0.6  # of the tokens of chains at least so many are no padding
+
+
+def chains_for(step: Step) -> Kind:
+    """How a step that verifies drafts is recorded."""
+    longest, least = max(step.counts), CHAINS_FILL * len(step.counts)
+    for kind, width in WIDTHS.items():
+        if longest <= width:
+            return kind if step.num_tokens >= least * width else Kind.DRAFTS
+    return Kind.DRAFTS
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -76,6 +98,9 @@ class Recordings(Generic[Graph]):
         """Whether a step that is about to run is to be recorded first: its size has returned, and libraries know it."""
         returned = recording.uses > 1 or (self.warm and recording.lent >= PATIENCE)
         return returned and recording.graph is None and not recording.refused
+
+    def next_size(self, rows: int) -> int:
+        return self.sizes[bisect_left(self.sizes, rows)]
 
     def of(self, size: int, traits: Traits = PLAIN, kind: Kind = Kind.PLAIN) -> Recording[Graph]:
         return self._of.setdefault((size, traits, kind), Recording())
@@ -198,39 +223,49 @@ class DecodeGraphs:
         if not is_speculative(step):
             return True
         proposed, blocks = sum(map(len, step.drafts.values())), sum(len(blocks) for _, _, blocks in step.blocks)
+        # (Padded chains have room for more.)
         return proposed <= PROPOSED * step.num_tokens and COLUMNS + 1 + PROPOSED + 2 * blocks / largest <= INPUTS
 
-    def run(self, step: Step) -> Sampled:  # [tokens], overwritten by the next run
+    def run(self, step: Step) -> Sampled:  # [tokens, with those that pad chains], overwritten by the next run
         """Launch the step that was just asked for."""
-        traits = self._traits
-        kind = Kind.DRAFTS if is_speculative(step) else Kind.PLAIN if step.shared is None else Kind.SHARED
-        bucket, recording = self.recordings.serve(step.num_tokens, traits, kind)
-        self._send(step, bucket)
+        traits, kind = self._traits, Kind.PLAIN if step.shared is None else Kind.SHARED
+        if is_speculative(step):
+            kind = chains_for(step)
+            if not self.fits(self.recordings.next_size(len(step.rows)), kind):
+                kind = Kind.DRAFTS
+        tokens = kind.width * len(step.rows) if kind in WIDTHS else step.num_tokens
+        bucket, recording = self.recordings.serve(tokens // kind.width, traits, kind)
+        self._send(step, bucket, kind)
         recording.uses += 1
         if self.recordings.is_due(recording):
             self._record(recording, bucket, traits, kind)
         if recording.graph is None or recording.sampled is None:
             self.plain_runs += 1
-            return self._decode(bucket, traits, kind).first(step.num_tokens)
+            return self._decode(bucket, traits, kind).first(tokens, kind.width)
         self.replays += 1
         recording.graph.replay()
-        return recording.sampled.first(step.num_tokens)
+        return recording.sampled.first(tokens, kind.width)
+
+    def fits(self, bucket: int, kind: Kind) -> bool:
+        return bucket * kind.width <= self.recordings.sizes[-1]
 
     def rehearse(self, bucket: int, traits: Traits, kind: Kind) -> None:
         """Run a step of so many rows that belong to nobody, plainly."""
+        if not self.fits(bucket, kind):
+            return
         self._inputs.zero_()
         self._decode(bucket, traits, kind)
 
     def record_ahead(self, bucket: int, traits: Traits, kind: Kind) -> None:
         """Record a step of so many rows before anybody needs it; what it runs has been rehearsed."""
         recording = self.recordings.of(bucket, traits, kind)
-        if recording.graph is None and not recording.refused:
+        if recording.graph is None and not recording.refused and self.fits(bucket, kind):
             self._record(recording, bucket, traits, kind)
 
-    def _send(self, step: Step, bucket: int) -> None:
+    def _send(self, step: Step, bucket: int, kind: Kind) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""
         if is_speculative(step):
-            parts = self._draft_inputs(step, bucket)
+            parts = self._draft_inputs(step, bucket * kind.width, kind.width)
         else:
             starts = np.zeros(bucket, dtype=np.int64)
             starts[: len(step.starts)] = step.starts
@@ -243,13 +278,17 @@ class DecodeGraphs:
             at, value = inputs[sum(map(len, parts)) :].chunk(2)
             self._state.block_tables.view(-1).scatter_(0, at, value.int())
 
-    def _draft_inputs(self, step: Step, bucket: int) -> list[Ints]:  # [(COLUMNS + 1) * bucket], [PROPOSED * bucket]
+    def _draft_inputs(self, step: Step, entries: int, width: int) -> list[Ints]:
+        """[(COLUMNS + 1) * entries], [PROPOSED * entries]; with a width every row has that many entries."""
         told, proposed = draft_columns(step)
-        columns = np.zeros((COLUMNS + 1, bucket), dtype=np.int64)
+        columns = np.zeros((COLUMNS + 1, entries), dtype=np.int64)
         columns[[0, COLUMNS]] = self._state.scratch_row
-        columns[:COLUMNS, : told.shape[1]] = told
-        columns[COLUMNS, : told.shape[1]] = self._sampler.mask_rows(told[0], told[2])
-        tokens = np.zeros(PROPOSED * bucket, dtype=np.int64)
+        at: Ints | slice = slice(told.shape[1])
+        if width > 1:
+            at = np.repeat(np.arange(0, width * len(step.rows), width), step.counts) + told[2]
+        columns[:COLUMNS, at] = told
+        columns[COLUMNS, at] = self._sampler.mask_rows(told[0], told[2])
+        tokens = np.zeros(PROPOSED * entries, dtype=np.int64)
         tokens[: len(proposed)] = proposed
         return [columns.reshape(-1), tokens]
 
@@ -267,8 +306,8 @@ class DecodeGraphs:
 
     def _decode(self, bucket: int, traits: Traits, kind: Kind) -> Sampled:  # [bucket]
         """The whole step in terms of the static inputs."""
-        if kind is Kind.DRAFTS:
-            return self._verify(bucket, traits)
+        if kind is Kind.DRAFTS or kind in WIDTHS:
+            return self._verify(bucket * kind.width, traits, kind.width)
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
         shared = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if kind is Kind.SHARED else (None, None)
         ops, tables = self._decoder.ops, self._state.decode_tables
@@ -277,14 +316,14 @@ class DecodeGraphs:
         ops.keep_sampled(tables, rows, inputs, sampled.tokens)
         return sampled
 
-    def _verify(self, bucket: int, traits: Traits) -> Sampled:  # [bucket]
-        """Drafts are tokens like any others: every one is a row of its own to attention."""
+    def _verify(self, bucket: int, traits: Traits, width: int) -> Sampled:  # [bucket]
+        """Drafts are tokens like any others: every one is a row of its own to all but attention."""
         columns = self._inputs[: (COLUMNS + 1) * bucket].view(COLUMNS + 1, bucket)
         rows, starts, numbers, mask_rows = columns[0], columns[1], columns[2], columns[COLUMNS]
         proposed = self._inputs[(COLUMNS + 1) * bucket :][: PROPOSED * bucket]
         ops, tables = self._decoder.ops, self._state.decode_tables
         inputs = ops.decode_inputs(tables, rows, starts, (columns[2:COLUMNS], proposed))
-        hidden, sampled = self._sample(inputs, rows, traits, mask_rows=mask_rows)
+        hidden, sampled = self._sample(inputs, rows, traits, mask_rows=mask_rows, queries=width)
         said = sampled.tokens.clamp_min(0) if self.drafter is not None else None
         last = ops.keep_sampled(tables, rows, inputs, sampled.tokens, numbers, REJECTED)
         sampled.mark_rejected()
@@ -300,6 +339,7 @@ class DecodeGraphs:
         members: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         mask_rows: torch.Tensor | None = None,
+        queries: int = 1,
     ) -> tuple[torch.Tensor, Sampled]:  # [bucket, hidden], [bucket]
         state, bucket = self._state, len(rows)
         attention = AttentionBatch(
@@ -315,6 +355,7 @@ class DecodeGraphs:
             host_context=[state.max_len] * bucket,
             shared_members=members,
             shared_tokens=lengths,
+            queries=queries,
         )
         batch = TokenBatch(ids=inputs.ids, positions=inputs.positions, slots=inputs.slots, attention=attention)
         hidden = self._decoder.forward(batch, state.kv)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.cuda_graphs import DecodeGraphs, Drafter, Kind
+from tokenmill.engine.runner.cuda_graphs import WIDTHS, DecodeGraphs, Drafter, Kind
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.inputs import AttentionRows, pack
 from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
@@ -102,8 +102,9 @@ class TorchRunner:
             for path in self.decode_paths:
                 if path.takes(step) and (sampled := path.run(step)) is not None:
                     rows = step.rows
-                    if step.drafts:
-                        rows = [row for row, count in zip(rows, step.counts, strict=True) for _ in range(count)]
+                    if sampled.logprobs is not None and (step.drafts or sampled.stride > 1):
+                        counts = step.counts if sampled.stride == 1 else [sampled.stride] * len(rows)
+                        rows = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
                     return _TorchPending(step, self.device, self.sampler, sampled, rows)
             return self._launch_prepared(step)
 
@@ -120,7 +121,7 @@ class TorchRunner:
     @property
     def decode_kinds(self) -> list[Kind]:
         """Kinds of steps that only decode, without those whose rows share a beginning."""
-        return [Kind.PLAIN, Kind.DRAFTS] if self.expects_drafts else [Kind.PLAIN]
+        return [Kind.PLAIN, Kind.DRAFTS, *WIDTHS] if self.expects_drafts else [Kind.PLAIN]
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -335,11 +336,12 @@ class _TorchPending:
         device: torch.device,
         sampler: Sampler,
         sampled: Sampled | None,
-        rows: list[int],  # one per sampled position
+        rows: list[int],  # one per sampled position, where there are log-probabilities
         prompts: dict[int, list[_Slice]] | None = None,
         pooled: Pooled | None = None,
     ) -> None:
         self._step, self._prompts, self._pooled = step, prompts or {}, pooled
+        self._stride = 1 if sampled is None else sampled.stride
         self._tokens: torch.Tensor | None = None  # [samples], or with log-probabilities [samples, words]
         self._widths: Widths | None = None  # [samples]: best tokens that each asked for, where any asked for them
         if sampled is not None:
@@ -380,7 +382,7 @@ class _TorchPending:
             mine = [one for one in logprobs[at : at + len(held)] if one is not None]
             if mine:
                 result.logprobs[index] = mine
-            at += samples
+            at += samples if self._stride == 1 else self._stride
         return result
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenmill.engine.runner.cuda_graphs import Kind
+from tokenmill.engine.runner.cuda_graphs import WIDTHS, Kind
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.model.layers import layer_kind
 from tokenmill.sampling.sampler import Sampler
@@ -38,6 +38,7 @@ SHORT_PROMPTS = (2, 4, 7, 16, 33, 64, 129)  # of steps with several: attention g
 LATER_PARTS = (2, 33, 1024)  # tokens of parts of prompts that are not the first
 BESIDE = (2, 33, 1537)  # prompt tokens beside decodes
 DECODES = (1, 4, 9, 20, 40, 70, 130, 260, 520)  # between these no kernel changes, whatever the number of kv heads
+FEW_CHAINS = 32  # rows with drafts up to which every size is recorded
 SHARED_TOKENS = 256  # of a beginning that rows share
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -66,8 +67,8 @@ def warm_up(
                 runner.rehearse_decode(rows, kind)
     for traits in sampling_variants():
         runner.rehearse_sampling(1, torch.float32, traits)
-    for rows in sizes_to_record(runner.decode_sizes):
-        for kind in runner.decode_kinds:
+    for kind in runner.decode_kinds:
+        for rows in sizes_to_record(runner.decode_sizes, kind):
             runner.record_decode(rows, Traits(), kind)
     seconds = listed - began, loaded - listed, time.monotonic() - loaded
     log.info("kernels listed in %.1f s, compiled and loaded in %.1f s, tried in %.1f s", *seconds)
@@ -107,9 +108,12 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
     return collected
 
 
-def sizes_to_record(sizes: list[int]) -> list[int]:
-    """Sizes of decode steps that stand in for all others: a recording serves batches down to half its size."""
-    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+def sizes_to_record(sizes: list[int], kind: Kind) -> list[int]:
+    """Sizes of decode steps that stand in for all others: a recording serves batches down to half its size. Of few rows
+    with drafts all are: padding counts for several tokens there.
+    """
+    small = FEW_CHAINS if kind in WIDTHS else 0
+    return [size for size in sizes if size <= small or size & (size - 1) == 0 or size == sizes[-1]]
 
 
 def sampling_variants() -> list[Traits]:

@@ -123,7 +123,7 @@ class DraftModelProposer:
 
     name = "draft"
     kinds = 1
-    on_device = False
+    on_device = 0
 
     def __init__(self, runner: TorchRunner, max_tokens: int) -> None:
         self._runner, self._max_tokens = runner, max_tokens  # of one of its steps

@@ -13,7 +13,7 @@ class GrammarProposer:
 
     name = "grammar"
     kinds = 1
-    on_device = False
+    on_device = 0
 
     def prior(self, kind: int, depth: int) -> float:
         return 0.99

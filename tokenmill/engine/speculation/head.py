@@ -12,7 +12,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.speculation.head_runner import DraftingHead
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.recorded_head import RecordedHead, chances
-from tokenmill.engine.step import DRAFTED, ON_DEVICE
+from tokenmill.engine.step import DRAFTED
 from tokenmill.errors import ModelError
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
@@ -26,7 +26,7 @@ class HeadProposer:
 
     name = "head"
     kinds = len(CONFIDENCE) + 1
-    on_device = False
+    on_device = 0
 
     def __init__(self, head: DraftingHead, state: DeviceState, sampler: Sampler, recorded: RecordedHead | None) -> None:
         self._head, self._state, self._sampler = head, state, sampler
@@ -93,18 +93,17 @@ class DeviceHead:
 
     name = "head"
     kinds = 1
-    on_device = True
 
     def __init__(self, head: DraftingHead, state: DeviceState) -> None:
         self._head, self._state = head, state
-        self.length = min(DRAFTED, head.length)
-        self.kind = f"head of {head.shape}, {self.length} tokens"
+        self.on_device = min(DRAFTED, head.length)
+        self.kind = f"head of {head.shape}, {self.on_device} tokens"
 
     def prior(self, kind: int, depth: int) -> float:
         return 0.5
 
     def propose(self, requests: Sequence[Request], length: int) -> list[Draft | None]:
-        return [Draft([ON_DEVICE] * self.length, [0] * self.length) for _ in requests]
+        return [None] * len(requests)  # nobody on the host knows them
 
     def draft(
         self,
@@ -115,7 +114,7 @@ class DeviceHead:
         traits: Traits,
     ) -> None:
         state = self._head.enter(hidden)
-        for depth in range(self.length):
+        for depth in range(self.on_device):
             state, logits = self._head.step(state, tokens)
             if not traits.warm:
                 tokens = self._head.pick(logits, rows, self._state.drafts, depth)

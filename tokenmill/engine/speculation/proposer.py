@@ -28,7 +28,7 @@ class Proposer(Protocol):
 
     name: str
     kinds: int
-    on_device: bool  # its drafts stay on the device, which makes them at the end of steps: the host knows their number
+    on_device: int  # tokens that the device drafts at the end of steps, and only it knows; 0: the host asks for drafts
 
     def prior(self, kind: int, depth: int) -> float:
         """How probable it is that a draft holds if those before it do, as long as little was counted."""

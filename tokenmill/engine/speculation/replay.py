@@ -20,7 +20,7 @@ class ReplayProposer:
 
     name = "replay"
     kinds = 1
-    on_device = False
+    on_device = 0
 
     def __init__(self, acceptance: float, length: int, vocab: int, seed: int = 0) -> None:
         self._acceptance, self._length, self._vocab = acceptance, length, vocab

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,15 +14,18 @@ import numpy as np
 from tokenmill.engine.request import Request
 from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
+from tokenmill.engine.speculation.device_budget import SETTLE, DeviceBudget
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
-from tokenmill.engine.step import DRAFTED, ON_DEVICE, Step, StepResult
+from tokenmill.engine.step import ON_DEVICE, Step, StepResult
 from tokenmill.sampling.grammar import Constraint
 from tokenmill.step_time import Facts, FittedStepTime
 
 log = logging.getLogger("tokenmill.engine")
 
-TRY_AGAIN, TRIES = 512, 12  # of so many turns this many are tried, whatever is known
+FEW = 4  # rows: with more, a GPU would wait for a host that asks about each
+ASKING_SHARE = 0.1  # of a step, that asking may take beside it; so many turns later it is tried again
+ASK_AGAIN = 512
 CHECKED_PER_TURN = 32  # drafts that grammars are asked about: masks take the engine's own time
 MANY = 32  # rows: with so many, those for which nothing was found are asked about less often
 
@@ -44,7 +48,6 @@ class _Record:
     probes: list[tuple[int, Draft] | None]  # by proposer: a draft that was made at this length, until it is judged
     sources: dict[int, int] = field(default_factory=dict)  # start of a launched step's row -> who proposed its drafts
     due: int = 0  # the turn in which it is asked about again
-    drafted: int = 0  # number of the newest step at whose end the device drafted for it
 
 
 class Speculation:
@@ -60,12 +63,19 @@ class Speculation:
         self.time = FittedStepTime(per_token=per_token)
         self.drafting_time = FittedStepTime(per_token=per_token)  # of steps at whose end the device drafts
         self.drafting = False  # whether the next step has the device draft for the one after it
+        self.budget: DeviceBudget | None = None  # of what it drafts
         self._drafter: int | None = None  # number of the proposer that does
+        self._drafting_steps: deque[int] = deque(maxlen=8)  # numbers of the newest steps at whose end it did
+        self._asked_steps: dict[int, bool] = {}  # launched steps: whether proposers were asked for them
+        self._plain_steps: dict[int, int] = {}  # by the logarithm of their rows: timed steps without drafts
         self.payoff = Payoff()
         self.most_rows = max_tokens  # with more rows than this nothing is proposed
-        self.beside = False  # a device computes while proposers are asked: then steps' times tell if it waits for them
+        # A device computes while proposers are asked: then the clock tells if it waits for them. Steps without drafts
+        # are timed first.
+        self.beside = False
         self._on = False  # whether proposers were asked for the newest step
         self._asking = 0.0  # seconds that this takes
+        self._chances_to_ask = 0  # turns in which a GPU's host could
         self._max_tokens = max_tokens  # of a step that only decodes
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
@@ -81,6 +91,7 @@ class Speculation:
         self._calibrations.append(Calibration(proposer))
         if proposer.on_device:
             self._drafter = len(self.proposers) - 1
+            self.budget = DeviceBudget(proposer.on_device, self.time, self.drafting_time)
         self._records.clear()
 
     def propose(self, requests: Sequence[Request]) -> None:
@@ -92,16 +103,19 @@ class Speculation:
         """
         if self.coming:
             self._take_in_proposers()
-        if not self.proposers:
+        if not self.proposers or not requests:
             return
-        self._on = len(requests) <= self.most_rows and self.payoff.on(len(requests))
+        rows = len(requests)
+        if self.budget is not None:
+            self._propose_on_device(requests, self.budget)
+            return
+        settled = not self.beside or self._plain_steps.get(rows.bit_length(), 0) >= SETTLE
+        self._on = settled and rows <= self.most_rows and self.payoff.on(rows)
         if not self._on:
-            self.drafting = False
             return
         began = time.perf_counter()
         self._propose(requests)
-        took = time.perf_counter() - began
-        self._asking += 0.1 * (min(took, 4 * self._asking) - self._asking) if self._asking else took
+        self._asked(time.perf_counter() - began)
 
     def _propose(self, requests: Sequence[Request]) -> None:
         self._turn += 1
@@ -114,16 +128,19 @@ class Speculation:
                 asked.append((request, record))
         if not asked:
             return
-        self.drafting = self._drafter is not None and self._pays_to_draft(self._drafter, asked, len(requests))
         ahead = max(request.pending + request.unsure for request, _ in asked)
-        found = [self._ask(one, [request for request, _ in asked], MAX_DRAFTS + ahead) for one in self.proposers]
+        found = [
+            [] if one.on_device else self._ask(one, [request for request, _ in asked], MAX_DRAFTS + ahead)
+            for one in self.proposers
+        ]
         if self._failed:
             self._drop_failed()
             return
+        least = float(self.budget.chances.sum()) if self.budget is not None and self.drafting else 0.0
         chosen, chances = [], []
         for index, (request, record) in enumerate(asked):
-            best = self._best(request, record, [drafts[index] for drafts in found])
-            if best is not None:
+            best = self._best(request, record, [drafts[index] if drafts else None for drafts in found])
+            if best is not None and best[2].sum() > least:
                 chosen.append((request, record, *best[:2]))
                 chances.append(best[2])
             elif len(requests) >= MANY:
@@ -133,47 +150,90 @@ class Speculation:
         for (request, record, draft, source), count in zip(chosen, counts, strict=True):
             if count and request.grammar is not None:
                 count = self._check(request.grammar, draft.tokens[:count])
-            if count and source == self._drafter:
-                request.drafts = [ON_DEVICE] * (request.unsure + count)
-            elif count:
-                request.drafts = draft.tokens[request.pending : request.pending + request.unsure + count]
             if count:
+                request.drafts = draft.tokens[request.pending : request.pending + request.unsure + count]
                 record.sources[request.num_tokens - 1] = source
 
+    def _propose_on_device(self, requests: Sequence[Request], budget: DeviceBudget) -> None:
+        """Of few rows the others are asked first. What they have no better draft for verifies what the device drafted;
+        only its number is known here, so not under a grammar.
+        """
+        length = budget.turn(len(requests), self._max_tokens) if len(requests) <= self.most_rows else 0
+        self.drafting = length > 0
+        if len(requests) <= FEW and (len(self.proposers) > 2 or any(one.grammar is not None for one in requests)):
+            self._ask_beside(requests)
+        if not length:
+            return
+        newest = set(self._drafting_steps)
+        for request in requests:
+            if request.last_step in newest and request.grammar is None and not request.drafts:
+                request.drafts = [ON_DEVICE] * (request.unsure + length)
+
+    def _ask_beside(self, requests: Sequence[Request]) -> None:
+        """Ask on the host, while a GPU computes a step: where that takes long beside it, the next step would wait."""
+        self._chances_to_ask += 1
+        step = float(self.time.decoding(np.array([len(requests)]))[0])
+        if self._asking > ASKING_SHARE * step and self._chances_to_ask % ASK_AGAIN:
+            return
+        began = time.perf_counter()
+        self._propose(requests)
+        self._asked(time.perf_counter() - began)
+
+    def _asked(self, took: float) -> None:
+        self._asking += 0.1 * (min(took, 4 * self._asking) - self._asking) if self._asking else took
+
     def launched(self, step: Step) -> None:
-        """A step is on its way at whose end the device drafts."""
-        for request in step.requests:
-            if (record := self._records.get(request.id)) is not None:
-                record.drafted = step.number
+        """A step is on its way."""
+        if len(self._asked_steps) > MANY:  # steps that failed
+            self._asked_steps.clear()
+        self._asked_steps[step.number] = self._on
+        if step.drafting:
+            self._drafting_steps.append(step.number)
 
     def committed(self, step: Step, result: StepResult, seconds: float) -> None:
         """A step was computed, in so many seconds."""
+        asked = self._asked_steps.pop(step.number, self._on)
         if len(step.rows) == len(step.drafts) + step.num_singles:
-            self._weigh(step, result)
-            times = self.drafting_time if step.drafting else self.time
-            times.learn(Facts(decode_rows=step.num_tokens), seconds)
-        if not step.drafts:
-            return
-        for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
-            record = self._records.get(request.id)
-            if samples > 1 and record is not None:
-                source, held = record.sources.pop(start, 0), max(0, len(tokens) - 1)
-                stats = self.stats[self.proposers[source].name]
-                stats.steps += 1
-                stats.drafted += samples - 1
-                stats.accepted += held
-                if self.proposers[source].on_device:  # what it proposed is known to be this only now
-                    self._calibrations[source].count([0] * (samples - 1), held, record.own[source])
+            if self.budget is None:
+                self._weigh(step, result, asked, seconds)
+            if step.drafting:
+                self.drafting_time.learn(Facts(decode_rows=step.num_tokens), seconds)
+            elif step.drafts or not (step.slack if self.budget is not None else asked and self.beside):
+                self.time.learn(Facts(decode_rows=step.num_tokens), seconds)
+                if not step.drafts:
+                    size = len(step.rows).bit_length()
+                    self._plain_steps[size] = self._plain_steps.get(size, 0) + 1
+        if step.drafts:
+            self._count(step, result)
 
-    def _weigh(self, step: Step, result: StepResult) -> None:
+    def _count(self, step: Step, result: StepResult) -> None:
+        """Which drafts held."""
+        verified, held = [], []  # of the device's own: what it proposed is known to be this only now
+        for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
+            if samples < 2:
+                continue
+            record = self._records.get(request.id)
+            source = self._drafter if record is None else record.sources.pop(start, self._drafter)
+            if source is None:  # who proposed it is gone
+                continue
+            stats, after = self.stats[self.proposers[source].name], max(0, len(tokens) - 1)
+            stats.steps += 1
+            stats.drafted += samples - 1
+            stats.accepted += after
+            if source == self._drafter:
+                verified.append(samples - 1)
+                held.append(after)
+        if self.budget is not None and verified:
+            self.budget.count(verified, held)
+
+    def _weigh(self, step: Step, result: StepResult, asked: bool, seconds: float) -> None:
         """Whether the step's drafts were worth their time, and that of proposing them."""
         rows = len(step.rows)
-        if not self._on:
+        if not asked:
             self.payoff.rested(rows)
             return
         plain = float(self.time.decoding(np.array([rows]))[0])
-        times = self.drafting_time if step.drafting else self.time
-        taken = float(times.decoding(np.array([step.num_tokens]))[0]) + (0.0 if self.beside else self._asking)
+        taken = seconds if self.beside else float(self.time.decoding(np.array([step.num_tokens]))[0]) + self._asking
         self.payoff.learn(rows, sum(map(len, result.tokens)) / rows, taken / plain)
 
     def ended(self, request: Request) -> None:
@@ -206,7 +266,8 @@ class Speculation:
 
     def _drop_failed(self) -> None:
         left = [one for one in self.proposers if one not in self._failed]
-        self._failed, self.proposers, self._calibrations, self._drafter = [], [], [], None
+        self._failed, self.proposers, self._calibrations = [], [], []
+        self._drafter = self.budget = None
         self.drafting = False
         self._records.clear()
         for one in left:
@@ -229,13 +290,9 @@ class Speculation:
             if draft is None:
                 continue
             chances = self._calibrations[index].chances(draft, record.own[index])
-            if index == self._drafter:
-                if not self.drafting or record.drafted != request.last_step:
-                    continue
-            else:
-                if record.probes[index] is None:
-                    record.probes[index] = len(request.tokens), draft
-                chances = chances[request.pending + request.unsure :]
+            if record.probes[index] is None:
+                record.probes[index] = len(request.tokens), draft
+            chances = chances[request.pending + request.unsure :]
             is_better = len(chances) and (best is None or chances.sum() > best[2].sum())
             if is_better and (request.grammar is None or request.grammar.may_begin(draft.tokens)):
                 best = draft, index, chances
@@ -247,20 +304,6 @@ class Speculation:
         checked = grammar.check(tokens[: known + self._left_to_check])
         self._left_to_check -= checked - known
         return checked
-
-    def _pays_to_draft(self, drafter: int, asked: Sequence[tuple[Request, _Record]], rows: int) -> bool:
-        """Whether steps that verify the device's drafts, and draft, bring more tokens per second than plain ones.
-
-        Now and then it is tried all the same: what was measured long ago may have changed.
-        """
-        if not self.time.knows_decoding:
-            return False  # what drafts have to beat
-        if self._turn % TRY_AGAIN < TRIES:
-            return True
-        draft = Draft([ON_DEVICE] * DRAFTED, [0] * DRAFTED)
-        chances = [self._calibrations[drafter].chances(draft, record.own[drafter]) for _, record in asked]
-        without = float(self.time.decoding(np.array([rows]))[0])
-        return any(admit(chances, rows, self._max_tokens - rows, self.drafting_time.decoding, without))
 
     def _judge(self, request: Request, record: _Record) -> None:
         """Compare older drafts, verified or not, with what was sampled."""

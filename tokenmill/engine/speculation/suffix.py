@@ -26,7 +26,7 @@ class SuffixProposer:
     """Longest match over the request's own text and the recent answers of its partition (its cache salt)."""
 
     name = "suffix"
-    on_device = False
+    on_device = 0
     kinds = (len(_LENGTHS) + 1) * 4
 
     def __init__(self, library: Library, capacity: int = CAPACITY, slot_bits: int = SLOT_BITS) -> None:

@@ -1,4 +1,8 @@
-"""Attention for rows with one query: the device deals parts of their keys to programs, and joins what they find."""
+"""Attention for rows with one query: the device deals parts of their keys to programs, and joins what they find.
+
+Rows that verify drafts have several, one behind the other (`AttentionBatch.queries`): a program takes all of them
+through the row's keys at once.
+"""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from tokenmill.ops.triton.config import (
 from tokenmill.ops.triton.launch import ceil_div, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.types import AttentionBatch, Mask
 
-_FIELDS = tl.constexpr(8)  # of an item: row, first tile, end tile, part, parts to join, table row, context, first key
+# Of an item: row, first tile, end tile, part, parts to join, table row, context, and its first key; of several queries
+# the context is the first one's, and in place of a first key is the last one's.
+_FIELDS = tl.constexpr(8)
 # The program that ends last joins a row's parts where they are small; elsewhere a second kernel, spread over heads.
 _JOIN_IN_PLACE = 2048  # elements of one part
 _JOIN_TILE = 4096  # elements that a join holds at once, with two warps or more
@@ -43,6 +49,7 @@ _JOIN_TILE = 4096  # elements that a join holds at once, with two warps or more
 class DecodePlan:
     """Who reads which keys: made on the device once per step, for all layers with the same mask."""
 
+    queries: int  # of each row
     tile: Tile
     transposed: bool  # keys and values are the left operands of products
     head_tiles: int
@@ -66,7 +73,7 @@ def decode_attention(
     scale: float,
     scales: KVScales | None = None,
 ) -> None:
-    rows, heads = batch.num_singles, q.shape[1]
+    heads = q.shape[1]
     kv_heads, value_dim = k_cache.shape[2], out.shape[2]
     cache = cache_arguments(k_cache, v_cache, scales)
     form = "" if scales is None else form_of(k_cache).name
@@ -75,55 +82,62 @@ def decode_attention(
         batch.cache[name] = _make_plan(q, kv_heads, value_dim, batch, mask, form)
     plan: DecodePlan = batch.cache[name]
     tile, value_block = plan.tile, max(16, power_of_two(value_dim))
+    rows, pairs = batch.num_singles // plan.queries, heads // kv_heads * plan.queries  # of a query and a head
     # Parts of the rows' own keys come first, then prefix_splits parts per row of what they share.
     slots = plan.num_slots + rows * plan.prefix_splits
-    partial = torch.empty(slots, heads, value_dim, dtype=torch.float32, device=q.device)
-    stats = torch.empty(slots, heads, 2, dtype=torch.float32, device=q.device)
+    partial = torch.empty(slots, kv_heads * pairs, value_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(slots, kv_heads * pairs, 2, dtype=torch.float32, device=q.device)
     if plan.shared:
         first = plan.num_slots
         prefix_attention(
             q, cache, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile, plan.prefix_splits
         )
-    join_heads, join_tile = power_of_two(heads // kv_heads), min(_JOIN_TILE, _JOIN_TILE // 2 * tile.num_warps)
+    join_heads, join_tile = power_of_two(pairs), min(_JOIN_TILE, _JOIN_TILE // 2 * tile.num_warps)
     in_place = plan.head_tiles == 1 and join_heads * value_block <= _JOIN_IN_PLACE
     arguments, constants = paged_arguments(q, cache, batch, mask, scale, tile)
     _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
         *arguments, out, *out.stride()[:2], partial, stats, plan.items, plan.joins, plan.counters,
-        heads, plan.num_slots, plan.prefix_splits, mask.window or 0,
-        **constants, WINDOWED=mask.window is not None, HEAD_TILES=plan.head_tiles,
+        kv_heads * pairs, plan.num_slots, plan.prefix_splits, mask.window or 0,
+        **constants, QUERIES=plan.queries, WINDOWED=mask.window is not None, HEAD_TILES=plan.head_tiles,
         TRANSPOSED_HEADS=kv_heads if plan.transposed else 0, SHARED=plan.shared,
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, join_tile // (join_heads * value_block)),
     )  # fmt: skip
     if not in_place:
-        _join_kernel[(heads, rows)](
-            partial, stats, out, plan.joins, out.stride(0), out.stride(1), heads, plan.num_slots, plan.prefix_splits,
-            VALUE_DIM=value_dim, JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
+        _join_kernel[(kv_heads * pairs, rows)](
+            partial, stats, out, plan.joins, out.stride(0), out.stride(1), kv_heads * pairs, plan.num_slots,
+            plan.prefix_splits, GROUP=heads // kv_heads, QUERIES=plan.queries, VALUE_DIM=value_dim,
+            JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
         )  # fmt: skip
 
 
 def _make_plan(
     q: torch.Tensor, kv_heads: int, value_dim: int, batch: AttentionBatch, mask: Mask, form: str
 ) -> DecodePlan:
-    rows, heads, key_dim = batch.num_singles, q.shape[1], q.shape[2]
-    group = heads // kv_heads
+    heads, key_dim = q.shape[1], q.shape[2]
     transposed = reads_transposed(form, key_dim, value_dim, q.dtype)
+    together = batch.shared_members is not None and mask.window is None
+    queries = 1 if transposed or together else batch.queries
+    rows, group = batch.num_singles // queries, heads // kv_heads * queries
+    heads = heads * queries
     tile = decode_tile(group, key_dim, value_dim, q.dtype, rows * kv_heads, form if transposed else None)
     head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
-    together, splits = tile, 0
-    if batch.shared_members is not None and mask.window is None:
-        queries = len(batch.shared_members) * group
-        together = prefix_tile(queries, key_dim, value_dim, q.dtype)
-        programs = kv_heads * ceil_div(queries, together.block_m)
+    shared_tile, splits = tile, 0
+    if together:
+        assert batch.shared_members is not None
+        sharing = len(batch.shared_members) * group
+        shared_tile = prefix_tile(sharing, key_dim, value_dim, q.dtype)
+        programs = kv_heads * ceil_div(sharing, shared_tile.block_m)
         splits = prefix_splits(rows, num_slots, programs, heads, value_dim, q.device)
     device = q.device
     plan = DecodePlan(
+        queries=queries,
         tile=tile,
         transposed=transposed,
         head_tiles=head_tiles,
         shared=splits > 0,
-        prefix_tile=together,
+        prefix_tile=shared_tile,
         prefix_splits=splits,
         num_items=rows + extra,
         num_slots=num_slots,
@@ -135,8 +149,8 @@ def _make_plan(
         plan.items, plan.joins, plan.counters, batch.rows, batch.context,
         batch.shared_tokens if plan.shared else batch.context,
         rows, plan.num_items, plan.counters.numel(), extra, least_tiles, mask.window or 0,
-        WINDOWED=mask.window is not None, SHARED=plan.shared, BLOCK_N=tile.block_n, ROWS=max(256, power_of_two(rows)),
-        num_warps=4,
+        QUERIES=queries, WINDOWED=mask.window is not None, SHARED=plan.shared, BLOCK_N=tile.block_n,
+        ROWS=max(256, power_of_two(rows)), num_warps=4,
     )  # fmt: skip
     return plan
 
@@ -145,6 +159,7 @@ def _make_plan(
 def _first_tile(context, window, BLOCK_N: tl.constexpr):
     """The first tile with a key that a windowed row sees; its tiles are numbered from there."""
     return tl.maximum(context - window, 0) // BLOCK_N
+
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
@@ -157,8 +172,8 @@ def _plan_kernel(
     items,  # [num_items, 8]
     joins,  # [rows, 3]
     counters,  # [num_counters]
-    table_rows,  # [rows]
-    contexts,  # [rows]
+    table_rows,  # [rows, QUERIES]
+    contexts,  # [rows, QUERIES]
     shared,  # [rows]; not read unless SHARED
     rows,
     num_items,
@@ -166,6 +181,7 @@ def _plan_kernel(
     extra,
     least_tiles,
     window,
+    QUERIES: tl.constexpr,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -177,14 +193,17 @@ def _plan_kernel(
     wait_for_previous(PDL)
     row = tl.arange(0, ROWS)
     live = row < rows
-    context = tl.load(contexts + row, mask=live, other=0)
-    table_row = tl.load(table_rows + row, mask=live, other=0)
+    context = tl.load(contexts + row * QUERIES, mask=live, other=0)
+    table_row = tl.load(table_rows + row * QUERIES, mask=live, other=0)
+    last = context  # that a query of the row sees: those that are nobody's see nothing
+    for query in tl.static_range(1, QUERIES):
+        last = tl.maximum(last, tl.load(contexts + row * QUERIES + query, mask=live, other=0))
     start = tl.zeros_like(context)
     if SHARED:
         start = tl.minimum(tl.load(shared + row, mask=live, other=0), context)
-    tiles = tl.cdiv(context - start, BLOCK_N)
+    tiles = tl.cdiv(last - start, BLOCK_N)
     if WINDOWED:
-        tiles = tl.cdiv(context, BLOCK_N) - _first_tile(context, window, BLOCK_N)
+        tiles = tl.cdiv(last, BLOCK_N) - _first_tile(context, window, BLOCK_N)
     most = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), least_tiles)
     # A padding row has no keys, but its zeros must be written, too.
     parts = tl.where(live, tl.maximum(tl.cdiv(tiles, most), 1), 0)
@@ -204,7 +223,10 @@ def _plan_kernel(
         tl.store(item + 4, joined, mask=mine)
         tl.store(item + 5, table_row, mask=mine)
         tl.store(item + 6, context, mask=mine)
-        tl.store(item + 7, start, mask=mine)
+        if QUERIES > 1:
+            tl.store(item + 7, last, mask=mine)
+        else:
+            tl.store(item + 7, start, mask=mine)
     used = tl.sum(parts, 0)
     for at in range(0, num_items, ROWS):
         tl.store(items + (at + row) * _FIELDS, -1, mask=(at + row >= used) & (at + row < num_items))
@@ -223,7 +245,7 @@ def _decode_kernel(
     stride_k_head, stride_v_block, stride_v_token, stride_v_head, stride_table, cap_scale, score_scale,
     out,  # [tokens, heads, VALUE_DIM]
     stride_out_token, stride_out_head,
-    partial,  # [slots, heads, VALUE_DIM] float32
+    partial,  # [slots, heads, VALUE_DIM] float32; a head is a pair of query and head here, those of a kv head together
     stats,  # [slots, heads, 2] float32
     items,  # [items, 8]
     joins,  # [rows, 3]
@@ -232,6 +254,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, SAME_LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TRANSPOSED_HEADS: tl.constexpr,  # kv heads, where codes are read as left operands; 0 elsewhere
     SHARED: tl.constexpr,  # the kernel before this one computed the rows' common beginning
@@ -250,13 +273,22 @@ def _decode_kernel(
     parts = tl.load(item + 4)
     table = tables + tl.load(item + 5).to(tl.int64) * stride_table
     context = tl.load(item + 6)
-    own = tl.load(item + 7)
+    own = 0
+    last = context
+    if QUERIES > 1:
+        last = tl.load(item + 7)
+    else:
+        own = tl.load(item + 7)
     if row < 0:
         return
     first_slot = tl.load(joins + row * 3 + 1).to(tl.int64)
+    PAIRS: tl.constexpr = GROUP * QUERIES
     in_group = (tl.program_id(0) % HEAD_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = in_group < GROUP
-    head = kv_head * GROUP + in_group
+    live = in_group < PAIRS
+    head = kv_head * PAIRS + in_group
+    position = None
+    if QUERIES > 1:
+        position = context - 1 + in_group // GROUP
     first = 0
     if WINDOWED:
         first = _first_tile(context, window, BLOCK_N)
@@ -274,19 +306,19 @@ def _decode_kernel(
             k_cache, v_cache, k_scales, v_scales, kv_head, table, stride_k_block, stride_k_token, stride_k_head,
             stride_v_block, stride_v_token, stride_v_head, FORM,
         )  # fmt: skip
-        q_offsets = row * stride_q_token + head * stride_q_head
+        q_offsets = _place(row, kv_head, in_group, stride_q_token, stride_q_head, GROUP, QUERIES)
         queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FORM)
         acc, top, total = nothing_seen(BLOCK_M, VALUE_DIM, FORM)
         for tile in range(begin, end):
             start = own + tile * BLOCK_N
             if WINDOWED:
                 start = (tile + first) * BLOCK_N
-            position = start + tl.arange(0, BLOCK_N)
-            seen = position < context
+            key = start + tl.arange(0, BLOCK_N)
+            seen = key < last
             if WINDOWED:
-                seen = seen & (position >= context - window)
+                seen = seen & (key >= context - window)
             acc, top, total = attend_tile(
-                acc, top, total, queries, unit, cached, position, seen, None, window, cap_scale, score_scale,
+                acc, top, total, queries, unit, cached, key, seen, position, window, cap_scale, score_scale,
                 True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, VALUE_DIM, FORM,
             )  # fmt: skip
         acc = whole_values(acc, FORM)
@@ -302,7 +334,7 @@ def _decode_kernel(
                 acc, top, total = merged(acc, top, total, values, other_top, other_total)
         # A padding row has no keys at all: it gets zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = row * stride_out_token + head * stride_out_head
+        place = _place(row, kv_head, in_group, stride_out_token, stride_out_head, GROUP, QUERIES)
         tl.store(out + place[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
         return
     place = (first_slot + part) * heads + head
@@ -317,13 +349,19 @@ def _decode_kernel(
         tl.store(counter, 0)  # for the next layer
         joint = _joined(
             partial, stats, first_slot, parts, num_slots + row * prefix_splits, tl.where(own > 0, prefix_splits, 0),
-            kv_head * GROUP, heads, GROUP, VALUE_DIM, JOIN_HEADS, JOIN_PARTS,
+            kv_head * PAIRS, heads, PAIRS, VALUE_DIM, JOIN_HEADS, JOIN_PARTS,
         )  # fmt: skip
         in_join = tl.arange(0, JOIN_HEADS)
         dim = tl.arange(0, padded_block(VALUE_DIM))
-        place = row * stride_out_token + (kv_head * GROUP + in_join) * stride_out_head
-        inside = (in_join < GROUP)[:, None] & (dim < VALUE_DIM)[None, :]
+        place = _place(row, kv_head, in_join, stride_out_token, stride_out_head, GROUP, QUERIES)
+        inside = (in_join < PAIRS)[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out + place[:, None] + dim[None, :], joint.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _place(row, kv_head, pair, stride_token, stride_head, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Where pairs of a query and a head of a kv head's group begin."""
+    return (row * QUERIES + pair // GROUP) * stride_token + (kv_head * GROUP + pair % GROUP) * stride_head
 
 
 @quick_launch
@@ -338,6 +376,8 @@ def _join_kernel(
     heads,
     num_slots,
     prefix_splits,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
@@ -356,7 +396,9 @@ def _join_kernel(
         head, heads, 1, VALUE_DIM, 1, JOIN_PARTS,
     )  # fmt: skip
     dim = tl.arange(0, padded_block(VALUE_DIM))
-    target = out + row * stride_out_token + head * stride_out_head + dim
+    PAIRS: tl.constexpr = GROUP * QUERIES
+    target = out + dim
+    target += _place(row, head // PAIRS, head % PAIRS, stride_out_token, stride_out_head, GROUP, QUERIES)
     tl.store(target[None, :], joint.to(out.dtype.element_ty), mask=(dim < VALUE_DIM)[None, :])
 
 

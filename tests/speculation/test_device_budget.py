@@ -1,0 +1,92 @@
+"""How many of a device's drafts rows verify: what the clock says pays, soon, and little is lost where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from tokenmill.engine.speculation.device_budget import DeviceBudget
+from tokenmill.step_time import Facts, FittedStepTime
+
+LENGTH = 4
+
+
+def run(
+    steps: int, rows: int, seconds: Callable[[int, bool], float], chance: float, budget: DeviceBudget | None = None
+) -> tuple[float, list[int], DeviceBudget]:
+    """Tokens per second, in shares of those without drafts; the drafts per row of each step."""
+    plain, drafting = FittedStepTime(per_token=0.02), FittedStepTime(per_token=0.02)
+    if budget is None:
+        budget = DeviceBudget(LENGTH, plain, drafting)
+    else:
+        plain, drafting = budget._plain, budget._drafting
+    random, tokens, taken, lengths, ready = Random(3), 0, 0.0, [], False
+    for _ in range(steps):
+        length = budget.turn(rows, 512)
+        verified = length if ready else 0  # of what the step before has drafted
+        ready = length > 0
+        took = seconds(rows * (1 + verified), length > 0)
+        (drafting if length else plain).learn(Facts(decode_rows=rows * (1 + verified)), took)
+        held = []
+        for _ in range(rows if verified else 0):
+            after = 0
+            while after < verified and random.random() < chance:
+                after += 1
+            held.append(after)
+        budget.count([verified] * len(held), held)
+        tokens += rows + sum(held)
+        taken += took
+        lengths.append(verified)
+    return tokens / taken * seconds(rows, False) / rows, lengths, budget
+
+
+def gpu(tokens: int, drafting: bool) -> float:
+    return 0.6e-3 * (1 + 0.004 * (tokens - 1)) + (0.12e-3 if drafting else 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_drafts_that_pay_are_verified_from_the_first_steps_on(rows: int) -> None:
+    gain, lengths, _ = run(150, rows, gpu, 0.6)
+    at_best = 1 + sum(0.6**depth for depth in range(1, LENGTH + 1))
+    assert gain > 0.93 * at_best * gpu(rows, False) / gpu(rows * (1 + LENGTH), True) > 1
+    assert lengths.count(0) < 16
+
+
+@pytest.mark.parametrize(("rows", "chance"), [(1, 0.1), (32, 0.1), (100, 0.4)])
+def test_drafts_that_do_not_pay_cost_little(rows: int, chance: float) -> None:
+    dear = lambda tokens, drafting: (1.5 if drafting else 1.0) * 1e-3 * (1 + 0.02 * (tokens - 1))  # noqa: E731
+    _, lengths, budget = run(512, rows, dear, chance)
+    assert sum(map(bool, lengths)) < 16
+    later, _, _ = run(4096, rows, dear, chance, budget)
+    assert later > 0.99
+
+
+def test_the_length_follows_from_what_tokens_cost() -> None:
+    dear = lambda tokens, drafting: 1e-3 * (1 + 0.15 * (tokens - 1))  # noqa: E731
+    _, lengths, _ = run(400, 1, dear, 0.6)
+    assert 0 < sum(lengths[-100:]) / 100 < 3
+    _, lengths, _ = run(400, 1, gpu, 0.8)
+    assert sum(lengths[-100:]) / 100 > 3
+
+
+def test_it_is_noticed_when_drafts_begin_to_hold_and_when_they_end_to() -> None:
+    _, _, budget = run(600, 8, gpu, 0.02)
+    _, lengths, _ = run(3000, 8, gpu, 0.7, budget)
+    assert sum(map(bool, lengths[-200:])) > 190
+    _, lengths, _ = run(1500, 8, gpu, 0.02, budget)
+    assert sum(map(bool, lengths[-200:])) < 20
+
+
+def test_a_step_without_room_has_no_drafts() -> None:
+    budget = DeviceBudget(LENGTH, FittedStepTime(), FittedStepTime())
+    assert not any(budget.turn(300, 512) for _ in range(50))
+    assert max(budget.turn(200, 512) for _ in range(50)) == 1
+
+
+def test_each_number_of_rows_is_tried_for_itself() -> None:
+    slow_when_many = lambda tokens, drafting: gpu(tokens, drafting) * (3 if drafting and tokens > 40 else 1)  # noqa: E731
+    _, few, budget = run(200, 2, slow_when_many, 0.7)
+    _, many, _ = run(200, 64, slow_when_many, 0.7, budget)
+    assert sum(map(bool, few[-50:])) == 50 and not any(many[-50:])
