@@ -421,5 +421,7 @@ def decode_step_cases() -> Iterator[Case]:
         yield f"decode step {'with' if drafts else 'without'} drafts", both
     state, embed, weight = new(8, 576), new(49152, 576), new(1152)
     yield "input of a draft head", partial(draft_head.head_input, state, rows[:8], embed, weight, 1e-5)
+    turn = partial(rope.rope, new(8, 9, 64), new(4096, 64, dtype=FP32), new(8, dtype=torch.int32))
+    yield "queries of a draft head, turned", turn
     names, drafts = new(8192, dtype=torch.int64), tables.drafts
     yield "pick of a draft head", partial(draft_head.head_pick, new(8, 8192), names, rows[:8], drafts, 1)

@@ -188,7 +188,7 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
         assert isinstance(proposer, HeadProposer)
         assert proposer._recorded is not None
         enter = proposer._recorded.enter
-        monkeypatch.setattr(proposer._recorded, "enter", lambda hidden: enter(hidden * torch.nan))
+        monkeypatch.setattr(proposer._recorded, "enter", lambda hidden, *rest: enter(hidden * torch.nan, *rest))
         assert answers(llm, WAYS["greedy"]) == plain
         assert proposer not in speculation.proposers and speculation.proposers
     assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text

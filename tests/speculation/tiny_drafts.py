@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tokenmill import LLM
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
-from tokenmill.model.draft_head import DraftHead, Target
+from tokenmill.model.draft_head import DraftHead, Target, default_kv_layer
 from tokenmill.sampling import grammar
 from tokenmill.step_time import FittedStepTime
 
@@ -25,7 +26,7 @@ def make_drafts_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_head(model: str, path: Path, options: dict[str, Any], vocab: int = 40, **changes: Any) -> Path:
-    """A head that drafts at random, which is now and then what the model says."""
+    """A head that drafts at random, which is now and then what the model says, from all that the model has cached."""
     with LLM(model, **options) as llm:
         spec, norm = llm._built.spec, llm._built.engine.runner.decoder.weights.final_norm  # type: ignore[attr-defined]
     torch.manual_seed(0)
@@ -34,11 +35,16 @@ def made_head(model: str, path: Path, options: dict[str, Any], vocab: int = 40, 
         return torch.randn(shape) * 0.2
 
     width, inner = spec.hidden, 32
-    DraftHead(
+    head = DraftHead(
         torch.ones(width), draw(width, width), torch.ones(2 * width), draw(2 * inner, 2 * width), draw(width, inner),
         torch.ones(width), draw(2 * inner, width), draw(width, inner), torch.ones(width), draw(vocab, width),
         torch.arange(2, 2 + vocab).int(), Target.of(spec, norm), **changes,
-    ).save(path)  # fmt: skip
+    )  # fmt: skip
+    queries = spec.heads * spec.head_dim
+    attention = {
+        "attention_norm": torch.ones(width), "q_weight": draw(queries, width), "o_weight": draw(width, queries),
+    }  # fmt: skip
+    replace(head, kv_layer=default_kv_layer(spec), **attention).save(path)
     return path
 
 

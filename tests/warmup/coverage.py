@@ -27,9 +27,9 @@ LLAMA = {
     "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 2,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"config": LLAMA},
+    "llama": {"config": LLAMA, "head": True},
     "llama fp8": {"config": LLAMA, "quantization": "fp8"},
-    "llama int4": {"config": LLAMA, "quantization": "int4", "kv": "int8"},
+    "llama int4": {"config": LLAMA, "quantization": "int4", "kv": "int8", "head": True},
     "qwen3 moe": {
         "config": LLAMA | {
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64,
@@ -74,12 +74,39 @@ def random_step(dice: random.Random) -> Step:
     )
 
 
+def drafting(runner: Any) -> None:
+    """Have a head draft that attends to what a layer has cached."""
+    from tokenmill.engine.speculation.head import DeviceHead
+    from tokenmill.engine.speculation.head_runner import HeadRunner
+    from tokenmill.model.draft_head import DraftHead, Target, default_kv_layer
+
+    spec, vocab, inner = runner.decoder.spec, 4096, 1024
+    wide, queries = spec.hidden, spec.heads * spec.head_dim
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=runner.device)
+
+    head = DraftHead(
+        empty(wide), empty(wide, wide), empty(2 * wide), empty(2 * inner, 2 * wide), empty(wide, inner), empty(wide),
+        empty(2 * inner, wide), empty(wide, inner), empty(wide), empty(vocab, wide), torch.arange(vocab),
+        Target(spec.architecture, wide, spec.vocab_size, spec.num_layers, ""), kv_layer=default_kv_layer(spec),
+        attention_norm=empty(wide), q_weight=empty(queries, wide), o_weight=empty(wide, queries),
+    )  # fmt: skip
+    ready = HeadRunner(head, runner.decoder, runner.sampler, False, runner.state.kv)
+    runner.draft_with(DeviceHead(ready, runner.state, len(runner.state.tokens)))
+    assert "[2048, 2048]" in runner.drafter
+
+
 def missing(name: str, steps: int) -> list[str]:
     """What `steps` random steps need beyond the warm-up, without repetition."""
     dice = random.Random(7)
     with hopper():
-        runner = runner_of(**MODELS[name], max_rows=ROWS, max_tokens=TOKENS, max_len=LENGTH)
+        options = {key: value for key, value in MODELS[name].items() if key != "head"}
+        runner = runner_of(**options, max_rows=ROWS, max_tokens=TOKENS, max_len=LENGTH)
         runner.expects_drafts = True
+        if MODELS[name].get("head"):
+            with collect():
+                drafting(runner)
         known = kernels_of(runner, ROWS, TOKENS, shared=True)
         with collect() as met, runner.decoder.one_of_each_kind():
             for _ in range(steps):

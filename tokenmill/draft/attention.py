@@ -42,7 +42,7 @@ def attend_in_windows(
         asked = turned.new_zeros(len(first) * width, spec.heads, spec.head_dim).index_copy(0, place, turned)
         asked = asked.view(len(first), width, spec.heads, spec.head_dim).transpose(1, 2)
         found = F.scaled_dot_product_attention(asked, keys, values, attn_mask=visible, scale=spec.attn_scale)
-        return found.transpose(1, 2).reshape(len(first) * width, -1)[place].to(q.dtype)
+        return found.transpose(1, 2).reshape(len(first) * width, -1).index_select(0, place).to(q.dtype)
 
     return attend
 

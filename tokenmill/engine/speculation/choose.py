@@ -87,7 +87,7 @@ def speculation_for(
         _add_suffix(speculation, config, device)
         shipped = shipped_head(spec, final_norm)
         if shipped is not None:
-            speculation.add(_head(shipped, runner))
+            speculation.add(_head(shipped, runner, max_tokens))
         return speculation, f"suffix{' and head' if shipped else ''} (while at most {UNASKED_ROWS} requests decode)"
     names = parse_speculation(config.speculation)
     for kind, path in names:
@@ -99,7 +99,7 @@ def speculation_for(
         elif kind == "layers":
             speculation.add(EarlyLayersProposer(early_layers(runner, path, recorded), runner.max_tokens))
         elif recorded:
-            speculation.add(_head(_load_head(path, spec, final_norm), runner))
+            speculation.add(_head(_load_head(path, spec, final_norm), runner, max_tokens))
         else:
             raise ConfigError(
                 f"speculation is {config.speculation!r}, but a head drafts in recorded steps only: it needs "
@@ -112,23 +112,23 @@ def _load_head(path: str, spec: DecoderSpec, final_norm: torch.Tensor) -> DraftH
     return MedusaHeads.load(path, spec) if is_medusa(path) else DraftHead.load(path, spec, final_norm)
 
 
-def _head(head: DraftHead | MedusaHeads, runner: TorchRunner) -> Proposer:
+def _head(head: DraftHead | MedusaHeads, runner: TorchRunner, max_tokens: int) -> Proposer:
     decoder = runner.decoder
     native = decoder.ops.chosen["attention"].name == "native"
     ready: HeadRunner | MedusaRunner
     if isinstance(head, MedusaHeads):
         ready = MedusaRunner(head, decoder, runner.sampler, native)
     else:
-        ready = HeadRunner(head, decoder, runner.sampler, native)
+        ready = HeadRunner(head, decoder, runner.sampler, native, runner.state.kv)
     if runner.device.type in ASYNC_DEVICES:
-        on_device = DeviceHead(ready, runner.state)
+        on_device = DeviceHead(ready, runner.state, max(max_tokens, len(runner.state.tokens)))
         runner.draft_with(on_device)
         return on_device
     runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
     recorded = None
     if native and isinstance(ready, HeadRunner) and isinstance(head, DraftHead):
         with contextlib.suppress(NotRecordableError):  # then neither are decode steps, which say so
-            recorded = RecordedHead(ready, decoder, len(head.out_norm), len(runner.state.tokens))
+            recorded = RecordedHead(ready, decoder, len(head.out_norm), runner.state)
     return HeadProposer(ready, runner.state, runner.sampler, recorded)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.state import DeviceState
-from tokenmill.engine.speculation.head_runner import DraftingHead
+from tokenmill.engine.speculation.head_runner import Behind, DraftingHead, single_queries
 from tokenmill.engine.speculation.proposer import Draft
 from tokenmill.engine.speculation.recorded_head import RecordedHead, chances
 from tokenmill.engine.step import DRAFTED
@@ -46,11 +46,12 @@ class HeadProposer:
         traits = self._sampler.traits(rows.tolist())
         positions = torch.tensor([len(requests[i].tokens) for i in known])
         ids = torch.tensor([requests[i].tokens[-1] for i in known])
-        state = self._enter(self._state.hidden[rows])
+        state = self._enter(self._state.hidden[rows], rows, positions - 1)
+        behind = self._behind(rows, positions - 1) if self._head.attends and self._recorded is None else None
         found: list[tuple[list[int], list[int]]] = [([], []) for _ in known]
         believed = np.ones(len(known))
         for depth in range(min(self._head.length, length)):
-            state, logits, best = self._step(state, ids)
+            state, logits, best = self._step(state, ids, behind if depth == 0 else None)
             ids = self._head.choose(logits, best, rows, positions + depth, traits)
             likely = chances(logits, self._head.places[ids])
             believed = believed * likely
@@ -67,19 +68,25 @@ class HeadProposer:
             drafts[i] = Draft(tokens, kinds)
         return drafts
 
-    def _enter(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def _enter(self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """positions: of the tokens that come next, which are the first that the rows have not cached."""
         if self._recorded is None:
             return self._head.enter(hidden)
-        self._recorded.enter(hidden)
+        self._recorded.enter(hidden, rows, positions)
         return None
 
+    def _behind(self, rows: torch.Tensor, positions: torch.Tensor) -> Behind:
+        each = torch.arange(len(rows) + 1, dtype=torch.int32)
+        host = rows.tolist(), positions.tolist()
+        return Behind(positions, single_queries(self._state, rows.int(), positions.int(), each, host))
+
     def _step(
-        self, state: torch.Tensor | None, ids: torch.Tensor
+        self, state: torch.Tensor | None, ids: torch.Tensor, behind: Behind | None
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
         if self._recorded is not None:
             return None, *self._recorded.step(ids)
         assert state is not None
-        return *self._head.step(state, ids), None
+        return *self._head.step(state, ids, behind), None
 
     def ended(self, request: Request) -> None:
         pass
@@ -94,8 +101,14 @@ class DeviceHead:
     name = "head"
     kinds = 1
 
-    def __init__(self, head: DraftingHead, state: DeviceState) -> None:
+    def __init__(self, head: DraftingHead, state: DeviceState, most: int) -> None:
+        """most: tokens of a step that only decodes, drafts included."""
         self._head, self._state = head, state
+        device = state.tokens.device
+        self._one_query_each = torch.arange(most + 1, dtype=torch.int32, device=device)
+        # [table rows]: a row's last token is sampled where no position is, and nobody's row has nothing to attend to
+        self._last_position = torch.full((len(state.tokens),), state.max_len - 1, device=device)
+        self._last_position[state.scratch_row] = 0
         self.on_device = min(DRAFTED, head.length)
         self.kind = f"head of {head.shape}, {self.on_device} tokens"
 
@@ -114,13 +127,20 @@ class DeviceHead:
         traits: Traits,
     ) -> None:
         state = self._head.enter(hidden)
+        behind = self._behind(rows, positions) if self._head.attends else None
         for depth in range(self.on_device):
-            state, logits = self._head.step(state, tokens)
+            state, logits = self._head.step(state, tokens, behind if depth == 0 else None)
             if not traits.warm:
                 tokens = self._head.pick(logits, rows, self._state.drafts, depth)
                 continue
             tokens = self._head.choose(logits, None, rows, positions + 1 + depth, traits)
             self._state.drafts[rows, depth] = tokens
+
+    def _behind(self, rows: torch.Tensor, positions: torch.Tensor) -> Behind:
+        """As many tokens are cached before a position as it says."""
+        at = torch.empty_like(rows, dtype=torch.int32)
+        torch.minimum(positions, self._last_position[rows], out=at)
+        return Behind(at, single_queries(self._state, rows.int(), at, self._one_query_each[: len(rows) + 1]))
 
     def ended(self, request: Request) -> None:
         pass

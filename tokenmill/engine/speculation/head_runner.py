@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from tokenmill.model.decoder import Decoder
+from tokenmill.engine.runner.state import DeviceState
+from tokenmill.model.decoder import Decoder, LayerKV
 from tokenmill.model.draft_head import EPS, DraftHead
 from tokenmill.model.medusa import MedusaHeads
+from tokenmill.ops.types import AttentionBatch
 from tokenmill.quant.forms import parse_form
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import gate_up_for
@@ -18,11 +22,43 @@ from tokenmill.sampling.settings import Traits
 LENGTH = 5
 
 
+@dataclass(frozen=True)
+class Behind:
+    """Where chains begin: behind what their rows have cached, which the first step of a chain may attend to."""
+
+    positions: torch.Tensor  # [n]: where the tokens stand that come next
+    batch: AttentionBatch  # one query each, over the keys before that
+
+
+def single_queries(
+    state: DeviceState,
+    rows: torch.Tensor,  # [n] int32
+    context: torch.Tensor,  # [n] int32
+    q_start: torch.Tensor,  # [n + 1] int32: 0, 1, 2, ...
+    host: tuple[list[int], list[int]] | None = None,  # the same rows and contexts; None: a recording serves any
+) -> AttentionBatch:
+    n = len(rows)
+    host_rows, host_context = host or ([0] * n, [state.max_len] * n)
+    return AttentionBatch(
+        rows=rows,
+        q_start=q_start,
+        context=context,
+        block_tables=state.block_tables,
+        num_singles=n,
+        max_query=1,
+        max_context=max(host_context),
+        host_rows=host_rows,
+        host_counts=[1] * n,
+        host_context=host_context,
+    )
+
+
 class DraftingHead:
     """Drafts token after token from a hidden state; tokens are picked as the target's own are."""
 
     shape: list[list[int]]  # of the matrices: equal for heads that launch the same kernels
     length = LENGTH  # tokens that are drafted at most
+    attends = False  # to what its target has cached
 
     def __init__(self, decoder: Decoder, sampler: Sampler, ids: torch.Tensor) -> None:  # [draft vocabulary]
         self._decoder, self._sampler = decoder, sampler
@@ -34,8 +70,12 @@ class DraftingHead:
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, state]
         raise NotImplementedError
 
-    def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, state] and the token that comes next [n] -> the state behind it, and logits [n, draft vocabulary]."""
+    def step(
+        self,
+        state: torch.Tensor,  # [n, state]
+        ids: torch.Tensor,  # [n]: the tokens that come next
+        behind: Behind | None = None,  # in the first step of a chain, for heads that attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # the states behind them, and logits [n, draft vocabulary]
         raise NotImplementedError
 
     def pick(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, depth: int) -> torch.Tensor:
@@ -76,8 +116,10 @@ class DraftingHead:
 class HeadRunner(DraftingHead):
     """Drafts one token after the other, each from the state that the ones before it left."""
 
-    def __init__(self, head: DraftHead, decoder: Decoder, sampler: Sampler, native: bool) -> None:
-        """native: matrices are packed for the native CPU library."""
+    def __init__(
+        self, head: DraftHead, decoder: Decoder, sampler: Sampler, native: bool, kv: list[LayerKV] | None = None
+    ) -> None:
+        """native: matrices are packed for the native CPU library; kv: what the target caches, for heads that attend."""
         super().__init__(decoder, sampler, head.ids)
         weights = decoder.weights
 
@@ -93,29 +135,48 @@ class HeadRunner(DraftingHead):
         self._gate_up, self._down = linear(head.gate_up_weight), linear(head.down_weight)
         self._gate_up2, self._down2 = linear(head.gate_up2_weight), linear(head.down2_weight)
         self.shape = [list(one.shape) for one in (head.gate_up_weight, head.gate_up2_weight, head.head_weight)]
+        if head.kv_layer is not None:
+            assert head.attention_norm is not None and head.q_weight is not None and head.o_weight is not None
+            assert kv is not None
+            self.attends, self._layer, self._kv = True, head.kv_layer, kv[head.kv_layer]
+            self._attention_norm = norm(head.attention_norm)
+            self._q, self._o = linear(head.q_weight), linear(head.o_weight)
+            self.shape.append(list(head.q_weight.shape))
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, state]
         return self._enter(self._decoder.ops.rms_norm(hidden, self._enter_norm, EPS))
 
-    def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, state] and the token that comes next [n] -> the state behind it, and logits [n, draft vocabulary]."""
+    def step(
+        self, state: torch.Tensor, ids: torch.Tensor, behind: Behind | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         fused, embed = self._decoder.ops.chosen.get("head_input"), self._decoder.plain_embedding
         if fused is not None and embed is not None:
-            return self._after(fused.fn(state, ids, embed, self._mix_norm, EPS), state)
+            return self._after(fused.fn(state, ids, embed, self._mix_norm, EPS), state, behind)
         embedding, _ = self._decoder.embed(ids).take()
-        return self.mix(torch.cat([state, embedding], dim=-1), state)
+        return self.mix(torch.cat([state, embedding], dim=-1), state, behind)
 
-    def mix(self, both: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def mix(self, both: torch.Tensor, state: torch.Tensor, behind: Behind | None) -> tuple[torch.Tensor, torch.Tensor]:
         """`step` from [n, state + hidden]: the state, which may be overwritten, and the embedding behind it."""
-        return self._after(self._decoder.ops.rms_norm(both, self._mix_norm, EPS), state)
+        return self._after(self._decoder.ops.rms_norm(both, self._mix_norm, EPS), state, behind)
 
-    def _after(self, mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _after(
+        self, mixed: torch.Tensor, state: torch.Tensor, behind: Behind | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ops = self._decoder.ops
         update = self._down(gate_up_for(self._down, ops, self._gate_up, mixed, "silu"))
+        if behind is not None:
+            mixed, state = ops.add_rms_norm(update, state, self._attention_norm, EPS)
+            update = self._o(self._attended(self._q(mixed), behind))
         mixed, state = ops.add_rms_norm(update, state, self._norm2, EPS)
         update = self._down2(gate_up_for(self._down2, ops, self._gate_up2, mixed, "silu"))
         mixed, state = ops.add_rms_norm(update, state, self._out_norm, EPS)
         return state, self._head(mixed)
+
+    def _attended(self, q: torch.Tensor, behind: Behind) -> torch.Tensor:  # [n, heads * dim] -> [n, heads * dim]
+        decoder = self._decoder
+        q = q.view(-1, decoder.spec.heads, decoder.spec.head_dim)
+        decoder.ops.rope(q, decoder.rope_tables[self._layer], behind.positions)
+        return decoder.attend(self._layer, q, self._kv, behind.batch).flatten(1)
 
 
 class MedusaRunner(DraftingHead):
@@ -133,7 +194,9 @@ class MedusaRunner(DraftingHead):
         self._depth = 0
         return hidden
 
-    def step(self, state: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        self, state: torch.Tensor, ids: torch.Tensor, behind: Behind | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         mixed = state
         for block in self._blocks[self._depth]:
             mixed = mixed + torch.nn.functional.silu(block(mixed))
