@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,9 +16,7 @@ from tiny import TINY, write_tiny
 from tiny_drafts import drafted, made_head, make_drafts_free
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.speculation import choose
-from tokenmill.engine.speculation.draft_model import DraftModelProposer
 from tokenmill.engine.speculation.head import HeadProposer
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.ops.native.library import Library, load
@@ -194,36 +191,23 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
     assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text
 
 
-@pytest.mark.xfail(strict=False, reason="in one full run drafts behind the first were wrong; why is not known")
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model_that_is_the_model_itself_is_always_right(engines: dict[str, LLM], temperature: float) -> None:
-    """Its keys and values are where they should be, and it is sampled with the same noise."""
+def test_a_draft_model_that_is_the_model_itself_is_always_right(
+    engines: dict[str, LLM], temperature: float, cached: bool
+) -> None:
+    """Its keys and values are where they should be, and it is sampled with the same noise; also where the prompts are
+    in the cache and it has not read them.
+    """
     llm = engines["itself"]
+    llm.reset_prefix_cache()
+    if cached:
+        answers(llm, {"temperature": 0.0, "beam_width": 3}, tokens=20)  # beams have no drafts
     assert llm._built.engine.speculation is not None
     stats = llm._built.engine.speculation.stats["draft"]
     before = stats.drafted, stats.accepted
     answers(llm, {"temperature": temperature, "seed": 11})
-    if stats.accepted - before[1] != stats.drafted - before[0]:
-        warnings.warn(f"{stats}, {before} before; {differences(llm)}", stacklevel=2)
     assert stats.accepted - before[1] == stats.drafted - before[0] > 200
-
-
-def differences(llm: LLM) -> str:
-    """Between a model and itself as its draft model: in weights, keys and values, and ways of computing."""
-    engine = llm._built.engine
-    assert engine.speculation is not None and isinstance(engine.runner, TorchRunner)
-    (proposer,) = (one for one in engine.speculation.proposers if isinstance(one, DraftModelProposer))
-    pair = engine.runner, proposer._runner
-    keys = [runner.state.arena.float()[:, :, list(proposer._filled)] for runner in pair]
-    heads, norms = ([getattr(one.decoder.weights, name) for one in pair] for name in ("lm_head", "final_norm"))
-    told = {
-        "keys": (keys[0] - keys[1]).abs().amax((0, 1, 3, 4, 5)).tolist(),
-        "norms": float((norms[0] - norms[1]).abs().max()),
-        "lm_head": [str(head)[:200] for head in heads],
-        "ops": [{op: one.name for op, one in runner.decoder.ops.chosen.items()} for runner in pair],
-        "recorded": [runner._recorded is not None and runner._recorded._graph is not None for runner in pair],
-    }
-    return repr(told)
 
 
 def test_a_draft_model_reads_no_prefix_that_it_has_read_before(engines: dict[str, LLM]) -> None:

@@ -129,6 +129,7 @@ class DraftModelProposer:
         self._runner, self._max_tokens = runner, max_tokens  # of one of its steps
         self._block_size = runner.state.block_size
         self._longest = runner.decoder.spec.max_positions
+        self._tokens = runner.state.tokens.numpy()
         self._records: dict[str, _Record] = {}
         # block -> identity of the tokens whose keys and values are there, and whose they are
         self._filled: dict[int, tuple[bytes, str]] = {}
@@ -171,6 +172,8 @@ class DraftModelProposer:
             count = min(end - known, max(left, 0) + 1)
             left -= count - 1
             work.append((request.row, known, count, int(known + count == end)))
+            # Tokens whose keys and values were found in the cache were not written there for the other model.
+            self._tokens[request.row, known : known + count] = request.tokens[known : known + count]
             self._note(request, known + count)
         # Rows of one token come first.
         order = sorted(range(len(work)), key=lambda i: work[i][2] != 1 or not work[i][3])
