@@ -195,11 +195,11 @@ class EngineConfig:
     )
     speculation: str | None = option(
         None,
-        "drafts of how answers go on: suffix (what followed the same words before), head:FILE, draft:MODEL (a smaller "
-        "model with the same tokens), layers:NUMBER (the first of the model's own; both on CPUs), several by commas, "
-        "or off",
+        "drafts of how answers go on: on (suffix, and the head that comes with the model), suffix (what followed the "
+        "same words before), head:FILE, draft:MODEL (a smaller model with the same tokens), layers:NUMBER (the first "
+        "of the model's own; both on CPUs), several by commas, or off",
         STEPS,
-        solved="on a CPU suffix, and the head that comes with the default model; off on a GPU",
+        solved="on a CPU on while at most 4 requests decode; off on a GPU",
         more="The answer stays the same, and drafts that would not pay are not verified: "
         "[below](#drafts-speculative-decoding)",
     )
@@ -270,8 +270,7 @@ class EngineConfig:
             root(self.cache_dir)  # refuses an empty one
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
-        if self.speculation not in (None, "off"):
-            parse_speculation(self.speculation)
+        parse_speculation(self.speculation)
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
         if self.batch_invariant and self.quantization not in (None, *STORED):
@@ -300,14 +299,17 @@ def command_defaults(command: str, **derived: Any) -> dict[str, Any]:
     return _command_defaults(OPTIONS, command, derived)
 
 
-def parse_speculation(text: str) -> list[tuple[str, str]]:
-    """Kinds of proposers, and what each is made from."""
+def parse_speculation(text: str | None) -> list[tuple[str, str]]:
+    """Kinds of proposers that are named, and what each is made from."""
+    if text in (None, "on", "off"):
+        return []
+    assert text is not None
     parts = [part.strip().partition(":") for part in text.split(",")]
     for kind, _, path in parts:
         if not ((kind == "suffix" and not path) or (kind in ("head", "draft", "layers") and path)):
             raise ConfigError(
-                f"speculation is {text!r}; it must be off, suffix, head:FILE, draft:MODEL, layers:NUMBER, or several "
-                "of the last four separated by commas: suffix,head:FILE"
+                f"speculation is {text!r}; it must be on, off, suffix, head:FILE, draft:MODEL, layers:NUMBER, or "
+                "several of the last four separated by commas: suffix,head:FILE"
             )
     return [(kind, path) for kind, _, path in parts]
 

@@ -64,6 +64,16 @@ def test_unasked_it_leaves_larger_batches_alone(default_model: str, monkeypatch:
         assert speculation is not None and not any(one.drafted for one in speculation.stats.values())
 
 
+def test_switched_on_it_drafts_for_larger_batches(default_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(default_model, device="cpu", max_num_seqs=8, max_model_len=256, speculation="on") as llm:
+        llm.chat([CHATS[0]] * (choose.UNASKED_ROWS + 1), params, use_tqdm=False)
+        speculation = llm._built.engine.speculation
+        assert speculation is not None and [one.name for one in speculation.proposers] == ["grammar", "suffix", "head"]
+        assert any(one.drafted for one in speculation.stats.values())
+
+
 def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norm, spec = torch.ones(576), spec_from_config(TINY | SMOLLM)
     assert shipped_head(spec, norm) is None  # another model

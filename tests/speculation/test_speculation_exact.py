@@ -161,7 +161,7 @@ def test_a_long_repetition_takes_far_fewer_steps(engines: dict[str, LLM]) -> Non
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [("ngram", "it must be off, suffix, head:FILE"), ("head:", "it must be off"), ("suffix:x", "it must be off")],
+    [("ngram", "it must be on, off, suffix, head:FILE"), ("head:", "it must be on"), ("suffix:x", "it must be on")],
 )
 def test_what_is_no_proposer_is_refused(model: str, value: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -239,7 +239,7 @@ def test_draft_models_that_do_not_fit_are_refused_in_a_sentence(model: str, tmp_
         LLM(model, **OPTIONS, speculation=f"draft:{other}")
     with pytest.raises(ConfigError, match="one draft model is enough"):
         LLM(model, **OPTIONS, speculation=f"draft:{model},draft:{model}")
-    with pytest.raises(ConfigError, match="must be off, suffix, head:FILE, draft:MODEL"):
+    with pytest.raises(ConfigError, match="must be on, off, suffix, head:FILE, draft:MODEL"):
         LLM(model, **OPTIONS, speculation="draft:")
     for layers in ("0", str(TINY["num_hidden_layers"]), "some"):
         with pytest.raises(ConfigError, match=f"layers:{layers}, but this model has"):

@@ -45,7 +45,7 @@ def draft_model_for(
     tell: Progress,
 ) -> DraftModel | None:
     """The draft model that is asked for, opened before memory is planned."""
-    asked = [] if config.speculation in (None, "off") else parse_speculation(config.speculation or "")
+    asked = parse_speculation(config.speculation)
     if target.device.type in ASYNC_DEVICES and any(kind in ("draft", "layers") for kind, _ in asked):
         raise ConfigError(
             f"speculation is {config.speculation!r}, but a draft model, and the model's own layers, draft on CPUs only "
@@ -76,19 +76,21 @@ def speculation_for(
     if config.speculation is None and not recorded:
         return None, "off (steps that verify drafts are not recorded here, and would cost more than they bring)"
     if config.speculation is None and device.type in ASYNC_DEVICES:
-        return None, "off (on a GPU drafts are not worth their time yet: set speculation to try them)"
+        return None, "off (sums in 16 bits round otherwise in steps with drafts; speculation='on' turns them on)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
     speculation.beside = device.type in ASYNC_DEVICES
     runner.expects_drafts = True
     speculation.add(GrammarProposer())
     spec, final_norm = runner.decoder.spec, runner.decoder.weights.final_norm
-    if config.speculation is None:
-        speculation.most_rows = UNASKED_ROWS
+    if config.speculation in (None, "on"):
         _add_suffix(speculation, config, device)
-        shipped = shipped_head(spec, final_norm)
+        shipped = shipped_head(spec, final_norm) if recorded else None
         if shipped is not None:
             speculation.add(_head(shipped, runner, max_tokens))
-        return speculation, f"suffix{' and head' if shipped else ''} (while at most {UNASKED_ROWS} requests decode)"
+        when = "where they make answers faster"
+        if config.speculation is None:
+            speculation.most_rows, when = UNASKED_ROWS, f"while at most {UNASKED_ROWS} requests decode"
+        return speculation, f"suffix{' and head' if shipped else ''} ({when})"
     names = parse_speculation(config.speculation)
     for kind, path in names:
         if kind == "suffix":
