@@ -90,3 +90,14 @@ def test_each_number_of_rows_is_tried_for_itself() -> None:
     _, few, budget = run(200, 2, slow_when_many, 0.7)
     _, many, _ = run(200, 64, slow_when_many, 0.7, budget)
     assert sum(map(bool, few[-50:])) == 50 and not any(many[-50:])
+
+
+def test_where_drafts_do_not_pay_nobody_looks_at_steps_until_they_are_tried_again() -> None:
+    dear = lambda tokens, drafting: (3 if drafting else 1) * 1e-3  # noqa: E731
+    _, lengths, budget = run(40, 32, dear, 0.1)
+    assert not any(lengths[-20:]) and not budget.rests(1)
+    looked = []
+    for _ in range(600):
+        if not budget.rests(32):
+            looked.append(budget.turn(32, 512))
+    assert 8 <= len(looked) < 24 and max(looked) > 0

@@ -114,8 +114,8 @@ class Engine:
     def _propose(self, speculation: Speculation) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
         scheduler = self.scheduler
-        if len(scheduler.running) > speculation.most_rows:
-            scheduler.drafting = speculation.drafting = False
+        if speculation.rests(len(scheduler.running)):
+            scheduler.drafting = False
             return
         if scheduler.read_prompts and len(scheduler.waiting) and scheduler.has_free_row:
             return  # more prompts are about to be read, and beside these no drafts are verified

@@ -46,6 +46,17 @@ class DeviceBudget:
         chances: np.ndarray = np.cumprod(self._held / self._tried)
         return chances
 
+    def rests(self, rows: int) -> bool:
+        """Whether nothing is verified in a step of so many rows for a long while yet, counting this one: then nobody
+        need look at it.
+        """
+        case = self._cases.get(rows.bit_length())
+        if case is None or case.resting <= SETTLE:  # the last ones are timed
+            return False
+        case.turn += 1
+        case.resting -= 1
+        return True
+
     def turn(self, rows: int, most: int) -> int:
         """How many drafts each row verifies in a step of so many rows, and at most so many tokens; 0: none."""
         case = self._cases.setdefault(rows.bit_length(), _Case())

@@ -79,6 +79,7 @@ class Speculation:
         self._max_tokens = max_tokens  # of a step that only decodes
         self._calibrations: list[Calibration] = []
         self._records: dict[str, _Record] = {}
+        self._watching = True  # whether steps are timed
         self._turn = 0
         self._failed: list[Proposer] = []
         self._left_to_check = 0  # drafts in this turn
@@ -94,6 +95,13 @@ class Speculation:
             self.budget = DeviceBudget(proposer.on_device, self.time, self.drafting_time)
         self._records.clear()
 
+    def rests(self, rows: int) -> bool:
+        """Whether nothing is proposed while so many requests run: then nobody need find out which of them decode."""
+        idle = rows > self.most_rows or (self.budget is not None and rows > FEW and self.budget.rests(rows))
+        if idle:
+            self.drafting = self._watching = self._on = False
+        return idle
+
     def propose(self, requests: Sequence[Request]) -> None:
         """Set `drafts` of requests that decode, before each step: tokens for the positions from `num_tokens` on.
 
@@ -101,6 +109,7 @@ class Speculation:
         a proposer guesses these first, and they are left out of `drafts`. The first `unsure` drafts only bridge what
         may have been accepted meanwhile; the rest is verified.
         """
+        self._watching = True
         if self.coming:
             self._take_in_proposers()
         if not self.proposers or not requests:
@@ -184,15 +193,18 @@ class Speculation:
 
     def launched(self, step: Step) -> None:
         """A step is on its way."""
-        if len(self._asked_steps) > MANY:  # steps that failed
-            self._asked_steps.clear()
-        self._asked_steps[step.number] = self._on
         if step.drafting:
             self._drafting_steps.append(step.number)
+        if self.budget is None:
+            if len(self._asked_steps) > MANY:  # steps that failed
+                self._asked_steps.clear()
+            self._asked_steps[step.number] = self._on
 
     def committed(self, step: Step, result: StepResult, seconds: float) -> None:
         """A step was computed, in so many seconds."""
         asked = self._asked_steps.pop(step.number, self._on)
+        if not (self._watching or step.drafts or step.drafting):
+            return
         if len(step.rows) == len(step.drafts) + step.num_singles:
             if self.budget is None:
                 self._weigh(step, result, asked, seconds)
