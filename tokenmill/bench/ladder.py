@@ -21,6 +21,7 @@ TORCH_OPS = {
     "rms_norm": "reference",
     "add_rms_norm": "reference",
     "rope_kv_write": "reference",
+    "rope": "reference",
     "attention": "cpu",
     "act_mul": "reference",
     "add": "reference",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ def single_queries(
     )
 
 
-class DraftingHead:
+class DraftingHead(ABC):
     """Drafts token after token from a hidden state; tokens are picked as the target's own are."""
 
     shape: list[list[int]]  # of the matrices: equal for heads that launch the same kernels
@@ -67,16 +68,16 @@ class DraftingHead:
         self.places = torch.zeros(decoder.spec.vocab_size, dtype=torch.int64, device=self.ids.device)
         self.places[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
 
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, state]
-        raise NotImplementedError
+    @abstractmethod
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor: ...  # [n, hidden] -> [n, state]
 
+    @abstractmethod
     def step(
         self,
         state: torch.Tensor,  # [n, state]
         ids: torch.Tensor,  # [n]: the tokens that come next
         behind: Behind | None = None,  # in the first step of a chain, for heads that attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # the states behind them, and logits [n, draft vocabulary]
-        raise NotImplementedError
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # the states behind them, and logits [n, draft vocabulary]
 
     def pick(self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, depth: int) -> torch.Tensor:
         """The likeliest tokens [n], which are also written to the rows' drafts [table rows, drafted]."""

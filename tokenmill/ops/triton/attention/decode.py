@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.kv_forms import KVScales, form_of
+from tokenmill.ops.triton.attention.join import join_kernel, joined, pair_place
 from tokenmill.ops.triton.attention.kv_codes import (
     cache_arguments,
     load_queries,
@@ -103,7 +104,7 @@ def decode_attention(
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, join_tile // (join_heads * value_block)),
     )  # fmt: skip
     if not in_place:
-        _join_kernel[(kv_heads * pairs, rows)](
+        join_kernel[(kv_heads * pairs, rows)](
             partial, stats, out, plan.joins, out.stride(0), out.stride(1), kv_heads * pairs, plan.num_slots,
             plan.prefix_splits, GROUP=heads // kv_heads, QUERIES=plan.queries, VALUE_DIM=value_dim,
             JOIN_PARTS=max(1, _JOIN_TILE // value_block), num_warps=4,
@@ -306,7 +307,7 @@ def _decode_kernel(
             k_cache, v_cache, k_scales, v_scales, kv_head, table, stride_k_block, stride_k_token, stride_k_head,
             stride_v_block, stride_v_token, stride_v_head, FORM,
         )  # fmt: skip
-        q_offsets = _place(row, kv_head, in_group, stride_q_token, stride_q_head, GROUP, QUERIES)
+        q_offsets = pair_place(row, kv_head, in_group, stride_q_token, stride_q_head, GROUP, QUERIES)
         queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FORM)
         acc, top, total = nothing_seen(BLOCK_M, VALUE_DIM, FORM)
         for tile in range(begin, end):
@@ -334,7 +335,7 @@ def _decode_kernel(
                 acc, top, total = merged(acc, top, total, values, other_top, other_total)
         # A padding row has no keys at all: it gets zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = _place(row, kv_head, in_group, stride_out_token, stride_out_head, GROUP, QUERIES)
+        place = pair_place(row, kv_head, in_group, stride_out_token, stride_out_head, GROUP, QUERIES)
         tl.store(out + place[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
         return
     place = (first_slot + part) * heads + head
@@ -347,101 +348,12 @@ def _decode_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != parts - 1:
             return
         tl.store(counter, 0)  # for the next layer
-        joint = _joined(
+        joint = joined(
             partial, stats, first_slot, parts, num_slots + row * prefix_splits, tl.where(own > 0, prefix_splits, 0),
             kv_head * PAIRS, heads, PAIRS, VALUE_DIM, JOIN_HEADS, JOIN_PARTS,
         )  # fmt: skip
         in_join = tl.arange(0, JOIN_HEADS)
         dim = tl.arange(0, padded_block(VALUE_DIM))
-        place = _place(row, kv_head, in_join, stride_out_token, stride_out_head, GROUP, QUERIES)
+        place = pair_place(row, kv_head, in_join, stride_out_token, stride_out_head, GROUP, QUERIES)
         inside = (in_join < PAIRS)[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out + place[:, None] + dim[None, :], joint.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _place(row, kv_head, pair, stride_token, stride_head, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """Where pairs of a query and a head of a kv head's group begin."""
-    return (row * QUERIES + pair // GROUP) * stride_token + (kv_head * GROUP + pair % GROUP) * stride_head
-
-
-@quick_launch
-@triton.jit(do_not_specialize=["num_slots", "prefix_splits"])
-def _join_kernel(
-    partial,  # [slots, heads, VALUE_DIM] float32
-    stats,  # [slots, heads, 2] float32
-    out,  # [tokens, heads, VALUE_DIM]
-    joins,  # [rows, 3]
-    stride_out_token,
-    stride_out_head,
-    heads,
-    num_slots,
-    prefix_splits,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    JOIN_PARTS: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
-    start_next(PDL)
-    wait_for_previous(PDL)
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    parts = tl.load(joins + row * 3)
-    first_slot = tl.load(joins + row * 3 + 1).to(tl.int64)
-    prefix_parts = tl.load(joins + row * 3 + 2) * prefix_splits
-    if parts == 0:
-        return
-    joint = _joined(
-        partial, stats, first_slot, parts, num_slots + row * prefix_splits, prefix_parts,
-        head, heads, 1, VALUE_DIM, 1, JOIN_PARTS,
-    )  # fmt: skip
-    dim = tl.arange(0, padded_block(VALUE_DIM))
-    PAIRS: tl.constexpr = GROUP * QUERIES
-    target = out + dim
-    target += _place(row, head // PAIRS, head % PAIRS, stride_out_token, stride_out_head, GROUP, QUERIES)
-    tl.store(target[None, :], joint.to(out.dtype.element_ty), mask=(dim < VALUE_DIM)[None, :])
-
-
-@triton.jit
-def _joined(
-    partial,  # [slots, heads, VALUE_DIM] float32
-    stats,  # [slots, heads, 2] float32
-    first_slot,
-    parts,
-    prefix_slot,
-    prefix_parts,
-    first_head,
-    heads,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    JOIN_HEADS: tl.constexpr,
-    JOIN_PARTS: tl.constexpr,
-):  # [JOIN_HEADS, VALUE_BLOCK] float32
-    """The attention of some heads of a row, from its own parts and those of its prefix; in one pass."""
-    VALUE_BLOCK: tl.constexpr = padded_block(VALUE_DIM)
-    in_group = tl.arange(0, JOIN_HEADS)
-    dim = tl.arange(0, VALUE_BLOCK)
-    acc = tl.zeros([JOIN_HEADS, VALUE_BLOCK], tl.float32)
-    top = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([JOIN_HEADS], tl.float32)
-    count = parts + prefix_parts
-    for at in tl.range(0, count, JOIN_PARTS, num_stages=1):
-        part = at + tl.arange(0, JOIN_PARTS)
-        slot = tl.where(part < parts, first_slot + part, prefix_slot + part - parts)
-        place = slot[:, None] * heads + first_head + in_group[None, :]
-        known = (part < count)[:, None] & (in_group < GROUP)[None, :]
-        # Other programs wrote these: not from this multiprocessor's own cache.
-        tops = tl.load(stats + place * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial + place[:, :, None] * VALUE_DIM + dim[None, None, :],
-            mask=known[:, :, None] & (dim < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - base[None, :])
-        shrink = tl.exp2(top - base)
-        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(totals * weights, 0)
-        top = new_top
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
