@@ -24,7 +24,7 @@ from tokenmill.ops.types import DecodeInputs, DecodeTables
 
 pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
 
-VOCAB, DRAWS, SAID = 10, 2400, 4
+VOCAB, DRAWS, SAID = 10, 4000, 4
 WAVE = 16  # who starts together decodes together: beside prompts, and in a full step, there are no drafts
 PROMPT = [3, 7, 4, 8]
 OPTIONS: dict[str, Any] = {
