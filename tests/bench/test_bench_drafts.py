@@ -17,12 +17,15 @@ from tiny_drafts import make_drafts_free
 
 from tokenmill import SamplingParams
 from tokenmill.bench.drafts import Replay
+from tokenmill.cli import bench_offline
 from tokenmill.cli.app import app
+from tokenmill.engine import build
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.step import Pending, Step
+from tokenmill.errors import ConfigError
 
 TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float64", "--no-ceilings"]
 SIZES = ["--batch", "1,4", "--input", "12", "--output", "60", "--repeats", "2"]
@@ -120,6 +123,19 @@ def test_what_makes_no_sense_is_refused(tiny_model: str) -> None:
     assert "needs batching" in latency(tiny_model, "--draft-acceptance", "1", "--no-kv-cache", code=2)
     told = latency(tiny_model, "--draft-acceptance", "1", "--draft-tokens", str(MAX_DRAFTS + 1), code=2)
     assert f"an engine verifies at most {MAX_DRAFTS}" in told
+
+
+def test_a_gpu_records_steps_with_drafts_before_the_first_one(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+
+    def opened(model: str, options: dict[str, Any], ceilings: bool) -> None:
+        found.update(options)
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(bench_offline, "_opened", opened)
+    monkeypatch.setattr(build, "choose_device", lambda wanted: torch.device("cuda"))
+    assert "that is enough" in latency(tiny_model, "--draft-acceptance", "0.8", code=2)
+    assert found["speculation"] == "suffix"
 
 
 @pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("cuda", True)])

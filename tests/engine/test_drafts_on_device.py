@@ -111,6 +111,14 @@ class Graphs(DecodeGraphs):
             now.copy_(then)
 
 
+class Unrecorded(DecodeGraphs):
+    """Steps with the inputs of recorded ones, each computed anew: what a CPU computes of log-probabilities has another
+    shape in every step."""
+
+    def _record(self, recording: Any, *args: Any) -> None:
+        recording.refused = True
+
+
 class FakeStaging:
     def __init__(self, words: int, buffers: int = 4) -> None:
         self.words = words
@@ -174,6 +182,41 @@ def test_rows_start_where_the_device_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert drafted == plain
     assert uncertain > 10
     assert not recorded or (kinds & {*WIDTHS} and decoding.replays > 10)
+
+
+def test_log_probabilities_stay_with_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains are padded where a row has fewer drafts than others: that must not shift what is said of later rows."""
+    model = write_tiny(tmp_path / "model")
+
+    def said(engine: Engine, proposer: Replay | None) -> dict[str, list[tuple[int, float]]]:
+        some = requests(1.0)
+        for one in some:
+            one.params = replace(one.params, logprobs=8)
+            engine.add(one)
+        engine.speculation = proposer
+        found: dict[str, list[tuple[int, float]]] = {one.id: [] for one in some}
+        while engine.has_work:
+            for delta in engine.step():
+                found[delta.request.id] += [(one.token, one.logprob) for one in delta.logprobs]
+        assert engine.scheduler.stats.failed_steps == 0
+        return found
+
+    with LLM(model=model, overlap=False, **OPTIONS) as llm:
+        plain = said(llm._built.engine, None)
+    monkeypatch.setattr(cuda_graphs, "_Staging", FakeStaging)
+    monkeypatch.setattr(cuda_graphs, "Capture", lambda device: FakeRecorder())
+    with LLM(model=model, overlap=True, **OPTIONS) as llm:
+        runner = runner_of(llm)
+        behind_the_host(monkeypatch, runner)
+        decoding = Unrecorded(runner.decoder, runner.state, runner.sampler, 32)
+        runner.decode_paths = [decoding]
+        answers = {name: [token for token, _ in tokens] for name, tokens in plain.items()}
+        drafted = said(llm._built.engine, Replay(answers, 0.3))
+        kinds = {kind for _, _, kind in decoding.recordings._of}
+    assert kinds & {*WIDTHS}
+    for name, tokens in plain.items():
+        assert [token for token, _ in drafted[name]] == [token for token, _ in tokens]
+        assert [value for _, value in drafted[name]] == pytest.approx([value for _, value in tokens], abs=1e-4)
 
 
 def three() -> list[Request]:

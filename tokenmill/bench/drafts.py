@@ -10,6 +10,7 @@ from tokenmill.bench.latency import Batch, answer
 from tokenmill.bench.workloads import Ask, Mix
 from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES
 from tokenmill.engine.speculation.choose import PER_TOKEN
+from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.speculation.speculation import DraftStats, Speculation
 from tokenmill.errors import StepFailed
@@ -24,8 +25,8 @@ TRIES = 3
 
 
 class Replay:
-    """Answers batches twice. Nothing of the engine is stood in for but what is drafted: how many drafts a step
-    verifies, and whether any, is decided as ever.
+    """Answers batches without drafts and with them. Nothing of the engine is stood in for but what is drafted: how many
+    drafts a step verifies, and whether any, is decided as ever.
     """
 
     def __init__(self, llm: LLM, acceptance: float, length: int, seed: int) -> None:
@@ -36,27 +37,30 @@ class Replay:
         most = max(limits.max_rows, limits.max_verified)
         self._speculation = Speculation(most, PER_TOKEN.get(kind, 0.2), [self._proposer])
         self._speculation.beside = kind in ASYNC_DEVICES
+        self.stats = DraftStats()  # of the batches that were answered with drafts, the last time each
         engine.speculation = None
-
-    @property
-    def stats(self) -> DraftStats:
-        return self._speculation.stats[self._proposer.name]
 
     def answer(self, asks: list[Ask]) -> tuple[Batch, Batch]:
         """A batch without drafts and the same with them, in turns: what else runs on the machine slows both."""
         engine = self._llm._built.engine
         plain = drafted = answer(self._llm, asks)
+        counted = self._speculation.stats[self._proposer.name]
+        before = replace(counted)
         engine.speculation, failed = self._speculation, engine.scheduler.stats.failed_steps
         try:
             for _ in range(TRIES):
-                known = drafted.texts
+                known, before = drafted.texts, replace(counted)
                 for prompt, said in known:
                     self._proposer.learn(prompt, said)
                 drafted = answer(self._llm, asks)
                 if drafted.texts == known:
                     break
+                self._speculation.payoff = Payoff()  # wrong drafts say nothing about those of the next try
         finally:
             engine.speculation, engine.scheduler.drafting = None, False
+        self.stats.drafted += counted.drafted - before.drafted
+        self.stats.accepted += counted.accepted - before.accepted
+        self.stats.steps += counted.steps - before.steps
         if failed := engine.scheduler.stats.failed_steps - failed:  # they were computed again, which is not what counts
             raise StepFailed(f"{failed} steps with drafts failed, so there is nothing to compare; the log says why")
         return plain, drafted

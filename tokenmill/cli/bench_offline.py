@@ -115,10 +115,10 @@ def latency(
     length = 0 if draft_acceptance is None else draft_tokens or 4
     if length > MAX_DRAFTS:
         raise ConfigError(f"--draft-tokens is {length}; an engine verifies at most {MAX_DRAFTS} per step and request")
-    derived: dict[str, Any] = {"max_num_seqs": max(sizes) * (1 + length), "skip_tokenizer_init": _made_up(engine)}
-    if length and choose_device(engine.get("device", "auto")).type in ASYNC_DEVICES:
-        derived["speculation"] = "suffix"  # so that steps with drafts are recorded before the first one
+    derived = {"max_num_seqs": max(sizes) * (1 + length), "skip_tokenizer_init": _made_up(engine)}
     options = {**command_defaults("bench latency", **derived), **engine}
+    if length and choose_device(options.get("device", "auto")).type in ASYNC_DEVICES:
+        options.setdefault("speculation", "suffix")  # so that steps with drafts are recorded before the first one
     config = EngineConfig.from_options(model=model, **options)
     if length and (config.batching != "continuous" or not config.kv_cache):
         raise ConfigError("--draft-acceptance needs batching='continuous' and kv_cache=True; leave it out")

@@ -12,12 +12,14 @@ import torch
 
 from tokenmill.draft.attention import attend_in_windows
 from tokenmill.draft.states import States, embeddings, head_rows
+from tokenmill.errors import ConfigError
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.draft_head import DraftHead, Target, rms_norm
 
 WINDOW = 1024  # tokens that follow each other in a batch, from the beginning of a text on: most texts are shorter
 EVEN = 64  # entries of a batch are a multiple of this, where there are so many: products of odd sizes are slower
 WARM_UP = 0.02  # of the training, in which the learning rate rises
+DRAWS = 1000  # of windows, before it is clear that none will do
 COUNTED_EVERY, WAITED_EVERY = 100, 25  # steps: the host may run ahead of a GPU, but knows the time
 SAID_EVERY, KEPT_EVERY = 10.0, 60.0  # seconds
 PROBABILITY_BYTES = 256 << 20  # of float32 probabilities that exist at a time, times a few
@@ -216,7 +218,7 @@ class Batches:
     def _drawn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first tokens of some windows; the entries in them, of one window after the other; and whose they are."""
         device = self._starts.device
-        while True:
+        for _ in range(DRAWS):
             drawn = torch.randint(len(self._starts), (self._windows,), generator=self._random, device=device)
             first = self._starts[drawn]
             begin, end = (torch.searchsorted(self._states.read, one) for one in (first, first + self._width))
@@ -224,6 +226,9 @@ class Batches:
             window = torch.arange(len(first), device=device).repeat_interleave(counts)
             if len(window):  # windows of nothing but others' text have no entries
                 break
+        else:
+            tried = f"{DRAWS * self._windows} windows of {self._width} tokens"
+            raise ConfigError(f"none of {tried} has a token that the model wrote; raise --batch")
         place = torch.arange(len(window), device=device) - (counts.cumsum(0) - counts)[window]
         return first, begin[window] + place, window
 

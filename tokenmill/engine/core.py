@@ -74,7 +74,7 @@ class Engine:
         if constrained:
             self._take_in_grammars()
         if self.speculation is not None:
-            self._propose(self.speculation)
+            self._propose(self.speculation, constrained)
         now = self.clock()
         step = self.scheduler.schedule(now)
         if constrained and step is None and not self._in_flight:
@@ -111,10 +111,10 @@ class Engine:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _propose(self, speculation: Speculation) -> None:
+    def _propose(self, speculation: Speculation, constrained: bool) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
         scheduler = self.scheduler
-        if speculation.rests(len(scheduler.running)):
+        if speculation.rests(len(scheduler.running), constrained):
             scheduler.drafting = False
             return
         if scheduler.read_prompts and len(scheduler.waiting) and scheduler.has_free_row:

@@ -302,7 +302,8 @@ class DecodeGraphs:
             recording.refused = True
             if self.recordings.empty:
                 self._capture.renew()
-            warnings.warn(f"steps of {bucket} tokens cannot be recorded and are run plainly: {error}", stacklevel=2)
+            tokens = bucket * kind.width
+            warnings.warn(f"steps of {tokens} tokens cannot be recorded and are run plainly: {error}", stacklevel=2)
 
     def _decode(self, bucket: int, traits: Traits, kind: Kind) -> Sampled:  # [bucket]
         """The whole step in terms of the static inputs."""

@@ -128,6 +128,7 @@ class TorchRunner:
 
     def _launch_prepared(self, step: Step) -> Pending:
         """A step that is not only decodes, or that no decode path takes."""
+        step.drafting = False  # only recorded steps draft
         paths = (path for path in self.forward_paths if path.takes(step))
         path = next(paths)
         speculative = is_speculative(step)

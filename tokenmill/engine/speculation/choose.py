@@ -76,7 +76,7 @@ def speculation_for(
     if config.speculation is None and not recorded:
         return None, "off (steps that verify drafts are not recorded here, and would cost more than they bring)"
     if config.speculation is None and device.type in ASYNC_DEVICES:
-        return None, "off (sums in 16 bits round otherwise in steps with drafts; speculation='on' turns them on)"
+        return None, "off (drafts may change how sums are rounded here; speculation='on' turns them on)"
     speculation = Speculation(max_tokens, PER_TOKEN.get(device.type, 0.2))
     speculation.beside = device.type in ASYNC_DEVICES
     runner.expects_drafts = True

@@ -90,7 +90,7 @@ class DeviceBudget:
 
     def _best(self, rows: int, room: int) -> int:
         """The number of drafts from which most tokens per second are to be expected."""
-        lengths = np.array([length for length in LENGTHS if length <= room] or [room])
+        lengths = np.array(sorted({room, *(length for length in LENGTHS if length < room)}))
         expected = (1 + np.cumsum(self.chances))[lengths - 1]
         rate = expected / self._drafting.decoding(rows * (1 + lengths))
         best = int(np.argmax(rate))

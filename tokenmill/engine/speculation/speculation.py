@@ -15,6 +15,7 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.speculation.budget import admit
 from tokenmill.engine.speculation.calibration import Calibration, Floats, RequestRecord
 from tokenmill.engine.speculation.device_budget import SETTLE, DeviceBudget
+from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
 from tokenmill.engine.step import ON_DEVICE, Step, StepResult
@@ -65,6 +66,7 @@ class Speculation:
         self.drafting = False  # whether the next step has the device draft for the one after it
         self.budget: DeviceBudget | None = None  # of what it drafts
         self._drafter: int | None = None  # number of the proposer that does
+        self._asks_host = False  # whether others than grammars are asked by the host
         self._drafting_steps: deque[int] = deque(maxlen=8)  # numbers of the newest steps at whose end it did
         self._asked_steps: dict[int, bool] = {}  # launched steps: whether proposers were asked for them
         self._plain_steps: dict[int, int] = {}  # by the logarithm of their rows: timed steps without drafts
@@ -92,12 +94,18 @@ class Speculation:
         self._calibrations.append(Calibration(proposer))
         if proposer.on_device:
             self._drafter = len(self.proposers) - 1
-            self.budget = DeviceBudget(proposer.on_device, self.time, self.drafting_time)
+            self.budget = self.budget or DeviceBudget(proposer.on_device, self.time, self.drafting_time)
+        elif not isinstance(proposer, GrammarProposer):
+            self._asks_host = True
         self._records.clear()
 
-    def rests(self, rows: int) -> bool:
-        """Whether nothing is proposed while so many requests run: then nobody need find out which of them decode."""
-        idle = rows > self.most_rows or (self.budget is not None and rows > FEW and self.budget.rests(rows))
+    def rests(self, rows: int, constrained: bool) -> bool:
+        """Whether nothing is proposed while so many requests run, with grammars or without: then nobody need find out
+        which of them decode.
+        """
+        idle = rows > self.most_rows
+        if self.budget is not None and rows > FEW and not constrained:
+            idle |= 2 * rows > self._max_tokens or self.budget.rests(rows)
         if idle:
             self.drafting = self._watching = self._on = False
         return idle
@@ -123,10 +131,11 @@ class Speculation:
         if not self._on:
             return
         began = time.perf_counter()
-        self._propose(requests)
+        self._propose(requests, rows)
         self._asked(time.perf_counter() - began)
 
-    def _propose(self, requests: Sequence[Request]) -> None:
+    def _propose(self, requests: Sequence[Request], rows: int) -> None:
+        """rows: of the step, which may have more than these requests."""
         self._turn += 1
         self._left_to_check = CHECKED_PER_TURN
         asked: list[tuple[Request, _Record]] = []
@@ -155,7 +164,7 @@ class Speculation:
             elif len(requests) >= MANY:
                 record.due = self._turn + len(requests) // MANY
         times = self.drafting_time if self.drafting else self.time
-        counts = admit(chances, len(requests), self._max_tokens - len(requests), times.decoding)
+        counts = admit(chances, rows, self._max_tokens - rows, times.decoding)
         for (request, record, draft, source), count in zip(chosen, counts, strict=True):
             if count and request.grammar is not None:
                 count = self._check(request.grammar, draft.tokens[:count])
@@ -167,10 +176,14 @@ class Speculation:
         """Of few rows the others are asked first. What they have no better draft for verifies what the device drafted;
         only its number is known here, so not under a grammar.
         """
-        length = budget.turn(len(requests), self._max_tokens) if len(requests) <= self.most_rows else 0
+        rows = len(requests)
+        length = budget.turn(rows, self._max_tokens) if rows <= self.most_rows else 0
         self.drafting = length > 0
-        if len(requests) <= FEW and (len(self.proposers) > 2 or any(one.grammar is not None for one in requests)):
+        constrained = [one for one in requests if one.grammar is not None]
+        if rows <= FEW and self._asks_host:
             self._ask_beside(requests)
+        elif constrained:  # what a grammar leaves no choice about saves whole steps
+            self._propose(constrained, rows)
         if not length:
             return
         newest = set(self._drafting_steps)
@@ -185,7 +198,7 @@ class Speculation:
         if self._asking > ASKING_SHARE * step and self._chances_to_ask % ASK_AGAIN:
             return
         began = time.perf_counter()
-        self._propose(requests)
+        self._propose(requests, len(requests))
         self._asked(time.perf_counter() - began)
 
     def _asked(self, took: float) -> None:
@@ -222,7 +235,7 @@ class Speculation:
         """Which drafts held."""
         verified, held = [], []  # of the device's own: what it proposed is known to be this only now
         for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
-            if samples < 2:
+            if samples < 2 or request.finish is not None:  # of those that ended it is not known any more who proposed
                 continue
             record = self._records.get(request.id)
             source = self._drafter if record is None else record.sources.pop(start, self._drafter)
@@ -278,8 +291,10 @@ class Speculation:
 
     def _drop_failed(self) -> None:
         left = [one for one in self.proposers if one not in self._failed]
+        if any(one.on_device for one in self._failed):
+            self.budget = None
         self._failed, self.proposers, self._calibrations = [], [], []
-        self._drafter = self.budget = None
+        self._drafter, self._asks_host = None, False
         self.drafting = False
         self._records.clear()
         for one in left:

@@ -162,7 +162,6 @@ def _first_tile(context, window, BLOCK_N: tl.constexpr):
     return tl.maximum(context - window, 0) // BLOCK_N
 
 
-
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
 @quick_launch
 @triton.jit(
