@@ -271,6 +271,8 @@ class EngineConfig:
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
         parse_speculation(self.speculation)
+        if not isinstance(self.ops, str | dict | None):
+            raise ConfigError(f"ops is {self.ops!r}; it is one name, or names by op, such as attention=cpu")
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
         if self.batch_invariant and self.quantization not in (None, *STORED):
@@ -303,9 +305,11 @@ def parse_speculation(text: str | None) -> list[tuple[str, str]]:
     """Kinds of proposers that are named, and what each is made from."""
     if text in (None, "on", "off"):
         return []
-    assert text is not None
-    parts = [part.strip().partition(":") for part in text.split(",")]
+    parts = [part.strip().partition(":") for part in text.split(",")] if isinstance(text, str) else [("", "", "")]
+    kinds = [kind for kind, _, _ in parts]
     for kind, _, path in parts:
+        if kinds.count(kind) > 1 and kind in ("suffix", "head"):
+            raise ConfigError(f"speculation is {text!r}; one {kind} is enough, leave the others out")
         if not ((kind == "suffix" and not path) or (kind in ("head", "draft", "layers") and path)):
             raise ConfigError(
                 f"speculation is {text!r}; it must be on, off, suffix, head:FILE, draft:MODEL, layers:NUMBER, or "

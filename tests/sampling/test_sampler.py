@@ -11,6 +11,7 @@ from tokenmill.engine.step import Admission
 from tokenmill.ops import cpu, reference, shaping
 from tokenmill.ops.types import LOGPROB_BUCKETS
 from tokenmill.params import SamplingParams
+from tokenmill.sampling import sampler
 from tokenmill.sampling.logprobs import unpack
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
@@ -54,6 +55,27 @@ class Bench:
 
     def logits(self, n):
         return torch.randn(n, VOCAB, generator=self.random) * 3
+
+
+@pytest.mark.parametrize(("most", "threads"), [(1 << 20, 1), (0, 3)])
+def test_few_logits_are_sampled_by_one_thread(most, threads, monkeypatch):
+    """Torch's team of threads would take turns with that of the native library."""
+    before, seen = torch.get_num_threads(), []
+
+    def failing(logits, batch):
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("as it may")
+
+    monkeypatch.setattr(sampler, "SMALL", most)
+    bench = Bench(failing)
+    bench.admit(0, temperature=1.0)
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(RuntimeError, match="as it may"):
+            bench.sample([0], [10])
+        assert seen == [threads] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])

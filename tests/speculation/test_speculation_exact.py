@@ -163,10 +163,18 @@ def test_a_long_repetition_takes_far_fewer_steps(engines: dict[str, LLM]) -> Non
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [("ngram", "it must be on, off, suffix, head:FILE"), ("head:", "it must be on"), ("suffix:x", "it must be on")],
+    [
+        (True, "it must be on, off, suffix"),
+        (["suffix"], "it must be on, off, suffix"),
+        ("suffix,suffix", "one suffix is enough"),
+        ("draft:/nowhere", "its draft model cannot be found: model '/nowhere'"),
+        ("ngram", "it must be on, off, suffix, head:FILE"),
+        ("head:", "it must be on"),
+        ("suffix:x", "it must be on"),
+    ],
 )
-def test_what_is_no_proposer_is_refused(model: str, value: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_no_proposer_is_refused(model: str, value: Any, told: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=told):
         LLM(model, speculation=value, **OPTIONS)
 
 

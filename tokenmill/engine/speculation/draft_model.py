@@ -58,7 +58,11 @@ class DraftModel:
     ) -> DraftModel:
         """Refuses a model that cannot draft for the other."""
         own = replace(config, model=path, quantization=None, speculation=None)
-        files = resolve(path, progress=tell, cache_dir=config.cache_dir)
+        try:
+            files = resolve(path, progress=tell, cache_dir=config.cache_dir)
+        except ModelError as error:
+            said = f"speculation is {config.speculation!r}, but its draft model cannot be found"
+            raise ModelError(f"{said}: {error}") from None
         checkpoint, model_config = open_checkpoint(own, files)
         drafter = spec_from_config(model_config)
         said = f"speculation is {config.speculation!r}, but the draft model"
