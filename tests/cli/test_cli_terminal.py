@@ -68,8 +68,28 @@ def test_terminal_gets_a_bar_that_shows_the_name_as_it_is(monkeypatch):
     monkeypatch.setattr(terminal, "QUICK", 0.0)
     with terminal.progress() as report:
         report(5, 10, "get [red]x[/] ok")
+        wait_for(screen, "50%")
     assert "get [red]x[/] ok" in screen.getvalue()
-    assert "50%" in screen.getvalue()
+
+
+def test_a_terminal_is_told_that_something_starts_before_anything_is_reported(monkeypatch):
+    screen = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with terminal.progress():
+        pass
+    monkeypatch.setattr(terminal, "QUICK", 0.01)
+    with terminal.progress() as report:
+        wait_for(screen, "starting")
+        report(3, 4, "loading")
+        wait_for(screen, "75%")
+    assert screen.getvalue().count("starting") < 50  # and then no more
+
+
+def wait_for(screen: io.StringIO, text: str) -> None:
+    until = time.monotonic() + 20
+    while text not in screen.getvalue():
+        assert time.monotonic() < until, screen.getvalue()
+        time.sleep(0.01)
 
 
 CHAT = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Report = Callable[[int, int, str], None]  # (done, total, what): bytes of a download, tensors of a load
 
 QUICK = 0.3  # seconds: whatever is over by then needs no progress bar
+STARTING = "starting"  # what is shown until something else is reported
 SLOW = 5.0  # seconds: whatever takes longer is mentioned in a log, once
 EVERY = 5.0  # seconds between two lines of a log about what takes minutes
 
@@ -79,26 +81,46 @@ def progress(every: float | None = None) -> Iterator[Report]:
 
 
 class _Bars:
-    """One bar per thing that is under way; the bars vanish when all is done."""
+    """One bar per thing that is under way; the bars vanish when all is done. Until anything is reported, which may take
+    as long as the import of torch, there is one that says so.
+    """
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
+        self._lock = threading.Lock()
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._newest = 0, 0, STARTING
+        self._timer = threading.Timer(QUICK, self._show)
+        self._timer.daemon = True
+        self._timer.start()
 
     def report(self, done: int, total: int, what: str) -> None:
-        if self._progress is None:
-            if time.monotonic() - self._started < QUICK:
-                return
-            self._progress = _rich_progress()
-            self._progress.start()
+        with self._lock:
+            self._newest = done, total, what
+            if self._progress is not None:
+                self._update()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            if self._progress is not None:
+                self._progress.stop()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._timer.finished.is_set():
+                self._progress = _rich_progress()
+                self._progress.start()
+                self._update()
+
+    def _update(self) -> None:
+        assert self._progress is not None
+        done, total, what = self._newest
+        if what != STARTING and STARTING in self._tasks:
+            self._progress.remove_task(self._tasks.pop(STARTING))
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total or None)
         self._progress.update(self._tasks[what], completed=done, total=total or None)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
 
 def _rich_progress() -> Progress:
