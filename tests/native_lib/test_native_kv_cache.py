@@ -7,7 +7,7 @@ import torch
 from cases import rope_case
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.engine.build import choose_kv_dtype
+from tokenmill.engine.choices import choose_kv_dtype
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.errors import ConfigError
 from tokenmill.ops import reference

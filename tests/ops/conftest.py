@@ -1,14 +1,8 @@
 """Triton kernels are tested on the GPU where there is one, and through Triton's interpreter elsewhere."""
 
-import os
-import sys
-
 import interpreter_fixes
 import pytest
 import torch
-
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"  # read while triton is imported
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +12,7 @@ def triton_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     if type(triton.language.max).__name__ != "InterpretedFunction":
-        pytest.fail("triton was imported without its interpreter; set TRITON_INTERPRET=1 in tests/conftest.py, first")
+        pytest.fail("triton was imported without its interpreter: something did so before tests/conftest.py")
     interpreter_fixes.apply()
     return "cpu"
 

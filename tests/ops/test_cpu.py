@@ -178,3 +178,26 @@ def test_sample_chooses_what_the_reference_chooses(seed, rows, vocab):
     assert cpu.sample(logits, batch).tolist() == reference.sample(logits, batch).tolist()
     batch.all_greedy = True
     assert cpu.sample(logits, batch).tolist() == reference.sample(logits, batch).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 6.0])
+def test_tokens_that_are_left_out_never_win(spread, temperature):
+    """Flat and steep distributions, and tokens that are forbidden."""
+    torch.manual_seed(int(10 * spread + temperature))
+    n, vocab = 32, 3000
+    logits = spread * torch.randn(n, vocab)
+    logits[::3, ::2] = -torch.inf
+    batch = SampleBatch(
+        temperature=torch.full((n,), temperature),
+        top_k=torch.zeros(n, dtype=torch.int32),
+        top_p=torch.ones(n),
+        min_p=torch.zeros(n),
+        seed=torch.randint(1 << 62, (n,)),
+        position=torch.arange(n),
+        all_greedy=False,
+        any_filter=False,
+    )
+    assert cpu.sample(logits, batch).tolist() == reference.sample(logits, batch).tolist()
+    double = logits.double()
+    assert cpu.sample(double, batch).tolist() == reference.sample(double, batch).tolist()

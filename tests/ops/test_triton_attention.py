@@ -254,7 +254,7 @@ def test_random_mixes_equal_reference(rows, block_size, kv_heads, group, window,
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32])
 def test_any_number_of_decodes_takes_a_kernel_that_the_warm_up_meets(kv_heads, monkeypatch):
-    from tokenmill.engine.runner.cuda_graphs import bucket_sizes
+    from tokenmill.engine.runner.recordings import bucket_sizes
     from tokenmill.engine.runner.warmup import DECODES
     from tokenmill.ops.triton import config
     from tokenmill.ops.triton.launch import MOST_PROGRAMS

@@ -42,9 +42,11 @@ def test_the_likeliest_token_is_drafted_and_kept(vocab, triton_device):
     assert drafts[[5, 0, 3, 2], 2].tolist() == expected.tolist() and int((drafts == -5).sum()) == 24
 
 
+@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("form", [None, "int8"])
-def test_a_head_on_the_device_attends_to_what_its_rows_have_cached(form, triton_device):
+def test_a_head_on_the_device_attends_to_what_its_rows_have_cached(form, queries, triton_device):
     """Rows of different lengths, one of them full, and an entry that is nobody's: as a recorded step has them."""
+    from tokenmill.engine.runner.drafters import Verified
     from tokenmill.engine.runner.state import DeviceState
     from tokenmill.engine.speculation.head import DeviceHead
     from tokenmill.engine.speculation.head_runner import HeadRunner
@@ -56,6 +58,7 @@ def test_a_head_on_the_device_attends_to_what_its_rows_have_cached(form, triton_
     from tokenmill.ops.registry import Need, select
     from tokenmill.ops.triton import rope
     from tokenmill.ops.triton.attention.paged import attention
+    from tokenmill.ops.types import DecodeInputs
     from tokenmill.sampling.sampler import Sampler
     from tokenmill.sampling.settings import Traits
 
@@ -83,10 +86,23 @@ def test_a_head_on_the_device_attends_to_what_its_rows_have_cached(form, triton_
         o_weight=torch.randn(wide),
     ).map(lambda one: one.to(device))  # fmt: skip
     sampler = Sampler(ops, 4, spec.vocab_size, device, state.tokens, 8)
-    drafter = DeviceHead(HeadRunner(head, decoder, sampler, False, state.kv), state, 8)
+    drafter = DeviceHead(HeadRunner(head, decoder, sampler, False, state.kv), state, 20)
     hidden, tokens = torch.randn(5, 32, device=device), torch.tensor([3, 9, 27, 81, 5], device=device)
     rows, positions = torch.tensor([2, 0, 4, 3, 1]), torch.tensor([5, 33, 64, 64, 1])
-    drafter.draft(hidden, tokens, rows.to(device), positions.to(device), Traits())
+    # Of a row's entries one counts
+    counts = torch.arange(5) * queries + torch.randint(queries, (5,))
+    of_all = [
+        torch.randn(5 * queries, 32),
+        torch.full((5 * queries,), 7),
+        torch.full((5 * queries,), 4),
+        torch.ones(5 * queries),
+    ]
+    for whole, part in zip(of_all, (hidden, tokens, rows, positions)):
+        whole[counts] = part.cpu().to(whole.dtype)
+    states, sampled, whose, after = (one.to(device) for one in of_all)
+    nothing = torch.zeros(5 * queries, dtype=torch.int32, device=device)
+    inputs = DecodeInputs(nothing, after.long() - 1, nothing, nothing, nothing, nothing)
+    drafter.draft(Verified(inputs, states, sampled, whose, Traits(), queries))
 
     for entry, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         if row == state.scratch_row:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from tokenmill.ops.types import AttentionBatch, Mask, SampleBatch
 _GATHER_BYTES = 4 << 20
 _SCORE_BYTES = 16 << 20
 _QUERY_SLICE = 256  # queries of a chunk that are attended together; keys after the last of them are not touched
+# Of tokens that are so far behind the likeliest one only those with more noise than 5.5 can win; both round generously.
+FAR, MUCH_NOISE = 6.0, int(math.exp(-math.exp(-5.5)) * 2**32) - 2**12
+_LARGEST = torch.finfo(torch.float64).max
 _mix: Any = mix  # it works on arrays of 32-bit words as well, at a third of the time
 
 
@@ -231,25 +236,62 @@ def sample(
     batch: SampleBatch,
 ) -> torch.Tensor:  # [n] int64; -1 where the row's logits hold a NaN or no finite value
     """The reference's choice, with noise and sorting only for the tokens that can still win."""
+    values, best = best_of(logits, batch)
+    return torch.where(torch.isfinite(values), best, -1)
+
+
+def best_of(
+    logits: torch.Tensor,  # [n, tokens]
+    batch: SampleBatch,
+    first: int = 0,  # the token of the first column
+    floors: Sequence[torch.Tensor | None] | None = None,  # of each row: what filters keep is no less
+) -> tuple[torch.Tensor, torch.Tensor]:  # [n], [n] int64
+    """What is largest of a row's logits, or of these with noise, and which token that is."""
     top, best = logits.max(-1)
-    finite = torch.isfinite(top)
-    if not batch.all_greedy:
-        tokens = _mix(np.arange(logits.shape[1], dtype=np.uint32) + np.uint32(TOKEN_OFFSET))
-        keys = key(batch.seed, batch.position).numpy().astype(np.uint32)
-        warm = finite & (batch.temperature >= 1e-5)
-        for i in warm.nonzero()[:, 0].tolist():
-            scaled = logits[i] / batch.temperature[i]
+    if batch.all_greedy:
+        return top, best + first
+    finite, top = torch.isfinite(top), top.double()
+    tokens = _hashed(first, logits.shape[1])
+    keys = key(batch.seed, batch.position).numpy().astype(np.uint32)
+    warm = finite & (batch.temperature >= 1e-5)
+    for i in warm.nonzero()[:, 0].tolist():
+        scaled = logits[i] / batch.temperature[i]
+        if floors is not None:
+            floor = floors[i]
+        else:
             floor = _floor(scaled, batch.top_k[i], batch.top_p[i], batch.min_p[i]) if batch.any_filter else None
-            if floor is None:
-                best[i] = (scaled + _gumbel(keys[i] ^ tokens)).argmax()
-            else:
-                kept = (scaled >= floor).nonzero()[:, 0]
-                best[i] = kept[(scaled[kept] + _gumbel(keys[i] ^ tokens[kept.numpy()])).argmax()]
-    return torch.where(finite, best, -1)
+        if floor is None:
+            bits = _mix(keys[i] ^ tokens)
+            kept = _may_win(scaled, bits, int(best[i]))
+            noisy = scaled[kept] + gumbel(torch.from_numpy(bits[kept.numpy()]))
+        else:
+            kept = (scaled >= floor).nonzero()[:, 0]
+            if not len(kept):  # other ranks have what is
+                top[i] = -torch.inf
+                continue
+            noisy = scaled[kept] + gumbel(torch.from_numpy(_mix(keys[i] ^ tokens[kept.numpy()])))
+        place = noisy.argmax()
+        top[i], best[i] = noisy[place].double().clamp_max(_LARGEST), kept[place]  # a low temperature makes it infinite
+    return top, best + first
 
 
-def _gumbel(words: npt.NDArray[np.uint32]) -> torch.Tensor:  # [words] float32
-    return gumbel(torch.from_numpy(_mix(words)))
+def _may_win(
+    scaled: torch.Tensor,  # [vocab]
+    bits: npt.NDArray[np.uint32],  # [vocab]: of the tokens' noise
+    likeliest: int,
+) -> torch.Tensor:  # [kept]
+    """Tokens that are not far behind the likeliest one with its noise, or have much noise: few logarithms are taken."""
+    if scaled.dtype not in (torch.float32, torch.float64):
+        return torch.arange(len(scaled))
+    values = scaled.numpy()
+    known = values[likeliest] + gumbel(torch.from_numpy(bits[likeliest : likeliest + 1])).item()
+    return torch.from_numpy(np.flatnonzero((values >= known - FAR) | (bits >= MUCH_NOISE)))
+
+
+@lru_cache(maxsize=8)
+def _hashed(first: int, count: int) -> npt.NDArray[np.uint32]:  # [count]
+    hashed: npt.NDArray[np.uint32] = _mix(np.arange(first, first + count, dtype=np.uint32) + np.uint32(TOKEN_OFFSET))
+    return hashed
 
 
 def _floor(

@@ -7,6 +7,7 @@ fill one vector register, so that all of them take the same way through the libr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -16,6 +17,7 @@ from tokenmill.ops.kv_forms import KV_FORMS, KVScales, channels, gather
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.types import AttentionBatch, Mask
 
+SLICES = 4  # of a sum over columns that ranks may divide
 _REGISTER_BYTES = (64, 32, 16)  # of a vector register, the widest first
 _KEYS = 64  # that are attended together, counted from the first one of a row
 
@@ -38,20 +40,69 @@ def _lanes_agree(dtype: torch.dtype, rows: int, inner: int, count: int) -> bool:
     return torch.equal(result, result[:, :1].expand_as(result))
 
 
+@lru_cache
+def fewest_rows(dtype: torch.dtype) -> int:
+    """How many rows a weight needs so that a row's product does not depend on their number: libraries have a way of
+    their own for very few.
+    """
+    for count in (1, 4, 16):
+        if all(_rows_agree(dtype, count, inner) for inner in (12, 64, 448, 1216)):
+            return count
+    return 64
+
+
+def _rows_agree(dtype: torch.dtype, count: int, inner: int) -> bool:
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(8 * count, inner, generator=random).to(dtype)
+    columns = torch.randn(lanes(dtype), inner, generator=random).to(dtype).t()
+    whole = weight @ columns
+    return all(
+        torch.equal(torch.cat([part @ columns for part in torch.split(weight, rows)]), whole)
+        for rows in (count, 2 * count, 3 * count, 4 * count)
+    )
+
+
+def slices_of(columns: int, ranks: int = 1) -> int:
+    """In how many parts a product sums over a rank's columns, so that the sum over ranks has the bits of one rank's:
+    all of them add four parts by pairs, ((0 + 1) + (2 + 3)). 1: four do not fit.
+    """
+    return SLICES // ranks if columns * ranks % SLICES == 0 and SLICES % ranks == 0 else 1
+
+
+def sum_by_pairs(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    while len(parts) > 1:
+        parts = [sum(parts[at + 1 : at + 2], parts[at]) for at in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def sliced_linear(
+    x: torch.Tensor,  # [rows, slices * in]
+    weight: torch.Tensor,  # [slices, out, in]
+    bias: torch.Tensor | None = None,  # [out]
+) -> torch.Tensor:  # [rows, out]
+    """The bias belongs to the first slice, and so to the first rank."""
+    parts = torch.split(x, weight.shape[2], dim=1)
+    biases = [bias, *[None] * (len(weight) - 1)]
+    return sum_by_pairs([linear(*one) for one in zip(parts, weight, biases, strict=True)])
+
+
 def linear(
     x: torch.Tensor,  # [rows, in]
     weight: torch.Tensor,  # [out, in]
     bias: torch.Tensor | None = None,  # [out]
 ) -> torch.Tensor:  # [rows, out]
+    columns = weight.shape[0]
+    if columns < fewest_rows(weight.dtype):
+        weight = F.pad(weight, (0, 0, 0, fewest_rows(weight.dtype) - columns))
     x = x.contiguous()
     rows, width = x.shape[0], lanes(x.dtype)
-    out = x.new_empty(rows, weight.shape[0])
+    out = x.new_empty(rows, columns)
     for start in range(0, rows, width):
         part = x[start : start + width]
         count = part.shape[0]
         if count < width:
             part = F.pad(part, (0, 0, 0, width - count))
-        out[start : start + count] = (weight @ part.t()).t()[:count]
+        out[start : start + count] = (weight @ part.t()).t()[:count, :columns]
     return out if bias is None else out + bias
 
 
@@ -68,7 +119,7 @@ def attention(
 
     A tile that a query does not see changes nothing about it: it adds zeros, and scales with one.
     """
-    if batch.tree is not None:
+    if batch.tree is not None or batch.tails is not None:
         raise NotImplementedError("the batch-invariant attention has no tree mask")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     kv_heads, v_dim = k_cache.shape[2], channels(v_cache)
@@ -192,18 +243,22 @@ def moe(
     gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]
     down: torch.Tensor,  # [experts, hidden, inner]
     kind: str,
+    slices: int = 1,  # in which sums over inner columns are computed
 ) -> torch.Tensor:  # [tokens, hidden]
-    """A token's experts are summed in the order in which it chose them."""
-    parts = x.new_empty(*experts.shape, x.shape[1])
+    """A token's experts are summed in the order in which it chose them, for each slice of the inner columns alone."""
+    inner = down.shape[2] // slices
+    parts = x.new_empty(slices, *experts.shape, x.shape[1])
     for expert in sorted(set(experts.flatten().tolist())):
         token, place = (experts == expert).nonzero(as_tuple=True)
-        inner = act_mul(linear(x[token], gate_up[expert]), kind)
-        parts[token, place] = linear(inner, down[expert])
+        active = act_mul(linear(x[token], gate_up[expert]), kind)
+        for number in range(slices):
+            some = slice(number * inner, (number + 1) * inner)
+            parts[number, token, place] = linear(active[:, some], down[expert, :, some].contiguous())
     share = weights.to(x.dtype)[:, :, None]
-    out = parts[:, 0] * share[:, 0]
+    out = parts[:, :, 0] * share[:, 0]
     for place in range(1, experts.shape[1]):
-        out = out + parts[:, place] * share[:, place]
-    return out
+        out = out + parts[:, :, place] * share[:, place]
+    return sum_by_pairs(out.unbind())
 
 
 def route(
@@ -240,6 +295,7 @@ IMPLEMENTATIONS = tuple(
         devices=("cpu",),
         batch_invariant=True,
         kv_forms=tuple(KV_FORMS),
+        sliced=fn is moe,
         rank=20,
     )
     for fn in (attention, act_mul, moe, route)

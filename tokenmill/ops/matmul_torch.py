@@ -46,7 +46,8 @@ def multiply_dense(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bi
 
 
 def _invariant(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
-    return invariant.linear(x, storage["weight"], bias)
+    weight = storage["weight"]
+    return invariant.linear(x, weight, bias) if weight.dim() == 2 else invariant.sliced_linear(x, weight, bias)
 
 
 def _words(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> torch.Tensor:
@@ -55,9 +56,7 @@ def _words(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: Bias) -> t
     return F.linear(x, dequantize(codes, rows_of(storage["scale"]), zeros, x.dtype), bias)
 
 
-def multiply_float8(
-    need: MatmulNeed, x: torch.Tensor | QuantizedRows, storage: Storage, bias: Bias
-) -> torch.Tensor:
+def multiply_float8(need: MatmulNeed, x: torch.Tensor | QuantizedRows, storage: Storage, bias: Bias) -> torch.Tensor:
     wide = x.widen() if isinstance(x, QuantizedRows) else x
     return F.linear(wide, dequantize(storage["weight"], storage["scale"][:, None], None, wide.dtype), bias)
 

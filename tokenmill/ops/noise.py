@@ -28,8 +28,9 @@ def gumbel_noise(
     seed: torch.Tensor,  # [n] int64
     position: torch.Tensor,  # [n] int64
     vocab: int,
+    first: int = 0,  # the first of so many tokens
 ) -> torch.Tensor:  # [n, vocab] float32
-    token = torch.arange(vocab, device=seed.device, dtype=torch.int64)
+    token = torch.arange(first, first + vocab, device=seed.device, dtype=torch.int64)
     return gumbel(mix(key(seed, position)[:, None] ^ mix(token + TOKEN_OFFSET)[None, :]))
 
 

@@ -102,6 +102,8 @@ def attention(
     scale: float,
     scales: KVScales | None = None,  # beside the codes of a quantized cache
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
+    if batch.tails is not None:
+        raise NotImplementedError("the reference attention knows trees as `tree` only, not as `tails`")
     block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = q.shape[1] // kv_heads
     out = q.new_empty(q.shape[0], q.shape[1], channels(v_cache))
@@ -189,16 +191,27 @@ def sample(
     batch: SampleBatch,
 ) -> torch.Tensor:  # [n] int64; -1 where the row's logits hold a NaN or no finite value
     """Choose one token per row: argmax of the filtered logits plus Gumbel noise keyed by (seed, position)."""
-    best = logits.argmax(-1)
+    _, best = best_of(logits, batch)
+    return torch.where(torch.isfinite(logits.amax(-1)), best, -1)
+
+
+def best_of(
+    logits: torch.Tensor,  # [n, tokens]
+    batch: SampleBatch,
+    first: int = 0,  # the token of the first column
+) -> tuple[torch.Tensor, torch.Tensor]:  # [n], [n] int64
+    """What is largest of a row's logits, or of these with noise, and which token that is."""
+    values, best = logits.max(-1)
     if not batch.all_greedy:
         heat = batch.temperature[:, None]
         scaled = logits / heat.clamp_min(1e-5)
         if batch.any_filter:
             scaled = scaled.masked_fill(~kept_tokens(scaled, batch.top_k, batch.top_p, batch.min_p), float("-inf"))
-        noisy = scaled + gumbel_noise(batch.seed, batch.position, logits.shape[1]).to(scaled.dtype)
-        best = torch.where(batch.temperature < 1e-5, best, noisy.argmax(-1))
-    top = logits.amax(-1)
-    return torch.where(torch.isfinite(top), best, -1)
+        noisy = scaled + gumbel_noise(batch.seed, batch.position, logits.shape[1], first).to(scaled.dtype)
+        largest, warm = noisy.max(-1)
+        greedy = batch.temperature < 1e-5
+        values, best = torch.where(greedy, values, largest.to(values.dtype)), torch.where(greedy, best, warm)
+    return values, best + first
 
 
 def logprobs(

@@ -34,7 +34,7 @@ def decode_inputs(
         drafted = (numbers > 0) & (at < end)
         tokens = proposed[at.clamp(0, len(proposed) - 1)]
         kept = tables.drafts[rows, (numbers - 1).clamp(0, tables.drafts.shape[1] - 1)]
-        tokens = torch.where(tokens == tables.on_device, kept, tokens)
+        tokens = torch.where(tokens <= tables.on_device, kept, tokens)
         known = tables.tokens[rows, positions]
         ids = torch.where(numbers > 0, torch.where(drafted, tokens, 0).int(), known)
         tables.tokens[rows, positions] = ids

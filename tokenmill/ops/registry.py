@@ -14,7 +14,7 @@ import torch
 
 from tokenmill.errors import ConfigError
 from tokenmill.ops.device_facts import LAUNCH_FEATURES, Feature, Requirement, misfit, passed_over
-from tokenmill.ops.types import DecodeInputs
+from tokenmill.ops.types import DecodeInputs, KeptPaths, TreeInputs
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,6 +38,8 @@ class Implementation:
     kv_forms: tuple[str, ...] = ()  # quantized KV caches it reads or writes, by the names of ops/kv_forms.py
     requires: Requirement | None = None  # of the GPU and of Triton
     features: tuple[Feature, ...] = ()  # faster ways inside of it, which it takes where the device has them
+    tails: bool = False  # attention between the nodes of trees (`AttentionBatch.tails`)
+    sliced: bool = False  # sums that ranks may divide are computed in a given number of `slices`
     optional: bool = False  # an op that whoever calls it can do without
     rank: int = 0  # the highest rank that fits is chosen
 
@@ -75,6 +77,10 @@ class Ops:
     shape: Callable[..., None]
     decode_inputs: Callable[..., DecodeInputs]
     keep_sampled: Callable[..., torch.Tensor | None]
+    tree_inputs: Callable[..., TreeInputs]
+    keep_tree: Callable[..., KeptPaths]
+    move_kv: Callable[..., None]
+    grow_tree: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
     def __init__(
         self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: Iterable[Refused] = ()
@@ -130,7 +136,8 @@ def implementations(device: str, batch_invariant: bool = False) -> Iterable[Impl
 
     Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
     """
-    modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode", "tokenmill.ops.cpu"]
+    modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode"]
+    modules += ["tokenmill.ops.reference_tree", "tokenmill.ops.cpu"]
     modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.implementations")
     if batch_invariant:
         modules.append("tokenmill.ops.invariant")

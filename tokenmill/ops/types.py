@@ -41,6 +41,11 @@ class AttentionBatch:
     # So many singles after each other are one row's, at consecutive positions, or behind its own nobody's: its keys may
     # be read once for all of them. Also this changes no answer, and may be ignored.
     queries: int = 1
+    # Where these are the nodes of a tree, root first, each in a place behind the one before, [n] int32: which of the
+    # row's nodes each sees, one bit for each; all see what is before the root. Only implementations that declare it
+    # (`Implementation.tails`) know it. Nodes of a depth lie together, `fanout` of them: what windows go by.
+    tails: torch.Tensor | None = None
+    fanout: int = 1
     # Where a recording serves steps of several shapes, [2] int64: how many rows and singles the present one has. The
     # tensors above have room for the largest then. Only the native ops know it.
     counts: torch.Tensor | None = None
@@ -101,6 +106,7 @@ class ShapeBatch:
     masks: torch.Tensor | None  # [places, 1 + words] int32: whether there is a mask; one bit per token, lowest first
     mask_rows: torch.Tensor  # int64: which of the masks is for an entry; `rows`, except where drafts have their own
     counters: torch.Tensor | None  # [slots, vocab] int32, all zero before and after; None on a CPU
+    first: int = 0  # the token of the first logit; other than 0 where a rank has a part of them, on a CPU
 
 
 @dataclass(frozen=True)
@@ -163,3 +169,42 @@ class DecodeInputs:
     context: torch.Tensor  # [n] int32: keys that are attended to; 0 for padding
     rows: torch.Tensor  # [n] int32
     is_draft: torch.Tensor  # [n] int8: 0 where none was proposed for the position; only set in steps with drafts
+
+
+@dataclass(frozen=True)
+class TreeTables:
+    """Trees that the device drafted. Nodes are sorted by depth, as many in each; the first dimension is table rows."""
+
+    tokens: torch.Tensor  # [table rows, nodes] int64
+    parents: torch.Tensor  # [table rows, nodes] int64: 0 is the root, the row's newest token; n is the n-th node
+    fanout: int  # nodes of a depth
+
+
+@dataclass(frozen=True)
+class TreeInputs:
+    """What a step in which rows verify trees computes: 1 + nodes entries of every row, root first."""
+
+    entries: DecodeInputs  # [n]; of those that are nobody's slots are -1 and contexts 0
+    parents: torch.Tensor  # [n] int32: number within the row; -1 where there is no node, and of the root
+    tails: torch.Tensor  # [n] int32, see `AttentionBatch.tails`
+
+
+@dataclass(frozen=True)
+class KeptPaths:
+    """Of every row the path through its tree that held."""
+
+    tokens: torch.Tensor  # [rows * (1 + depths)] int64: what was sampled along it, then `rejected`
+    order: torch.Tensor  # [rows * (1 + depths)] int64: of which entries
+    nodes: torch.Tensor  # [rows, depths] int64: its nodes; 0 behind its end
+    last: torch.Tensor  # [rows] int64: its last entry
+    newest: torch.Tensor  # [rows] int64: what was sampled there
+    positions: torch.Tensor  # [rows] int64: where that stands
+
+
+@dataclass(frozen=True)
+class TreeNoise:
+    """What drafted tokens are ranked with where rows are not greedy: the noise that the target is sampled with."""
+
+    temperature: torch.Tensor  # [rows] float32
+    seed: torch.Tensor  # [rows] int64
+    positions: torch.Tensor  # [rows] int64: of the rows' newest tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.cache import Chosen, Folder, cannot_keep, native_dir, temporary, writable_or_temporary
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, PeerLostError
 from tokenmill.ops.native import build
 
 LEVEL_NAMES = ("baseline", "AVX2", "AVX-VNNI", "AVX-512", "AVX-512 VNNI", "AMX")  # src/ops.h
@@ -29,11 +29,15 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and what they ta
     "tm_alloc": (_POINTER, _SIZE),
     "tm_populate": (None, _POINTER, _SIZE),
     "tm_free": (None, _POINTER, _SIZE),
+    "tm_crc32c": (_KIND, _POINTER, _SIZE, ctypes.c_int),
     "tm_graph_begin": (_POINTER, _COUNT),
     "tm_graph_end": (None,),
     "tm_graph_length": (_COUNT, _POINTER),
     "tm_graph_run": (ctypes.c_int, _POINTER, _COUNT),
     "tm_graph_free": (None, _POINTER),
+    "tm_group_bytes": (_KIND,),
+    "tm_send": (ctypes.c_int, _POINTER, _COUNT, _POINTER, _COUNT),
+    "tm_receive": (ctypes.c_int, _POINTER, _COUNT, _POINTER, _COUNT),
 }
 
 
@@ -49,8 +53,15 @@ class Library:
             function.argtypes, function.restype = arguments, result
 
     def run(self, kind: int, args: ctypes.Structure) -> None:
-        if self.c.tm_run(kind, ctypes.addressof(args)):
+        said = self.c.tm_run(kind, ctypes.addressof(args))
+        if said == 1:
             raise ValueError(f"the native library has no op of kind {kind}")
+        self.check_peers(said)
+
+    def check_peers(self, said: int) -> None:
+        """Of what a call returned: whether the ranks it depends on were there."""
+        if said == 2:
+            raise PeerLostError("a rank of the group is gone")
 
     def check(self, kind: int, struct: type[ctypes.Structure]) -> None:
         """That both sides mean the same struct: called once where a struct is declared for use."""

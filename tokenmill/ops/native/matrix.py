@@ -72,7 +72,8 @@ class PackedMatrix:
         self._native.run(args.KIND, args)
         return out
 
-    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:  # [n] int64 -> [n, columns]
+    def take_rows(self, ids: torch.Tensor, first: int = 0) -> torch.Tensor:  # [n] int64 -> [n, columns]
+        """Row `id - first` for every id; zeros where there is none."""
         ids = ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
         n = ids.shape[0]
         out = recording.new((n, self.columns), torch.float32)
@@ -80,6 +81,6 @@ class PackedMatrix:
             return out
         args = self._take
         args.ids, args.out, args.out_stride = ids.data_ptr(), out.data_ptr(), self.columns
-        args.m = recording.row_count(n)
+        args.m, args.first = recording.row_count(n), first
         self._native.run(args.KIND, args)
         return out

@@ -14,6 +14,7 @@ from tokenmill.ops.native.structs import (
     DecodeInputArgs,
     EmbedArgs,
     NormArgs,
+    PickArgs,
     RopeArgs,
     storage_of,
 )
@@ -202,4 +203,34 @@ def choose_into(
     run(ChooseArgs(
         logits=logits, out=out, on=on, table_row=rows, starts=starts, tokens=tokens, rows=row_count(logits.shape[0]),
         vocab=logits.shape[1], stride=logits.stride(0), token_stride=tokens.stride(0),
+    ))  # fmt: skip
+
+
+def best_into(
+    bests: torch.Tensor,  # [n, 2] int64, written: a value by its bits, and a token
+    logits: torch.Tensor,  # [n, part of the vocabulary] float32
+    on: torch.Tensor,  # [1] int64: where it is 0 nothing happens
+    first: int,  # the token of the first logit
+) -> None:
+    """The likeliest of the tokens that a rank has, for `pick_into`."""
+    if logits.dtype != torch.float32:
+        raise NotRecordableError(f"logits are {logits.dtype}")
+    run(ChooseArgs(
+        logits=logits, on=on, bests=bests, rows=row_count(logits.shape[0]), vocab=logits.shape[1],
+        stride=logits.stride(0), first=first,
+    ))  # fmt: skip
+
+
+def pick_into(
+    out: torch.Tensor,  # [n] int64, written
+    bests: torch.Tensor,  # [ranks, n, 2] int64, as `best_into` leaves them
+    on: torch.Tensor,  # these as of `choose_into`
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """The likeliest of all ranks' tokens."""
+    run(PickArgs(
+        bests=bests, out=out, on=on, table_row=rows, starts=starts, tokens=tokens, rows=row_count(bests.shape[1]),
+        ranks=bests.shape[0], rank_stride=bests.stride(0) // 2, token_stride=tokens.stride(0),
     ))  # fmt: skip

@@ -70,9 +70,11 @@ class RecordedGraph:
             c.tm_graph_end()
 
     def run(self, rows: int) -> None:
-        """Compute the step for the first `rows` rows of its inputs."""
-        if self._library.c.tm_graph_run(self._graph, rows):
+        """Compute the step for the first `rows` rows of its inputs. PeerLostError: a rank that it needs is gone."""
+        said = self._library.c.tm_graph_run(self._graph, rows)
+        if said == 1:
             raise RuntimeError(f"a graph of {self.capacity} rows cannot run {rows}, or was made for another CPU level")
+        self._library.check_peers(said)
 
     def __len__(self) -> int:
         return int(self._library.c.tm_graph_length(self._graph))

@@ -1,4 +1,4 @@
-"""The argument structs of the native ops: src/matrix.h, src/attention.h and src/elementwise.h, field by field."""
+"""The argument structs of the native ops, field by field: src/matrix.h, attention.h, elementwise.h and exchange.h."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from tokenmill.ops.native.library import Library
 
 MAX_SEGMENTS = 4  # src/formats.h
+VERBS = ("all_reduce", "all_gather", "all_to_all", "barrier", "send", "receive")  # src/exchange.h
 _STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
@@ -57,7 +58,7 @@ class RepackArgs(Args):
 
 class TakeRowsArgs(Args):
     KIND = 3
-    _fields_ = [*_fields("ids out", "out_stride m k num_segments"), ("segments", Segment * MAX_SEGMENTS)]
+    _fields_ = [*_fields("ids out", "out_stride m k first num_segments"), ("segments", Segment * MAX_SEGMENTS)]
 
 
 class UnpackArgs(Args):
@@ -115,7 +116,12 @@ class DecodeInputArgs(Args):
 
 class ChooseArgs(Args):
     KIND = 70
-    _fields_ = _fields("logits out on table_row starts tokens", "rows vocab stride token_stride")
+    _fields_ = _fields("logits out on table_row starts tokens bests", "rows vocab stride token_stride first")
+
+
+class PickArgs(Args):
+    KIND = 72
+    _fields_ = _fields("bests out on table_row starts tokens", "rows ranks rank_stride token_stride")
 
 
 class MapArgs(Args):
@@ -136,8 +142,30 @@ class AttentionArgs(Args):
     )
 
 
+class Group(ctypes.Structure):
+    """src/exchange.h: one rank's end of a group that shares memory."""
+
+    _fields_ = [
+        *_fields("ended filled slots rings bytes_of_rings", "rank size slot_bytes ring_bytes looks round"),
+        ("counts", ctypes.c_int64 * len(VERBS)),
+        ("bytes", ctypes.c_int64 * len(VERBS)),
+    ]
+
+
+class SumArgs(Args):
+    KIND = 90
+    _fields_ = _fields("group x", "rows dim")
+
+
+class ExchangeArgs(Args):
+    KIND = 91
+    _fields_ = _fields("group x out", "rows row_bytes x_part out_part verb")
+
+
 @lru_cache
 def check_structs(native: Library) -> None:
     """That both sides mean the same."""
     for struct in Args.__subclasses__():
         native.check(struct.KIND, struct)
+    if native.c.tm_group_bytes() != ctypes.sizeof(Group):
+        raise ValueError(f"Group has {ctypes.sizeof(Group)} bytes here and {native.c.tm_group_bytes()} there")

@@ -24,6 +24,7 @@ _FEW_ROWS_WAVES = 4
 _ONE_ROW_WAVES = 1  # more parts of a lone row only make its join longer
 _LONE_WARPS = 2  # times as many programs where each is a single warp
 _MOST_PREFIX_SPLITS = 8
+_LEAST_KEYS_OF_MANY = 512
 
 
 def declare(fn: Callable[..., Any], **capabilities: Any) -> Implementation:
@@ -111,6 +112,7 @@ def decode_splits(
     value_dim: int,
     tile: Tile,
     device: torch.device,
+    queries: int = 1,  # of a row
 ) -> tuple[int, int]:
     """How many parts there may be beyond one per row, and the fewest tiles a part may have.
 
@@ -128,6 +130,8 @@ def decode_splits(
     extra = max(1, min(extra, max(room - rows, room // 2)))
     least_keys = 256 if programs >= multiprocessors(device) else 64
     least_keys = 128 if tile in _SHORT else least_keys
+    if queries > 1 and rows >= 8 and tile.block_m > 16:  # more to join: 32 x 17 queries at 300 keys 24.9 to 13.8 us
+        least_keys = _LEAST_KEYS_OF_MANY
     return extra, max(1, least_keys // tile.block_n)
 
 

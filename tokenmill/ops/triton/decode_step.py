@@ -94,7 +94,7 @@ def _inputs_kernel(
         draft = tl.load(proposed + at, mask=inside & follows, other=0)
         mine = tl.minimum(tl.maximum(number - 1, 0), DRAFTED - 1)
         kept = tl.load(device_drafts + row * DRAFTED + mine, mask=inside & follows, other=0)
-        draft = tl.where(draft == ON_DEVICE, kept, draft)
+        draft = tl.where(draft <= ON_DEVICE, kept, draft)
         known = tl.load(tokens + row * token_stride + position, mask=inside & (number == 0), other=0)
         token = tl.where(follows, tl.where(drafted, draft, 0).to(tl.int32), known)
         tl.store(tokens + row * token_stride + position, token, mask=inside & follows)

@@ -17,6 +17,7 @@ enum ElementwiseKind : uint32_t {
     kDecodeInputs = 69,
     kChoose = 70,
     kMap = 71,
+    kPick = 72,
 };
 
 // Counts of rows may be negative: see rows_of in team.h.
@@ -103,15 +104,34 @@ struct DecodeInputArgs {
     int64_t n, token_stride, block_stride, block_size;
 };
 
+// A row's largest logit, and whose it is.
+struct Best {
+    float value;
+    int64_t at;
+};
+
 // The likeliest token of each row: the first of equals, -1 where logits hold no finite maximum.
 struct ChooseArgs {
     const float* logits;  // [rows, vocab]
-    int64_t* out;         // [rows]
+    int64_t* out;         // [rows]; null: see bests
     const int64_t* on;    // where it holds 0 the op does nothing; null: always on
     const int64_t* table_row;  // [rows]: the choice is also written to tokens[table_row, start + 1]; null: it is not
     const int64_t* starts;     // [rows]
     int32_t* tokens;           // [table rows, max_len]
+    Best* bests;               // [rows]: of a rank's part of the vocabulary, for PickArgs; nothing else is written then
     int64_t rows, vocab, stride, token_stride;
+    int64_t first;  // the token of the first logit
+};
+
+// The likeliest of the tokens that ranks found in their parts of the vocabulary, which are in the order of the ranks.
+struct PickArgs {
+    const Best* bests;  // [ranks, rows]
+    int64_t* out;       // these as of ChooseArgs
+    const int64_t* on;
+    const int64_t* table_row;
+    const int64_t* starts;
+    int32_t* tokens;
+    int64_t rows, ranks, rank_stride, token_stride;
 };
 
 }  // namespace mill

@@ -56,13 +56,14 @@ struct RoundArgs {
     int64_t storage;  // of source, as of UnpackArgs
 };
 
-// out[i] = row ids[i] of a packed matrix, as floats. Ids outside of it give zeros.
+// out[i] = row ids[i] - first of a packed matrix, as floats. Ids outside of it give zeros.
 struct TakeRowsArgs {
     const int64_t* ids;
     float* out;
     int64_t out_stride;
     int64_t m;  // see rows_of
     int64_t k;
+    int64_t first;
     int64_t num_segments;
     Segment segments[MAX_SEGMENTS];
 };

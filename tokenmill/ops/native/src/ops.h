@@ -43,8 +43,9 @@ struct OpEntry {
 const OpEntry* find_op(uint32_t kind);
 
 // Runs `body` on all threads of the pool at once, with `scratch` bytes of shared scratch; one region at a time.
-// Everything that was written in the region is visible to the caller when it returns. `rows`: see Team.
-void run_region(void (*body)(void* context, Team&), void* context, size_t scratch, int64_t rows);
+// Everything that was written in the region is visible to the caller when it returns. `rows`: see Team. False: void,
+// since somebody it depends on is gone.
+bool run_region(void (*body)(void* context, Team&), void* context, size_t scratch, int64_t rows);
 
 // While set, tm_run only hands ops to the recorder, and executes nothing. (Which level's entry: at the time of recording.)
 struct Recorder {

@@ -228,7 +228,7 @@ thread_local Recorder* recorder = nullptr;
 
 }  // namespace
 
-void run_region(void (*body)(void*, Team&), void* context, size_t scratch, int64_t rows) {
+bool run_region(void (*body)(void*, Team&), void* context, size_t scratch, int64_t rows) {
     Pool& p = the_pool();
     std::lock_guard<std::mutex> lock(p.one_region);
     if (!reserve_scratch(p, scratch)) abort();  // out of memory with no way to say so: as operator new in a worker
@@ -242,6 +242,7 @@ void run_region(void (*body)(void*, Team&), void* context, size_t scratch, int64
     p.rows = rows;
     p.shared.counters[0].store(0, std::memory_order_relaxed);
     p.shared.counters[1].store(0, std::memory_order_relaxed);
+    p.shared.lost.store(0, std::memory_order_relaxed);
     // Barriers are numbered through all regions: a worker that is slow to leave the last one must not find its number
     // again. Nobody passes a barrier now, so this is the same number for everybody.
     p.first_phase = p.shared.passed.value.load(std::memory_order_relaxed);
@@ -253,6 +254,7 @@ void run_region(void (*body)(void*, Team&), void* context, size_t scratch, int64
     const uint64_t began = ticks();
     const uint64_t waited = take_part(p, 0, together ? p.wanted : 1);
     p.crowd.note(ticks() - began, waited, together);
+    return !p.shared.lost.load(std::memory_order_relaxed);
 }
 
 void set_recorder(Recorder* to) { recorder = to; }
@@ -288,7 +290,7 @@ void tm_pool_resize(int threads) {
 
 int tm_pool_size() { return mill::the_pool().wanted; }
 
-// One op in one region. 0, or 1 if there is no such op.
+// One op in one region. 0, 1 if there is no such op, or 2 if somebody it depends on is gone.
 int tm_run(uint32_t kind, const void* args) {
     const mill::OpEntry* op = mill::find_op(kind);
     if (!op) return 1;
@@ -297,8 +299,7 @@ int tm_run(uint32_t kind, const void* args) {
         return 0;
     }
     OneOp one{op, args};
-    mill::run_region(run_one, &one, op->scratch ? op->scratch(args, 0) : 0, 0);
-    return 0;
+    return mill::run_region(run_one, &one, op->scratch ? op->scratch(args, 0) : 0, 0) ? 0 : 2;
 }
 }
 #pragma GCC visibility pop

@@ -37,6 +37,7 @@ void replay(void* context, mill::Team& team) {
     const size_t count = graph.entries.size();
     for (size_t i = 0; i < count; ++i) {
         if (i) team.barrier();
+        if (team.stopped()) return;
         const Entry& entry = graph.entries[i];
         entry.op->run(graph.args.data() + entry.args, team);
     }
@@ -62,12 +63,12 @@ void tm_graph_end() { mill::set_recorder(nullptr); }
 int64_t tm_graph_length(const void* graph) { return static_cast<int64_t>(static_cast<const RecordedGraph*>(graph)->entries.size()); }
 
 // Compute everything in the graph for the first `rows` rows of its buffers. 0, or 1 where it cannot be done: too many
-// rows, or a level of the CPU other than that of the recording.
+// rows, or a level of the CPU other than that of the recording. 2 where somebody it depends on is gone: what was
+// computed is void.
 int tm_graph_run(void* given, int64_t rows) {
     auto* graph = static_cast<RecordedGraph*>(given);
     if (rows < 0 || rows > graph->capacity || graph->level != tm_level()) return 1;
-    mill::run_region(replay, graph, graph->scratch, rows);
-    return 0;
+    return mill::run_region(replay, graph, graph->scratch, rows) ? 0 : 2;
 }
 
 void tm_graph_free(void* graph) { delete static_cast<RecordedGraph*>(graph); }

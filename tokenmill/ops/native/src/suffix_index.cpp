@@ -124,8 +124,10 @@ class Index {
             facts[1] = pages_[seen[best].place / PAGE].owner == id;
             facts[2] = same;
             facts[3] = count;
-            uint32_t made = 0;
-            for (uint32_t at = after(seen[best].place); at != NONE && made < limit; at = after(at)) out[made++] = tokens_[at];
+            uint32_t made = 0, last = seen[best].place;
+            for (uint32_t at = after(last); at != NONE && made < limit; at = after(at)) out[made++] = tokens_[last = at];
+            if (last == text.last * PAGE + pages_[text.last].used - 1)  // the text's own end: it goes round
+                for (const uint32_t round = made; made < limit; ++made) out[made] = out[made - round];
             return made;
         }
         return 0;

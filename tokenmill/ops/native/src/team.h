@@ -23,6 +23,7 @@ struct Shared {
     alignas(64) Signal passed;                       // generation of the barrier
     alignas(64) std::atomic<int64_t> counters[2]{};  // two, so that one can be reset while the other is in use
     char* scratch = nullptr;                         // room that the op asked for (OpEntry::scratch)
+    std::atomic<uint64_t> lost{0};                   // phase in which another process was found to be gone, plus one
 };
 
 // One thread's view. Every member calls barrier() equally often, and next() only between two barriers.
@@ -35,6 +36,17 @@ struct Team {
     uint32_t phase = 0;   // barriers passed so far, the same number in every member when it leaves one
 
     void barrier();
+
+    // What this region computes is void: somebody it depends on is gone. All members still pass the same barriers; they
+    // agree on stopped() right behind one, since whoever is a barrier ahead speaks of a later phase.
+    void lose() {
+        uint64_t nobody = 0;
+        shared->lost.compare_exchange_strong(nobody, uint64_t(phase) + 1, std::memory_order_relaxed);
+    }
+    bool stopped() const {
+        const uint64_t lost = shared->lost.load(std::memory_order_relaxed);
+        return lost && int32_t(phase - uint32_t(lost - 1)) > 0;
+    }
 
     // The next piece of work of the present phase: 0, 1, 2, ... each given to one member only.
     int64_t next() { return shared->counters[phase & 1].fetch_add(1, std::memory_order_relaxed); }

@@ -1,7 +1,7 @@
 """Attention for rows with one query: the device deals parts of their keys to programs, and joins what they find.
 
 Rows that verify drafts have several, one behind the other (`AttentionBatch.queries`): a program takes all of them
-through the row's keys at once.
+through the row's keys at once. They may be the nodes of a tree, of which each sees its ancestors (`tails`).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -23,7 +23,7 @@ from tokenmill.ops.triton.attention.kv_codes import (
     whole_values,
 )
 from tokenmill.ops.triton.attention.kv_transposed import attend_transposed
-from tokenmill.ops.triton.attention.paging import merged, padded_block
+from tokenmill.ops.triton.attention.paging import merged, node_seen, padded_block
 from tokenmill.ops.triton.attention.shared_prefix import prefix_attention
 from tokenmill.ops.triton.attention.tile import attend_tile, cached_head, paged_arguments
 from tokenmill.ops.triton.config import (
@@ -43,6 +43,8 @@ from tokenmill.ops.types import AttentionBatch, Mask
 _FIELDS = tl.constexpr(8)
 # The program that ends last joins a row's parts where they are small; elsewhere a second kernel, spread over heads.
 _JOIN_IN_PLACE = 2048  # elements of one part
+_JOIN_QUERIES_IN_PLACE = 512  # where a row has several queries: a program of its own for every pair is faster
+_LONE_ROW_BYTES = 1024  # of a key and a value, up to which the queries of a lone row go by themselves
 _JOIN_TILE = 4096  # elements that a join holds at once, with two warps or more
 
 
@@ -94,12 +96,15 @@ def decode_attention(
             q, cache, partial[first:], stats[first:], batch, mask, scale, plan.prefix_tile, plan.prefix_splits
         )
     join_heads, join_tile = power_of_two(pairs), min(_JOIN_TILE, _JOIN_TILE // 2 * tile.num_warps)
-    in_place = plan.head_tiles == 1 and join_heads * value_block <= _JOIN_IN_PLACE
+    most = _JOIN_IN_PLACE if plan.queries == 1 else _JOIN_QUERIES_IN_PLACE
+    in_place = plan.head_tiles == 1 and join_heads * value_block <= most
     arguments, constants = paged_arguments(q, cache, batch, mask, scale, tile)
     _decode_kernel[(kv_heads * plan.head_tiles, plan.num_items)](
         *arguments, out, *out.stride()[:2], partial, stats, plan.items, plan.joins, plan.counters,
         kv_heads * pairs, plan.num_slots, plan.prefix_splits, mask.window or 0,
-        **constants, QUERIES=plan.queries, WINDOWED=mask.window is not None, HEAD_TILES=plan.head_tiles,
+        plan.items if batch.tails is None else batch.tails,
+        **constants, NODES=0 if batch.tails is None else batch.queries, FANOUT=batch.fanout, QUERIES=plan.queries,
+        WINDOWED=mask.window is not None, HEAD_TILES=plan.head_tiles,
         TRANSPOSED_HEADS=kv_heads if plan.transposed else 0, SHARED=plan.shared,
         JOIN_HEADS=join_heads if in_place else 0, JOIN_PARTS=max(1, join_tile // (join_heads * value_block)),
     )  # fmt: skip
@@ -117,12 +122,14 @@ def _make_plan(
     heads, key_dim = q.shape[1], q.shape[2]
     transposed = reads_transposed(form, key_dim, value_dim, q.dtype)
     together = batch.shared_members is not None and mask.window is None
-    queries = 1 if transposed or together else batch.queries
+    # Little that one row has cached is read again sooner than what several queries found is joined.
+    lone = batch.num_singles == batch.queries and kv_heads * (key_dim + value_dim) * q.itemsize <= _LONE_ROW_BYTES
+    queries = 1 if transposed or together or (lone and batch.tails is None) else batch.queries
     rows, group = batch.num_singles // queries, heads // kv_heads * queries
     heads = heads * queries
     tile = decode_tile(group, key_dim, value_dim, q.dtype, rows * kv_heads, form if transposed else None)
     head_tiles = ceil_div(group, tile.block_m)
-    extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device)
+    extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device, queries)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
     shared_tile, splits = tile, 0
     if together:
@@ -150,16 +157,25 @@ def _make_plan(
         plan.items, plan.joins, plan.counters, batch.rows, batch.context,
         batch.shared_tokens if plan.shared else batch.context,
         rows, plan.num_items, plan.counters.numel(), extra, least_tiles, mask.window or 0,
-        QUERIES=queries, WINDOWED=mask.window is not None, SHARED=plan.shared, BLOCK_N=tile.block_n,
+        AHEAD=batch.queries if batch.tails is not None and queries == 1 else 0, QUERIES=queries,
+        WINDOWED=mask.window is not None, SHARED=plan.shared, BLOCK_N=tile.block_n,
         ROWS=max(256, power_of_two(rows)), num_warps=4,
     )  # fmt: skip
     return plan
 
 
 @triton.jit
-def _first_tile(context, window, BLOCK_N: tl.constexpr):
-    """The first tile with a key that a windowed row sees; its tiles are numbered from there."""
-    return tl.maximum(context - window, 0) // BLOCK_N
+def _either(one, other):
+    return one | other
+
+
+@triton.jit
+def _first_tile(context, window, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first tile with a key that a windowed row sees; its tiles are numbered from there.
+
+    AHEAD: by how much places may be ahead of positions, at most.
+    """
+    return tl.maximum(context - AHEAD - window, 0) // BLOCK_N
 
 
 # Numbers and small tensors whose value or alignment changes from step to step must not compile a kernel anew.
@@ -181,6 +197,7 @@ def _plan_kernel(
     extra,
     least_tiles,
     window,
+    AHEAD: tl.constexpr,
     QUERIES: tl.constexpr,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -203,7 +220,7 @@ def _plan_kernel(
         start = tl.minimum(tl.load(shared + row, mask=live, other=0), context)
     tiles = tl.cdiv(last - start, BLOCK_N)
     if WINDOWED:
-        tiles = tl.cdiv(last, BLOCK_N) - _first_tile(context, window, BLOCK_N)
+        tiles = tl.cdiv(last, BLOCK_N) - _first_tile(context, window, AHEAD, BLOCK_N)
     most = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), least_tiles)
     # A padding row has no keys, but its zeros must be written, too.
     parts = tl.where(live, tl.maximum(tl.cdiv(tiles, most), 1), 0)
@@ -237,7 +254,7 @@ def _plan_kernel(
 @quick_launch
 @triton.jit(
     do_not_specialize=["num_slots", "prefix_splits", "window"],
-    do_not_specialize_on_alignment=["tables"],
+    do_not_specialize_on_alignment=["tables", "tails"],
 )
 def _decode_kernel(
     # Of paged_arguments:
@@ -251,9 +268,12 @@ def _decode_kernel(
     joins,  # [rows, 3]
     counters,  # [num_slots, kv_heads]
     heads, num_slots, prefix_splits, window,
+    tails,  # [tokens]; not read unless NODES
     GROUP: tl.constexpr, SAME_LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    NODES: tl.constexpr,  # of a row's tree, with its root; 0 where there is none
+    FANOUT: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TRANSPOSED_HEADS: tl.constexpr,  # kv heads, where codes are read as left operands; 0 elsewhere
@@ -289,9 +309,23 @@ def _decode_kernel(
     position = None
     if QUERIES > 1:
         position = context - 1 + in_group // GROUP
+    # Of a tree: its root's place, and what queries see of it; a program may have one query of it, or all.
+    root = context - 1
+    tail = 0
+    TREE: tl.constexpr = FANOUT if NODES > 0 else 0
+    AHEAD: tl.constexpr = NODES if QUERIES == 1 else 0
+    if NODES > 0:
+        if QUERIES > 1:
+            tail = tl.load(tails + row * NODES + in_group // GROUP, mask=live, other=0)
+            position = root + (in_group // GROUP + FANOUT - 1) // FANOUT
+        else:
+            number = (row % NODES).to(tl.int32)
+            tail = tl.load(tails + row)
+            root = context - 1 - number
+            position = root + (number + FANOUT - 1) // FANOUT
     first = 0
     if WINDOWED:
-        first = _first_tile(context, window, BLOCK_N)
+        first = _first_tile(context, window, AHEAD, BLOCK_N)
     if TRANSPOSED_HEADS > 0:
         skipped = (tl.program_id(0) % HEAD_TILES) * BLOCK_M
         acc, top, total = attend_transposed(
@@ -299,6 +333,7 @@ def _decode_kernel(
             k_cache, v_cache, k_scales, v_scales, table, kv_head, begin, end, own, context, first,
             window, cap_scale, score_scale,
             TRANSPOSED_HEADS, BLOCK_SIZE, KEY_DIM, FORM, BLOCK_M, BLOCK_N, WINDOWED, SOFTCAP,
+            tail, root, position, TREE,
         )  # fmt: skip
         dim = tl.arange(0, VALUE_DIM)
     else:
@@ -309,17 +344,24 @@ def _decode_kernel(
         q_offsets = pair_place(row, kv_head, in_group, stride_q_token, stride_q_head, GROUP, QUERIES)
         queries, unit = load_queries(q, q_offsets, live, KEY_DIM, FORM)
         acc, top, total = nothing_seen(BLOCK_M, VALUE_DIM, FORM)
+        nodes = 0
+        if NODES > 0:  # what no query sees may hold anything
+            nodes = tail
+            if QUERIES > 1:
+                nodes = tl.reduce(tail, 0, _either)
         for tile in range(begin, end):
             start = own + tile * BLOCK_N
             if WINDOWED:
                 start = (tile + first) * BLOCK_N
             key = start + tl.arange(0, BLOCK_N)
             seen = key < last
+            if NODES > 0:
+                seen = seen & node_seen(nodes, key, root)
             if WINDOWED:
                 seen = seen & (key >= context - window)
             acc, top, total = attend_tile(
                 acc, top, total, queries, unit, cached, key, seen, position, window, cap_scale, score_scale,
-                True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, VALUE_DIM, FORM,
+                True, WINDOWED, SOFTCAP, SAME_LAYOUT, BLOCK_SIZE, KEY_DIM, VALUE_DIM, FORM, tail, root, TREE,
             )  # fmt: skip
         acc = whole_values(acc, FORM)
         dim = value_channels(VALUE_DIM, FORM)

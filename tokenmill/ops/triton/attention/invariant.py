@@ -72,7 +72,7 @@ def attention(
 ) -> torch.Tensor:  # [tokens, heads, v_dim]
     if scales is not None:
         raise NotImplementedError("the invariant Triton attention reads floats only, no codes")
-    if batch.tree is not None:
+    if batch.tree is not None or batch.tails is not None:
         raise NotImplementedError("the Triton attention has no tree mask; choose the reference attention for trees")
     assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1
     heads, key_dim = q.shape[1], q.shape[2]

@@ -32,7 +32,7 @@ from tokenmill.ops.triton.attention.kv_expand import (
     split_halves,
     split_words,
 )
-from tokenmill.ops.triton.attention.paging import finite_or_zero
+from tokenmill.ops.triton.attention.paging import finite_or_zero, node_position, node_seen
 from tokenmill.ops.triton.numeric import tanh
 
 _GROUP = tl.constexpr(INT4_GROUP)
@@ -66,6 +66,10 @@ def attend_transposed(
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    tails=None,  # the query is a node of a tree: what it sees of that
+    root=None,  # where that begins
+    stands=None,  # its position
+    FANOUT: tl.constexpr = 0,
 ):  # [QUERIES, DIM], [QUERIES], [QUERIES] float32
     """Tiles begin to end of a row: its values relative to the largest level, that level, and the total."""
     queries, sums, unit = _load_queries(q, stride_q_head, count, QUERIES, DIM, FORM)
@@ -90,7 +94,11 @@ def attend_transposed(
         heads = tl.reshape(heads, (BLOCK_N,))
         position = start + tl.arange(0, BLOCK_N)
         seen = position < context
-        if WINDOWED:
+        if FANOUT > 0:
+            seen = seen & node_seen(tails, position, root)
+            if WINDOWED:
+                seen = seen & (node_position(position, root, FANOUT) > stands - window)
+        elif WINDOWED:
             seen = seen & (position >= context - window)
 
         scores = _score(queries, sums, k_cache, k_scales, heads, DIM, FORM) * unit[None, :]

@@ -42,6 +42,7 @@ IMPLEMENTATIONS = (
         attention,
         head_dims=(1, MAX_HEAD_DIM),
         batch_invariant=False,
+        tails=True,
         kv_forms=tuple(FORMS),
         features=(HOPPER_ATTENTION,),
     ),

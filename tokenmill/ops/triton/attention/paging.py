@@ -60,6 +60,19 @@ def cache_offsets(
 
 
 @triton.jit
+def node_seen(tails, key, root):
+    """Whether nodes see these keys: those of their ancestors, and all that are before the tree."""
+    behind = tl.minimum(tl.maximum(key - root, 0), 31)
+    return (key < root) | ((key - root < 32) & (((tails >> behind) & 1) != 0))
+
+
+@triton.jit
+def node_position(key, root, FANOUT: tl.constexpr):
+    """The position of what is cached there: a node's is its depth behind the root's."""
+    return tl.where(key > root, root + (key - root + FANOUT - 1) // FANOUT, key)
+
+
+@triton.jit
 def load_rows(base, offsets, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # [rows, BLOCK]
     """WIDTH elements from each offset, zero-padded to BLOCK; zeros where not seen, so that stale memory cannot leak."""
     dim = tl.arange(0, BLOCK)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.attention.kv_codes import FLOATS, Cache, fold_values, score_keys
-from tokenmill.ops.triton.attention.paging import cache_offsets, score_scales
+from tokenmill.ops.triton.attention.paging import cache_offsets, node_position, node_seen, score_scales
 from tokenmill.ops.triton.config import Tile
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -67,6 +67,9 @@ def attend_tile(
     MASKED: tl.constexpr,  # whether some query may not see some key
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SAME_LAYOUT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FORM: tl.constexpr,
+    tails=None,  # [BLOCK_M]: queries are nodes of a tree, and see of these what has its bit here
+    root=None,  # where the tree begins
+    FANOUT: tl.constexpr = 0,
 ):  # fmt: skip
     """Fold these keys into the online softmax of every query."""
     k_cache, v_cache, k_scales, v_scales, kv_head, table, strides = head
@@ -80,9 +83,14 @@ def attend_tile(
         if position is None:
             visible = seen[None, :]
         else:
-            visible = key[None, :] <= position[:, None]
+            stands = key
+            if FANOUT > 0:
+                visible = node_seen(tails[:, None], key[None, :], root)
+                stands = node_position(key, root, FANOUT)
+            else:
+                visible = key[None, :] <= position[:, None]
             if WINDOWED:
-                visible = visible & (key[None, :] > position[:, None] - window)
+                visible = visible & (stands[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     return fold_values(
         acc, top, total, scores, v_cache, v_scales, v_offsets, seen, score_scale, queries[0].dtype, VALUE_DIM, FORM

@@ -237,11 +237,6 @@ void decode_inputs(const DecodeInputArgs& a, Team& team) {
     }
 }
 
-struct Best {
-    float value;
-    int64_t at;
-};
-
 // The first largest of some logits; not a number wins over everything, as it does in torch.
 Best best_of(const float* logits, int64_t n) {
     Vec top = all(-__builtin_inff());
@@ -278,6 +273,24 @@ size_t choose_scratch(const void* args, int64_t rows) {
     return size_t(rows_of(a.rows, rows) * ((a.vocab + kPart - 1) / kPart)) * sizeof(Best);
 }
 
+// The largest of several; not a number wins, and of equals the first.
+Best first_of(const Best* found, int64_t count, int64_t stride) {
+    Best best = found[0];
+    for (int64_t i = 1; i < count; i++) {
+        const Best& other = found[i * stride];
+        if (best.value != best.value) break;
+        if (other.value > best.value || other.value != other.value) best = other;
+    }
+    return best;
+}
+
+template <class Args>
+void write_choice(const Args& a, int64_t row, const Best& best) {
+    const int64_t at = __builtin_isfinite(best.value) ? best.at : -1;
+    a.out[row] = at;
+    if (a.tokens) a.tokens[a.table_row[row] * a.token_stride + a.starts[row] + 1] = int32_t(at < 0 ? 0 : at);
+}
+
 void choose(const ChooseArgs& a, Team& team) {
     if (a.on && !*a.on) return;
     int64_t rows = rows_of(a.rows, team.rows), parts = (a.vocab + kPart - 1) / kPart;
@@ -292,16 +305,19 @@ void choose(const ChooseArgs& a, Team& team) {
     team.barrier();
     mine = share_of(rows, team);
     for (int64_t row = mine.begin; row < mine.end; row++) {
-        Best best = found[row * parts];
-        for (int64_t part = 1; part < parts; part++) {
-            const Best& other = found[row * parts + part];
-            if (best.value != best.value) break;
-            if (other.value > best.value || other.value != other.value) best = other;
-        }
-        int64_t at = __builtin_isfinite(best.value) ? best.at : -1;
-        a.out[row] = at;
-        if (a.tokens) a.tokens[a.table_row[row] * a.token_stride + a.starts[row] + 1] = int32_t(at < 0 ? 0 : at);
+        const Best best = first_of(found + row * parts, parts, 1);
+        if (a.bests)
+            a.bests[row] = {best.value, best.at + a.first};
+        else
+            write_choice(a, row, best);
     }
+}
+
+void pick(const PickArgs& a, Team& team) {
+    if (a.on && !*a.on) return;
+    Span mine = share_of(rows_of(a.rows, team.rows), team);
+    for (int64_t row = mine.begin; row < mine.end; row++)
+        write_choice(a, row, first_of(a.bests + row, a.ranks, a.rank_stride));
 }
 
 template <class Args, void (*op)(const Args&, Team&)>
@@ -326,6 +342,7 @@ extern const OpEntry TM_OPS(elementwise)[] = {
     TM_NS::entry<MapArgs, TM_NS::map>(kMap),
     TM_NS::entry<DecodeInputArgs, TM_NS::decode_inputs>(kDecodeInputs),
     TM_NS::entry<ChooseArgs, TM_NS::choose>(kChoose, TM_NS::choose_scratch),
+    TM_NS::entry<PickArgs, TM_NS::pick>(kPick),
     {},
 };
 

@@ -84,7 +84,7 @@ static void take_rows(const void* args, Team& team) {
     const TakeRowsArgs& a = *static_cast<const TakeRowsArgs*>(args);
     int64_t begin, end;
     team.share(rows_of(a.m, team.rows), begin, end);
-    for (int64_t i = begin; i < end; ++i) take_row(a, a.ids[i], a.out + i * a.out_stride);
+    for (int64_t i = begin; i < end; ++i) take_row(a, a.ids[i] - a.first, a.out + i * a.out_stride);
 }
 
 }  // namespace TM_NS
