@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from tokenmill.kv.eviction import policy_for
+from tokenmill.kv.eviction.policy import NO_BLOCK, EvictionPolicy
 from tokenmill.kv.moves import Move
 from tokenmill.kv.pool import BlockPool
 from tokenmill.kv.prefix import IdentityChains, PrefixIndex
+
+if TYPE_CHECKING:
+    from tokenmill.kv.transfers import Transfers
 
 
 class Holder(Protocol):
@@ -21,7 +26,14 @@ class Holder(Protocol):
     identities: list[bytes]  # of its full blocks, computed lazily
     salt: str
     last_step: int  # number of the newest step that computes some of its tokens
+    failed_fetches: int  # times that blocks which were on their way did not arrive, since it last ran
     in_float32: bool  # computed after all others of its steps: nobody shares what it fills
+
+
+class Publisher(Holder, Protocol):
+    """One whose blocks may be found by others."""
+
+    prompt_len: int
 
 
 @dataclass
@@ -41,13 +53,15 @@ class KVManager:
     Steps write only what lies after num_published, so shared blocks never change; a fork copies the tail.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, eviction: str = "lru") -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex()
         self._chains = IdentityChains(block_size)
-        self.pool = BlockPool(num_blocks, on_evict=self._evicted)
+        self.eviction = policy_for(eviction, num_blocks, block_size) if prefix_caching else None
+        self.pool = BlockPool(num_blocks, on_evict=self._evicted, eviction=self.eviction)
         self.stats = CacheStats()
+        self.transfers: Transfers | None = None  # to and from other places, where there are any
         self._unproven: list[tuple[int, int]] = []  # (step, block): can be found, though the step is not done yet
 
     def blocks_for(self, tokens: int) -> int:
@@ -57,7 +71,11 @@ class KVManager:
         """Cached blocks that hold the request's first tokens; at least one token is left to compute."""
         if not self.prefix_caching:
             return []
-        return self.index.find_leading(self._identities(request, (len(request.tokens) - 1) // self.block_size))
+        return self.index.find_leading(self.names(request))
+
+    def names(self, request: Holder) -> list[bytes]:
+        """Identities of the blocks that a request may start on."""
+        return self._identities(request, (len(request.tokens) - 1) // self.block_size)
 
     def needed(self, hits: list[int], tokens: int) -> int:
         """Free blocks that starting a request of so many tokens on these hits takes out of the pool."""
@@ -67,6 +85,8 @@ class KVManager:
 
     def admit(self, request: Holder, hits: list[int]) -> None:
         """Start the request on its cached prefix."""
+        if self.eviction is not None:
+            self.eviction.asked(request.identities, hits, len(request.tokens) // self.block_size)
         self.pool.share(hits)
         request.blocks = list(hits)
         request.num_computed = len(hits) * self.block_size
@@ -74,6 +94,8 @@ class KVManager:
         if self.prefix_caching:
             self.stats.queried += len(request.tokens)
             self.stats.hit += request.num_computed
+        if self.transfers is not None and hits:
+            self.transfers.used_again(hits)
 
     def grow(self, request: Holder, tokens: int) -> list[int] | None:
         """Take blocks until the request holds room for `tokens`; None (and nothing taken) if they do not fit."""
@@ -102,7 +124,7 @@ class KVManager:
         child.blocks.append(copy)
         return [Move(parent.blocks[whole], copy)]
 
-    def publish(self, request: Holder) -> None:
+    def publish(self, request: Publisher) -> None:
         """Offer the request's full blocks whose tokens are known to later requests."""
         if not self.prefix_caching or request.in_float32:
             return
@@ -115,22 +137,37 @@ class KVManager:
             if self.index.publish(identities[number], block, request.salt):
                 self.pool.mark_content(block, True)
                 self._unproven.append((request.last_step, block))
+                if self.eviction is not None:
+                    self._describe(self.eviction, request, number)
         request.num_published = full
 
     def settle(self, step: int) -> None:
         """Step `step` and all before it are done: what they filled is there, what they read may be given away."""
-        self._unproven = [entry for entry in self._unproven if entry[0] > step]
+        if self._unproven:
+            proven = [block for number, block in self._unproven if number <= step]
+            self._unproven = [entry for entry in self._unproven if entry[0] > step]
+            if self.transfers is not None and proven:
+                self.transfers.proven(proven)
         self.pool.settle(step)
+
+    @property
+    def unproven(self) -> set[int]:
+        """Blocks that can be found, though the steps that fill them are not done."""
+        return {block for _, block in self._unproven}
 
     def void(self, step: int) -> None:
         """Every launched step failed, the newest is `step`: nobody may find what they were to fill."""
         for _, block in self._unproven:
             if self.index.forget(block):
                 self.pool.mark_content(block, False)
+        self._unproven = []
         self.settle(step)
 
     def forget(self, request: Holder) -> None:
-        """Nobody may find what lies in the request's blocks."""
+        """Nobody may find what lies in the request's blocks, or was copied from them."""
+        if self.transfers is not None:
+            names = map(self.index.name_of, request.blocks)
+            self.transfers.discard([name[0] for name in names if name is not None])
         for block in request.blocks:
             if self.index.forget(block):
                 self.pool.mark_content(block, False)
@@ -143,7 +180,9 @@ class KVManager:
         request.num_published = 0
 
     def reset_prefix_cache(self, salt: str | None = None) -> None:
-        """Forget all cached content, or that of one salt; blocks in use stay in use."""
+        """Forget all cached content, or that of one salt, wherever it is; blocks in use stay in use."""
+        if self.transfers is not None:
+            self.transfers.forget(salt)
         for block in self.index.blocks(salt):
             self.index.forget(block)
             self.pool.mark_content(block, False)
@@ -161,6 +200,29 @@ class KVManager:
         if len(chain) < full_blocks:
             self._chains.extend(chain, request.salt, request.tokens, full_blocks)
         return chain if len(chain) == full_blocks else chain[:full_blocks]
+
+    def _describe(self, eviction: EvictionPolicy, request: Publisher, number: int) -> None:
+        """Tell the policy what was published."""
+        size = self.block_size
+        parent = self.index.block_of(request.identities[number - 1]) if number else None
+        eviction.stored(
+            request.blocks[number],
+            request.identities[number],
+            NO_BLOCK if parent is None else parent,
+            number,
+            (number + 1) * size > request.prompt_len,
+            request.salt,
+            len(request.tokens) // size - number,
+        )
+
+    def arrived(self, chain: list[bytes], identity: bytes, block: int, salt: str) -> None:
+        """Tell the policy what came from another place, for a request with these identities."""
+        if self.eviction is None:
+            return
+        number = chain.index(identity)
+        parent = self.index.block_of(chain[number - 1]) if number else None
+        before = NO_BLOCK if parent is None else parent
+        self.eviction.stored(block, identity, before, number, False, salt, len(chain) - number)
 
     def _evicted(self, block: int) -> None:
         self.index.forget(block)

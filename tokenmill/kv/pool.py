@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from tokenmill.kv.eviction.policy import EvictionPolicy
+
 
 class BlockPool:
     """Ownership rules.
@@ -12,10 +14,17 @@ class BlockPool:
     - `take` gives a block with one reference; `share` adds one; `release` gives one back.
     - A block with no reference is free. If it has content that the prefix index knows, it keeps it until it is
       taken again: the free list is in eviction order, blocks without content first, then least recently used.
+      An eviction policy, where there is one, chooses among the latter in another order.
     - `release(..., fence)` keeps the reference until step `fence` is settled, because a launched step may read it.
+    - `hold` hands references over to a transfer, which copies from or to the blocks; `let_go` gives them back.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None] | None = None,
+        eviction: EvictionPolicy | None = None,  # None: least recently used
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least one block")
         self.num_blocks = num_blocks
@@ -25,7 +34,10 @@ class BlockPool:
         self.num_fenced = 0  # references waiting for their fence
         self.settled = 0  # newest step known to be done
         self._on_evict = on_evict or (lambda block: None)
+        self._eviction = eviction
         self._fenced: deque[tuple[int, list[int]]] = deque()
+        self.held: dict[int, list[int]] = {}  # number of a transfer -> references that are its own
+        self.hanging: set[int] = set()  # of these: nobody knows when they end
         # A doubly linked ring through two arrays; the sentinel is index num_blocks.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._prev: list[int] = [num_blocks, *range(num_blocks)]
@@ -35,10 +47,12 @@ class BlockPool:
         block = self._next[self.num_blocks]
         if block == self.num_blocks:
             raise RuntimeError("the block pool is empty; callers check num_free first")
-        self._unlink(block)
         if self.has_content[block]:
+            if self._eviction is not None:
+                block = self._eviction.victim(block)
             self.has_content[block] = False
             self._on_evict(block)
+        self._unlink(block)
         self.references[block] = 1
         return block
 
@@ -75,9 +89,31 @@ class BlockPool:
                 self._drop(held)
         self._fenced = waiting
 
+    def hold(self, transfer: int, blocks: list[int]) -> None:
+        """From now on one reference of each block is the transfer's."""
+        self.held[transfer] = blocks
+
+    def let_go(self, transfer: int) -> None:
+        """The transfer touches its blocks no more."""
+        self.hanging.discard(transfer)
+        self._drop(self.held.pop(transfer))
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that nobody but transfers holds: they come free by themselves, soon, where none of these hangs."""
+        if not self.held:
+            return 0
+        counts: dict[int, int] = {}
+        for number, blocks in self.held.items():
+            for block in blocks if number not in self.hanging else ():
+                counts[block] = counts.get(block, 0) + 1
+        return sum(1 for block, count in counts.items() if self.references[block] == count)
+
     def mark_content(self, block: int, has: bool) -> None:
         """Tell the pool that the prefix index learned or forgot this block."""
         self.has_content[block] = has
+        if not has and self._eviction is not None:
+            self._eviction.gone(block)
         if not has and self.references[block] == 0:  # worthless now: first to be taken
             self._unlink(block)
             self._link(block)
@@ -85,7 +121,7 @@ class BlockPool:
     def check_integrity(self, holders: Iterable[list[int]]) -> None:
         """Prove that free + used == total and that every reference has exactly one holder."""
         counted = [0] * self.num_blocks
-        for blocks in [*holders, *(held for _, held in self._fenced)]:
+        for blocks in [*holders, *(held for _, held in self._fenced), *self.held.values()]:
             for block in blocks:
                 counted[block] += 1
         if counted != self.references:
@@ -100,6 +136,8 @@ class BlockPool:
             if seen > self.num_blocks:
                 raise AssertionError("the free list has a cycle")
         used = sum(1 for count in self.references if count)
+        if self._eviction is not None:
+            self._eviction.check_integrity(self.has_content, self.references)
         if seen != self.num_free or seen + used != self.num_blocks:
             raise AssertionError(f"{seen} blocks in the free list, {self.num_free} counted free, {used} used")
 
@@ -116,6 +154,8 @@ class BlockPool:
         before, after = self._prev[block], self._next[block]
         self._next[before], self._prev[after] = after, before
         self.num_free -= 1
+        if self._eviction is not None and self.has_content[block]:
+            self._eviction.held(block)
 
     def _link(self, block: int) -> None:
         """Into the free list: blocks without content first, others last."""
@@ -124,3 +164,5 @@ class BlockPool:
         self._next[before], self._prev[block] = block, before
         self._next[block], self._prev[after] = after, block
         self.num_free += 1
+        if self._eviction is not None and self.has_content[block]:
+            self._eviction.freed(block)

@@ -8,6 +8,8 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+from tokenmill.kv.events import CacheLog
+
 IDENTITY_BYTES = 16
 
 
@@ -67,6 +69,8 @@ class IdentityChains:
 class PrefixIndex:
     """Which block holds which content. One block per identity: the first to publish it stays."""
 
+    log: CacheLog | None = None  # where changes are noted; None: nobody wants to know
+
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
@@ -86,6 +90,9 @@ class PrefixIndex:
             found.append(block)
         return found
 
+    def block_of(self, identity: bytes) -> int | None:
+        return self._block_of.get(identity)
+
     def publish(self, identity: bytes, block: int, salt: str = "") -> bool:
         """Returns whether the block now stands for the identity (False: another block already does)."""
         if identity in self._block_of or block in self._identity_of:
@@ -94,6 +101,8 @@ class PrefixIndex:
         self._identity_of[block] = identity
         self._salt_of[block] = salt
         self._blocks_of.setdefault(salt, set()).add(block)
+        if self.log is not None:
+            self.log.stored(identity)
         return True
 
     def forget(self, block: int) -> bool:
@@ -106,7 +115,17 @@ class PrefixIndex:
         own.discard(block)
         if not own:
             del self._blocks_of[salt]
+        if self.log is not None:
+            self.log.evicted(identity)
         return True
+
+    def identities(self) -> list[bytes]:
+        return list(self._block_of)
+
+    def name_of(self, block: int) -> tuple[bytes, str] | None:
+        """Its identity and salt, if it stands for one."""
+        identity = self._identity_of.get(block)
+        return None if identity is None else (identity, self._salt_of[block])
 
     def blocks(self, salt: str | None = None) -> list[int]:
         """Those with content, or with that of one salt."""

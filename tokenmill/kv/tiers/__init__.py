@@ -1,0 +1,1 @@
+"""Places beside the device that hold blocks: host memory, disk."""
