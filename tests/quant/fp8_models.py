@@ -11,9 +11,7 @@ from tokenmill.ops.registry import Need, select
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.quant.schemes.row_scaled import Fp8
 
-ON_BOTH_SIDES = MatmulKernel(
-    "float8 on both sides", ("fp8",), multiply_float8, inputs=FLOAT8, quantize=quantize_rows
-)
+ON_BOTH_SIDES = MatmulKernel("float8 on both sides", ("fp8",), multiply_float8, inputs=FLOAT8, quantize=quantize_rows)
 
 
 class QuantizedInputs(Fp8):

@@ -169,6 +169,7 @@ def test_content_parts_are_joined():
         ("hello", "non-empty list"),
         (["hello"], "message 0 is a str"),
         ([{"content": "x"}], "message 0 has role None"),
+        ([{"role": "user", "content": "x"}, {"role": "foo", "content": "x"}], "message 1 has role 'foo'; .*user.*tool"),
         ([{"role": "user"}], "message 0 has content of type NoneType"),
         ([{"role": "user", "content": 3}], "content of type int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
@@ -177,6 +178,16 @@ def test_content_parts_are_joined():
 def test_messages_of_the_wrong_shape_are_refused(messages, expected):
     with pytest.raises(InvalidRequest, match=expected):
         render(CHATML, messages)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function", "ipython", "model"])
+def test_roles_that_templates_are_written_for_reach_them(role):
+    assert f"<|im_start|>{role}\n" in render(CHATML, [{"role": role, "content": "x"}])
+
+
+def test_a_template_may_name_a_role_of_its_own():
+    template = "{% for m in messages %}{% if m.role == 'reader' %}{{ m.content }}{% endif %}{% endfor %}"
+    assert render(template, [{"role": "reader", "content": "x"}]) == "x"
 
 
 def test_a_model_without_template_says_what_to_pass():

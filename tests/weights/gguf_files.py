@@ -53,10 +53,39 @@ def finish(writer: gguf.GGUFWriter, target: Path) -> Path:
     return target
 
 
-def add_byte_level_vocabulary(writer: gguf.GGUFWriter) -> None:
+def tiny_model(target: Path, layers: int = 2, hidden: int = 64, seed: int = 0, tokens: int = 0) -> Path:
+    """A llama of a few kilobytes, quantized as usual, with the vocabulary below and so many unused tokens more."""
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_block_count(layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(2 * hidden)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(hidden // 4)
+    add_byte_level_vocabulary(writer, tokens)
+    shapes = {"token_embd": (260 + tokens, hidden), "output": (260 + tokens, hidden), "output_norm": (hidden,)}
+    for index in range(layers):
+        block = {"attn_q": (hidden, hidden), "attn_k": (hidden // 2, hidden), "attn_v": (hidden // 2, hidden)}
+        block |= {"attn_output": (hidden, hidden), "attn_norm": (hidden,), "ffn_norm": (hidden,)}
+        block |= {"ffn_gate": (2 * hidden, hidden), "ffn_up": (2 * hidden, hidden), "ffn_down": (hidden, 2 * hidden)}
+        shapes |= {f"blk.{index}.{name}": shape for name, shape in block.items()}
+    draw = np.random.default_rng(seed)
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", np.ones(shape, dtype=np.float32))
+        else:
+            values = draw.normal(0, 0.2, shape).astype(np.float32)
+            codes = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"{name}.weight", codes, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    return finish(writer, target)
+
+
+def add_byte_level_vocabulary(writer: gguf.GGUFWriter, unused: int = 0) -> None:
     """A vocabulary of the 256 bytes, two merges and two control tokens."""
     alphabet = sorted(byte_alphabet())
-    tokens = ["<|end|>", "<|start|>", *alphabet, "he", "hel"]
+    tokens = ["<|end|>", "<|start|>", *alphabet, "he", "hel", *(f"unused {i}" for i in range(unused))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)

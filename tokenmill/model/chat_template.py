@@ -17,6 +17,8 @@ import jinja2.sandbox
 from tokenmill.errors import InvalidRequest, ModelError
 
 MAX_PROMPT_CHARACTERS = 64 * 1024 * 1024
+# That templates are written for, under one name or another; a template may name others.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
 
 
 def render(
@@ -35,7 +37,7 @@ def render(
         raise InvalidRequest("the model has no chat template; pass chat_template, or generate from a plain prompt")
     variables = {
         **extra,
-        "messages": check_messages(messages),
+        "messages": check_messages(messages, template),
         "tools": tools,
         "documents": extra.get("documents"),
         "add_generation_prompt": add_generation_prompt,
@@ -63,19 +65,21 @@ def render(
     return "".join(parts)
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any, template: str) -> list[dict[str, Any]]:
     """Messages as templates expect them: a role, and content as one string (or None beside tool calls)."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest('messages must be a non-empty list such as [{"role": "user", "content": "Hello"}]')
-    return [_check_message(index, message) for index, message in enumerate(messages)]
+    return [_check_message(index, message, template) for index, message in enumerate(messages)]
 
 
-def _check_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _check_message(index: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"message {index} is a {type(message).__name__}; it must have a role and a content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"message {index} has role {role!r}; it must be a string such as 'user'")
+    if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+        raise InvalidRequest(f"message {index} has role {role!r:.60}; it must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return dict(message)

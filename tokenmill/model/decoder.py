@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
+from tokenmill.model.expert_exchange import ExpertExchange
+from tokenmill.model.experts import ExpertLimits, ExpertLoad, LocalExperts, within_capacity
 from tokenmill.model.layers import (
     AttentionWeights,
     LatentAttentionWeights,
@@ -17,14 +19,17 @@ from tokenmill.model.layers import (
     MoEWeights,
     WeightStore,
     layer_kind,
+    linears,
     with_adapters,
 )
 from tokenmill.model.moe import experts_of
 from tokenmill.model.rope import rope_table
 from tokenmill.model.spec import DecoderSpec, MLASpec
+from tokenmill.ops.invariant import slices_of
 from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask, Rows
+from tokenmill.parallel.communicator import Communicator
 from tokenmill.quant.schemes.adapters import LowRankUpdates, RowContext
 from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
 from tokenmill.quant.schemes.scheme import Linear
@@ -42,6 +47,21 @@ class LayerKV:
     scales: KVScales | None = None
 
 
+@dataclass(frozen=True)
+class Features:
+    """What some layers start from, side by side: an EAGLE head drafts from it."""
+
+    layers: tuple[int, ...]
+    states: torch.Tensor  # [tokens, layers * hidden]
+
+    def of(self, index: int) -> torch.Tensor:  # [tokens, hidden]
+        return self.states.view(len(self.states), len(self.layers), -1)[:, self.layers.index(index)]
+
+    def keep(self, index: int, residual: torch.Tensor) -> None:  # [tokens, hidden]
+        if index in self.layers:
+            self.of(index).copy_(residual)
+
+
 @dataclass
 class TokenBatch:
     """The tokens of one step, rows one after the other."""
@@ -52,6 +72,8 @@ class TokenBatch:
     attention: AttentionBatch
     attend: Attend | None = None  # stands in for `Decoder.attend`: for whoever records what lies between two of them
     context: RowContext | None = None  # what tokens ask of linear layers, each for itself; None: nothing
+    features: Features | None = None  # filled where somebody asks for them
+    enters: torch.Tensor | None = None  # [tokens, hidden]: what an earlier stage made of them; None: their ids do
 
 
 class Hidden:
@@ -95,9 +117,21 @@ class Attended:
 class Decoder:
     """Computes hidden states and logits. Holds only weights and constants, so passes do not affect each other."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightStore, ops: Ops, max_len: int | None = None) -> None:
-        """max_len bounds the positions that will be asked for (default: all that the model knows)."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightStore,
+        ops: Ops,
+        max_len: int | None = None,
+        ranks: Communicator | None = None,
+        expert_ranks: Communicator | None = None,
+    ) -> None:
+        """max_len bounds the positions that will be asked for (default: all that the model knows). ranks: those that
+        have the other parts of its layers, where the spec is that of a part; each calls this one's methods alike.
+        expert_ranks: those that have other experts, and other tokens; None: other experts are on `ranks`.
+        """
         self.spec = spec
+        self.ranks = ranks
         self.weights = weights
         self.ops = ops
         self.adapters: Mapping[str, LowRankUpdates] = {}  # by canonical name of the linear layer
@@ -106,6 +140,20 @@ class Decoder:
         self.rope_tables = [tables[rope] for rope in spec.ropes]  # one per layer, shared where equal
         self._masks = [Mask(window=window, softcap=spec.attn_softcap) for window in spec.windows]
         self.order: Sequence[int] = range(spec.num_layers)  # the layers that a pass runs: see `one_of_each_kind`
+        self.expert_limits = ExpertLimits()
+        self.expert_load: ExpertLoad | None = None  # counted where somebody asks for it: `count_experts`
+        has_experts = spec.part is not None and spec.part.experts is not None
+        self._experts: LocalExperts | ExpertExchange | None = None
+        if has_experts:
+            self._experts = (
+                LocalExperts(spec, weights.device)
+                if expert_ranks is None
+                else ExpertExchange(spec, expert_ranks, weights.device)
+            )
+        self._moe = ops.moe
+        if spec.moe is not None and ops.chosen["moe"].sliced:  # batch-invariant
+            slices = slices_of(spec.moe.intermediate, 1 if spec.part is None else spec.part.ranks)
+            self._moe = partial(ops.moe, slices=slices)
         # Checkpoints were trained with the scale rounded to the embedding's dtype.
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=weights.dtype).item()
 
@@ -122,7 +170,7 @@ class Decoder:
     def begin(self, tokens: TokenBatch, kv: list[LayerKV], watch: Watch | None = None) -> Attended:
         """Up to the last layer's attention."""
         *before, last = self.order
-        return self.attention_of(last, self.layers(before, self.embed(tokens.ids), tokens, kv, watch), tokens, kv)
+        return self.attention_of(last, self.layers(before, self.enter(tokens), tokens, kv, watch), tokens, kv)
 
     def end(
         self,
@@ -136,6 +184,17 @@ class Decoder:
             if not wanted.numel():  # kernels have nothing to launch for no rows
                 return attended.take()[1]
         return self.norm(self.mlp_of(attended, watch))
+
+    def enter(self, tokens: TokenBatch) -> Hidden:
+        """What the first layer here starts from."""
+        if tokens.enters is None:
+            return self.embed(tokens.ids)
+        return Hidden(self.ops.scaled(tokens.enters, 1.0))  # a copy: layers write on their residual
+
+    def leave(self, tokens: TokenBatch, kv: list[LayerKV]) -> torch.Tensor:  # [tokens, hidden]
+        """All layers of a stage, for the next one to go on with."""
+        residual, update = self.layers(self.order, self.enter(tokens), tokens, kv).take()
+        return residual if update is None else self.ops.add(residual, update)
 
     def layers(
         self,
@@ -157,7 +216,21 @@ class Decoder:
         x, residual = self._add_norm(update, residual, layer.before_attention, layer.attention.qkv)
         del update
         mixed = self._mix(index, x, layer.attention, tokens, kv[index])
+        if tokens.features is not None:  # (not before: the projection may have added up the residual)
+            tokens.features.keep(index, residual)
         return Attended(index, whole, mixed, residual, tokens.context)
+
+    def features(self, layers: tuple[int, ...], tokens: int) -> Features:
+        """Room for what these layers start from."""
+        width, weights = len(layers) * self.spec.hidden, self.weights
+        return Features(layers, torch.empty(tokens, width, dtype=weights.dtype, device=weights.device))
+
+    def attention_on(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor, tokens: TokenBatch, kv: list[LayerKV]
+    ) -> Attended:
+        """The same of an input that somebody else has made."""
+        layer = self.weights.layer(index)
+        return Attended(index, layer, self._mix(index, x, layer.attention, tokens, kv[index]), residual)
 
     def mlp_of(self, attended: Attended, watch: Watch | None = None) -> Hidden:
         """The second half."""
@@ -166,7 +239,7 @@ class Decoder:
         update = self._join(mixed, layer)
         del mixed
         x, residual = self._add_norm(update, residual, layer.before_mlp, _only_reader(layer.mlp))
-        update = self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
+        update = self._norm(self._sum(self._mlp(attended.index, x, layer.mlp)), layer.after_mlp)
         if watch is not None:
             watch(attended.index, residual + update)
         return Hidden(residual, update)
@@ -190,6 +263,12 @@ class Decoder:
             found.setdefault(kind, index)
         return found
 
+    @property
+    def recordable(self) -> bool:
+        """Whether all that steps launch can be recorded."""
+        multiply = (one.matmul(self.weights.dtype) for one in linears(self.weights, self.spec.num_layers))
+        return self.ops.capture_safe(with_moe=self.spec.moe is not None) and all(one.recordable for one in multiply)
+
     @contextmanager
     def one_of_each_kind(self) -> Iterator[None]:
         """Inside, a pass runs one layer of each kind and the last one: every op that there is, in little time."""
@@ -209,11 +288,18 @@ class Decoder:
         mask, scale = self._masks[index], self.spec.attn_scale
         return self.ops.attention(q, kv.k, kv.v, batch, mask, scale, scales=kv.scales)
 
+    def count_experts(self) -> ExpertLoad:
+        """Count from now on how often each expert is chosen."""
+        assert self.spec.moe is not None
+        if self.expert_load is None:
+            self.expert_load = ExpertLoad(self.spec.num_layers, self.spec.moe.experts, self.weights.device)
+        return self.expert_load
+
     def logits(
         self,
         hidden: torch.Tensor,  # [n, hidden]
         wide: bool = True,  # False: a copy in float32 is not needed, the reader widens what it reads
-    ) -> torch.Tensor:  # [n, vocab] float32, or float64
+    ) -> torch.Tensor:  # [n, vocab] float32, or float64; a rank's part of the vocabulary
         logits = self.weights.lm_head(hidden)
         if logits.dtype != torch.float64 and (wide or self.spec.logit_softcap is not None):
             logits = logits.float()
@@ -224,11 +310,11 @@ class Decoder:
     @property
     def plain_embedding(self) -> torch.Tensor | None:
         """[vocab, hidden], where a token's embedding is its row, as it is."""
-        embed = self.weights.embed
-        return embed if isinstance(embed, torch.Tensor) and self._embed_scale == 1.0 else None
+        embed, whole = self.weights.embed, self.spec.part is None
+        return embed if isinstance(embed, torch.Tensor) and self._embed_scale == 1.0 and whole else None
 
     def embed(self, ids: torch.Tensor) -> Hidden:
-        x = self.weights.embedding(ids)
+        x = self._sum(self.weights.embedding(ids))
         return Hidden(x if self._embed_scale == 1.0 else self.ops.scaled(x, self._embed_scale))
 
     def _add_norm(
@@ -264,7 +350,7 @@ class Decoder:
         spec = self.spec
         q, k, v = torch.split(weights.qkv(x), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
         if spec.qk_norm == "full":
-            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+            q, k = self._norm_all_heads(q, weights.q_norm), self._norm_all_heads(k, weights.k_norm)
         q = q.view(-1, spec.heads, spec.head_dim)
         k = k.view(-1, spec.kv_heads, spec.head_dim)
         v = v.view(-1, spec.kv_heads, spec.head_dim)
@@ -310,16 +396,38 @@ class Decoder:
         weights = layer.attention
         if isinstance(weights, LatentAttentionWeights):
             mixed = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)
-        return self._norm(weights.o(mixed.flatten(1)), layer.after_attention)
+        return self._norm(self._sum(weights.o(mixed.flatten(1))), layer.after_attention)
 
-    def _mlp(self, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden]
+        """What all ranks have of it."""
+        return x if self.ranks is None else self.ranks.all_reduce(x)
+
+    def _norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # [tokens, heads * dim]
+        """A norm over the heads of all ranks, of which this one goes on with its own."""
+        if self.ranks is None or weight is None or x.shape[1] == len(weight):
+            return self._norm(x, weight)
+        repeats = self.ranks.size * x.shape[1] // len(weight)  # ranks that have the same heads
+        all_heads = self.ranks.all_gather(x.contiguous())[::repeats].transpose(0, 1).flatten(1)
+        at = self.ranks.rank // repeats * x.shape[1]
+        return self._norm(all_heads, weight)[:, at : at + x.shape[1]]
+
+    def _mlp(self, index: int, x: Rows, weights: MLPWeights | MoEWeights) -> torch.Tensor:
         if isinstance(weights, MLPWeights):
             return weights.down(gate_up_for(weights.down, self.ops, weights.gate_up, x, self.spec.activation))
         x = _as_tensor(x)
-        assert self.spec.moe is not None
-        share, experts = experts_of(x, weights.router, self.spec.moe, self.ops)
-        out = self.ops.moe(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
-        return out if weights.shared is None else out + self._mlp(x, weights.shared)
+        moe = self.spec.moe
+        assert moe is not None
+        share, experts = experts_of(x, weights.router, moe, self.ops)
+        if self.expert_load is not None:
+            self.expert_load.add(index, experts)
+        if self.expert_limits.capacity is not None:
+            most = self.expert_limits.tokens(experts.numel(), moe.experts)
+            share, dropped = within_capacity(share, experts, most)
+            if self.expert_load is not None:
+                self.expert_load.dropped[index] += dropped
+        compute = self._moe if self._experts is None else partial(self._experts.compute, self._moe)
+        out = compute(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
+        return out if weights.shared is None else out + self._mlp(index, x, weights.shared)
 
 
 def _only_reader(weights: MLPWeights | MoEWeights) -> Linear | None:

@@ -32,7 +32,7 @@ Attend = Callable[[torch.Tensor], torch.Tensor]  # queries [n, heads * dim], not
 SHIPPED = {
     "b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4": (
         "smollm2-135m-instruct.safetensors",
-        "add3caafff35172a7d5b9614864a4de275fa2a93bd81ea5798f664b36fa501e0",
+        "82a1936e60474d19dc46db7fd347f2dc3c2f316b03216f949fb4d6dcf50f4cd8",
     ),
 }
 
@@ -218,7 +218,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise ModelError(f"there is no draft head at {path}; name a file that `tokenmill train-draft` has written")
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            # Copies: tensors of the file are mapped, and who writes over it would change a head that drafts.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(
             f"{path} of {path.stat().st_size} bytes is truncated, or no safetensors file ({error}); "

@@ -89,7 +89,8 @@ def with_adapters(
 
 
 class WeightStore(Protocol):
-    """Where weights come from during a forward pass.
+    """Where weights come from during a forward pass. A stage of a pipeline has an embedding only where tokens enter,
+    and a final norm and a head only at its end; nobody asks it for others.
 
     `layer` is called in order, once per layer and pass, on the thread and stream that computes; what it returns
     must be usable until the next call. A store may use the call to start bringing in the layers that follow.
@@ -104,36 +105,60 @@ class WeightStore(Protocol):
     def layer(self, index: int) -> LayerWeights: ...
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, hidden]
+        """Zeros for tokens that another rank has."""
         ...
 
 
 class ResidentWeights:
     """Every weight on the device for the whole life of the engine."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Weight]) -> None:
-        self.embed = weights["embed"]
-        self.final_norm = _tensor(weights, "final_norm")
-        tied = self.embed if isinstance(self.embed, Linear) else Linear(Dense(), {"weight": self.embed})
-        self.lm_head = tied if spec.tie_embeddings else _linear(weights, "lm_head")
-        like = self.final_norm if isinstance(self.embed, Linear) else self.embed
-        self.dtype, self.device = like.dtype, like.device
+    embed: Weight
+    final_norm: torch.Tensor
+    lm_head: Linear
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Weight],
+        dtype: torch.dtype | None = None,  # None, as the device: of the embedding, or where that is packed, of the norm
+        device: torch.device | None = None,
+    ) -> None:
+        if "embed" in weights:
+            self.embed = weights["embed"]
+        if spec.has_head:
+            self.final_norm = _tensor(weights, "final_norm")
+            self.lm_head = self._tied() if spec.tie_embeddings else _linear(weights, "lm_head")
+        if dtype is None or device is None:
+            like = self.final_norm if isinstance(self.embed, Linear) else self.embed
+            dtype, device = like.dtype, like.device
+        self.dtype, self.device = dtype, device
+        self._vocab = None if spec.part is None else spec.part.vocab
         self._layers = [layer_weights(spec, weights, index) for index in range(spec.num_layers)]
         for linear in linears(self, spec.num_layers):
             linear.matmul(self.dtype)  # chosen now, not in a step
+
+    def _tied(self) -> Linear:
+        return self.embed if isinstance(self.embed, Linear) else Linear(Dense(), {"weight": self.embed})
 
     def layer(self, index: int) -> LayerWeights:
         return self._layers[index]
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.embed, torch.Tensor):
+        first = 0 if self._vocab is None else self._vocab.start
+        if isinstance(self.embed, Linear):
+            scheme = cast(TakesRows, self.embed.scheme)  # no other is asked to store an embedding
+            return scheme.take_rows(self.embed.storage, ids, first)
+        if self._vocab is None:
             return F.embedding(ids, self.embed)
-        scheme = cast(TakesRows, self.embed.scheme)  # no other is asked to store an embedding
-        return scheme.take_rows(self.embed.storage, ids)
+        mine = (ids >= first) & (ids < self._vocab.stop)
+        return F.embedding(torch.where(mine, ids - first, 0), self.embed) * mine[:, None].to(self.embed.dtype)
 
 
 def linears(weights: WeightStore, num_layers: int) -> list[Linear]:
-    """Every linear layer, head included."""
-    return [*(one for index in range(num_layers) for one in weights.layer(index).linears()), weights.lm_head]
+    """Every linear layer, head included where there is one."""
+    found = [one for index in range(num_layers) for one in weights.layer(index).linears()]
+    head = getattr(weights, "lm_head", None)
+    return found if head is None else [*found, head]
 
 
 def allocate(

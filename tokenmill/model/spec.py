@@ -81,6 +81,43 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
+class StagePart:
+    """What makes a spec that of one stage of a pipeline (model/stage.py): its layers are some of the model's."""
+
+    model: DecoderSpec
+    layers: range  # of the model's
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.model.num_layers
+
+    def name_in_model(self, name: str) -> str:
+        """What the model calls a parameter of the stage, whose layers are numbered anew."""
+        if not name.startswith("layers."):
+            return name
+        _, index, rest = name.split(".", 2)
+        return f"layers.{self.layers.start + int(index)}.{rest}"
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What makes a spec that of one rank's part of a model (model/shard.py): its heads and inner columns are fewer."""
+
+    whole: DecoderSpec
+    rank: int
+    ranks: int  # that share heads, columns and the vocabulary
+    vocab: range  # the tokens whose embeddings and logits the rank has
+    experts: tuple[int, ...] | None = None  # those it has, where whole ones are divided; None: some of each
+    expert_rank: int = 0  # among those that divide whole experts
+    expert_ranks: int = 1
+    hot_experts: tuple[int, ...] = ()  # those that all of these ranks have
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Everything the one decoder needs to know about an architecture."""
 
@@ -113,6 +150,35 @@ class DecoderSpec:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str | None = None  # what the checkpoint says it was saved in, e.g. "bfloat16"
+    stage: StagePart | None = None  # None: all layers
+    part: RankPart | None = None  # None: the whole model
+
+    @property
+    def embeds(self) -> bool:
+        """Whether tokens enter here, and not what another stage made of them."""
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits are computed here."""
+        return self.stage is None or self.stage.is_last
+
+    @property
+    def whole(self) -> DecoderSpec:
+        """The model, of which this may be one rank's part."""
+        return self if self.part is None else self.part.whole
+
+    @property
+    def vocab_rows(self) -> int:
+        """Tokens whose embeddings and logits are here."""
+        return self.vocab_size if self.part is None else len(self.part.vocab)
+
+    @property
+    def expert_count(self) -> int:
+        """Routed experts whose weights are here."""
+        assert self.moe is not None
+        held = None if self.part is None else self.part.experts
+        return self.moe.experts if held is None else len(held)
 
     @property
     def q_size(self) -> int:
@@ -162,13 +228,16 @@ class DecoderSpec:
 
     def parameters(self) -> dict[str, ParamSpec]:
         """Every weight the decoder uses, by canonical name. A bias is named after its linear layer."""
-        found = {"embed": ParamSpec((self.vocab_size, self.hidden), "embedding")}
+        found = {}
+        if self.embeds or (self.has_head and self.tie_embeddings):
+            found["embed"] = ParamSpec((self.vocab_rows, self.hidden), "embedding")
         for index in range(self.num_layers):
             for name, param in self.layer_parameters(index).items():
                 found[f"layers.{index}.{name}"] = param
-        found["final_norm"] = ParamSpec((self.hidden,), "norm")
-        if not self.tie_embeddings:
-            found["lm_head"] = ParamSpec((self.vocab_size, self.hidden), "linear")
+        if self.has_head:
+            found["final_norm"] = ParamSpec((self.hidden,), "norm")
+        if self.has_head and not self.tie_embeddings:
+            found["lm_head"] = ParamSpec((self.vocab_rows, self.hidden), "linear")
         return found
 
     def layer_parameters(self, index: int) -> dict[str, ParamSpec]:
@@ -219,8 +288,8 @@ class DecoderSpec:
         elif self.qk_norm == "head":
             found["q_norm"] = found["k_norm"] = ParamSpec((self.head_dim,), "norm")
         elif self.qk_norm == "full":
-            found["q_norm"] = ParamSpec((self.q_size,), "norm")
-            found["k_norm"] = ParamSpec((self.kv_size,), "norm")
+            found["q_norm"] = ParamSpec((self.whole.q_size,), "norm")
+            found["k_norm"] = ParamSpec((self.whole.kv_size,), "norm")
         found["o"] = ParamSpec((self.hidden, self.attention_size), "linear")
         if self.o_bias:
             found["o.bias"] = ParamSpec((self.hidden,), "bias")
@@ -241,8 +310,8 @@ class DecoderSpec:
         moe = self.moe
         found = {
             "router": ParamSpec((moe.experts, self.hidden), "router"),
-            "experts_gate_up": ParamSpec((moe.experts, 2 * moe.intermediate, self.hidden), "stacked"),
-            "experts_down": ParamSpec((moe.experts, self.hidden, moe.intermediate), "stacked"),
+            "experts_gate_up": ParamSpec((self.expert_count, 2 * moe.intermediate, self.hidden), "stacked"),
+            "experts_down": ParamSpec((self.expert_count, self.hidden, moe.intermediate), "stacked"),
         }
         if moe.shared_intermediate:
             found |= self._dense_mlp("shared_", moe.shared_intermediate, self.mlp_bias)

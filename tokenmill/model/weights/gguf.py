@@ -16,6 +16,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.weights.gguf_blocks import Order, unpacked
 from tokenmill.model.weights.gguf_config import build_config
 from tokenmill.model.weights.gguf_file import GGUFFile, TensorInfo
+from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.quant.schemes.packed import Blocks
 
 Floats = npt.NDArray[np.float32]
@@ -56,6 +57,26 @@ class GGUFCheckpoint:
         if order is not None:
             return _decode(source.file, source.info, source.expert, order, dtype)
         return torch.from_numpy(source.transform(_decode(source.file, source.info, source.expert).numpy())).to(dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source = self._sources[name]
+        return source.info.shape if source.expert is None else source.info.shape[1:]
+
+    def part(self, name: str, box: tuple[range, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A box of a matrix: rows that are not wanted are not decoded, nor are columns of whole blocks."""
+        source, shape, wanted = self._sources[name], self.shape(name), dtype or torch.float32
+        order = _row_order(source)
+        plain = source.transform is None or order is not None
+        if len(shape) != 2 or not plain or source.info.type_id not in OF_GGUF:
+            return self.tensor(name, wanted)[tuple(slice(span.start, span.stop) for span in box)].clone()
+        whole = Blocks(source.file.raw(source.info, source.expert), source.info.type_id, (shape[0], shape[1]), order)
+        rows, columns = box
+        for some in (columns, range(shape[1])):
+            cut = whole.cut(rows, some)
+            if cut is not None:
+                found = unpacked(cut.raw, cut.type_id, cut.shape, cut.order, wanted)
+                return found if some == columns else found[:, columns.start : columns.stop].clone()
+        raise AssertionError("rows consist of whole blocks")
 
     def blocks(self, name: str) -> Blocks | None:
         """The matrix of that name as it is stored; None where `tensor` changes more than the order of its rows."""

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.layers import ResidentWeights, Weight, WeightStore, allocate
+from tokenmill.model.shard import adds_bias, held
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, GroupCheckpoint, TypedCheckpoint
+from tokenmill.model.weights.checkpoint import (
+    BlockCheckpoint,
+    Checkpoint,
+    GroupCheckpoint,
+    PartCheckpoint,
+    TypedCheckpoint,
+)
+from tokenmill.model.weights.cuts import (
+    Box,
+    Cut,
+    check_shape,
+    cut_group,
+    cut_groups,
+    cuts,
+    put,
+    scales_rows,
+    write_columns,
+)
 from tokenmill.model.weights.names import Piece, Recipe, is_harmless, recipes, spelled_as_in_transformers
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
@@ -21,7 +39,7 @@ LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_weights(
-    spec: DecoderSpec,
+    spec: DecoderSpec,  # of the whole model, or of a rank's part, of which no more is read
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -33,26 +51,32 @@ def load_weights(
     spelled = spelled_as_in_transformers(checkpoint.names())
     chosen = _choose(spec, spelled)
     place, schemes = torch.device(device), schemes or Schemes(Dense())
-    params = spec.parameters()
+    params, whole, parts = spec.parameters(), spec.whole.parameters(), held(spec)
     total, done = sum(param.numel for param in params.values()), 0
     tell = progress or (lambda done, total: None)
     tell(0, total)
     weights: dict[str, Weight] = {}
-    upcoming = (spelled[piece.source] for name in params for piece in chosen[name])  # one ahead of what is filled
+    planned = {
+        name: [(piece, cut) for piece in chosen[name] for cut in cuts(piece, whole[name].shape, parts[name])]
+        for name in params
+    }
+    upcoming = (spelled[piece.source] for plan in planned.values() for piece, _ in plan)  # one ahead of what is filled
     next(upcoming)
     for name, param in params.items():
         weight = allocate(spec, param, dtype, place, schemes.of(name))
         before = done
-        for piece in chosen[name]:
+        for piece, cut in planned[name]:
             if isinstance(checkpoint, BlockCheckpoint):
                 checkpoint.prefetch(next(upcoming, spelled[piece.source]))
-            _fill_from(checkpoint, spelled[piece.source], weight, piece, name in schemes.as_stored)
-            done += math.prod(piece.shape)
+            _fill_from(checkpoint, spelled[piece.source], weight, piece, cut, name in schemes.as_stored)
+            done += cut.numel
             tell(min(done, before + param.numel), total)
+        if isinstance(weight, torch.Tensor) and not adds_bias(spec, name):
+            weight.zero_()
         weights[name] = weight
         done = before + param.numel  # pieces may have had more than was used of them
         tell(done, total)
-    return ResidentWeights(spec, weights)
+    return ResidentWeights(spec, weights, dtype, place)
 
 
 def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightForm]:
@@ -61,47 +85,63 @@ def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightF
         return {}
     spelled = spelled_as_in_transformers(checkpoint.names())
     found: dict[str, WeightForm] = {}
+    whole, parts = spec.whole.parameters(), held(spec)
     for name, recipe in _choose(spec, spelled).items():
-        if spec.parameters()[name].kind == "linear":
-            forms = {None if piece.change else checkpoint.stored(spelled[piece.source]) for piece in recipe}
+        if whole[name].kind == "linear":
+            forms = {
+                None if piece.change else _cut_form(checkpoint.stored(spelled[piece.source]), cut)
+                for piece in recipe
+                for cut in cuts(piece, whole[name].shape, parts[name])
+            }
             form = forms.pop()
             if form is not None and not forms:
                 found[name] = form
     return found
 
 
+def _cut_form(form: WeightForm | None, cut: Cut) -> WeightForm | None:
+    group = None if form is None else cut_group(form.group, cut)
+    return None if form is None or group == 0 else replace(form, group=group)
+
+
 def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int]:
     """Bytes of each matrix when it is packed as the checkpoint stores it: in blocks, or in floats of its own width."""
     spelled = spelled_as_in_transformers(checkpoint.names())
     found = {}
+    whole, parts = spec.whole.parameters(), held(spec)
     for name, recipe in _choose(spec, spelled).items():
-        if spec.parameters()[name].kind in ("linear", "embedding"):
-            found[name] = 0
-            for piece in recipe:
-                source, (rows, columns) = spelled[piece.source], piece.shape
-                if (blocks := _blocks(checkpoint, source, piece)) is not None:
-                    found[name] += packed_bytes(blocks.type_id, rows, columns)
-                    continue
-                # What is changed on the way to a matrix is the order of its rows.
-                dtype = checkpoint.dtype(source) if isinstance(checkpoint, TypedCheckpoint) else None
-                found[name] += float_bytes(dtype, rows, columns)
+        if whole[name].kind not in ("linear", "embedding"):
+            continue
+        found[name] = 0
+        for piece in recipe:
+            source = spelled[piece.source]
+            # What is changed on the way to a matrix is the order of its rows.
+            dtype = checkpoint.dtype(source) if isinstance(checkpoint, TypedCheckpoint) else None
+            for cut in cuts(piece, whole[name].shape, parts[name]):
+                rows, columns = map(len, cut.source)
+                blocks = _blocks(checkpoint, source, piece, cut)
+                kept = packed_bytes(blocks.type_id, rows, columns) if blocks else float_bytes(dtype, rows, columns)
+                found[name] += kept
     return found
 
 
-def _blocks(checkpoint: Checkpoint, name: str, piece: Piece) -> Blocks | None:
+def _blocks(checkpoint: Checkpoint, name: str, piece: Piece, cut: Cut) -> Blocks | None:
     """The source as it is stored, if it can be packed without another change than the order of its rows."""
     if not isinstance(checkpoint, BlockCheckpoint) or piece.change is not None or piece.expert is not None:
         return None
     blocks = checkpoint.blocks(name)
-    return blocks if blocks is not None and blocks.shape == piece.shape and can_pack(blocks) else None
+    if blocks is None or blocks.shape != piece.shape or not can_pack(blocks):
+        return None
+    return blocks if cut.whole else blocks.cut(*cut.source)
 
 
-def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, as_stored: bool) -> None:
+def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, cut: Cut, as_stored: bool) -> None:
+    first = cut.target[0].start
     if isinstance(weight, Linear) and weight.scheme.as_in_file:
         assert isinstance(weight.scheme, TakesBlocks)
-        blocks = _blocks(checkpoint, name, piece)
+        blocks = _blocks(checkpoint, name, piece, cut)
         if blocks is not None:
-            weight.scheme.write_blocks(weight.storage, piece.first, blocks)
+            weight.scheme.write_blocks(weight.storage, first, blocks)
             _release(checkpoint, name)
             return
     if as_stored:
@@ -109,22 +149,22 @@ def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, 
         assert isinstance(checkpoint, GroupCheckpoint)
         groups = checkpoint.groups(name)
         assert groups is not None  # `stored` said so
-        weight.scheme.write_groups(weight.storage, piece.first, groups)
+        weight.scheme.write_groups(weight.storage, first, cut_groups(groups, cut))
         return
-    _fill(weight, piece, _read(checkpoint, name, piece, _kept_dtype(weight)))
+    if not isinstance(weight, Linear):
+        put(weight, cut, piece, _read(checkpoint, name, piece, weight.dtype, cut.source))
+    elif scales_rows(weight.scheme):
+        rows = _read(checkpoint, name, piece, None, (cut.source[0], range(piece.shape[1])))
+        write_columns(weight, first, rows, cut.source[1])
+    else:
+        kept = weight.storage["weight"].dtype if weight.scheme.floats else None
+        weight.scheme.write(weight.storage, first, _read(checkpoint, name, piece, kept, cut.source))
     _release(checkpoint, name)
 
 
 def _release(checkpoint: Checkpoint, name: str) -> None:
     if isinstance(checkpoint, BlockCheckpoint):
         checkpoint.release(name)
-
-
-def _kept_dtype(weight: Weight) -> torch.dtype | None:
-    """Of the floats that a tensor becomes without any other change; None: a scheme takes it as it is stored."""
-    if not isinstance(weight, Linear):
-        return weight.dtype
-    return weight.storage["weight"].dtype if weight.scheme.floats else None
 
 
 def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:
@@ -143,6 +183,8 @@ def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:
             " it is incomplete or belongs to another config"
         )
     used = {piece.source for recipe in chosen.values() for piece in recipe}
+    if spec.stage is not None:  # other stages account for what they lack
+        used |= {one.source for ways in recipes(spec.stage.model).values() for way in ways for one in way}
     extra = [name for name in spelled if name not in used and not is_harmless(spec, name)]
     if extra:
         raise ModelError(
@@ -152,28 +194,27 @@ def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:
     return chosen
 
 
-def _read(checkpoint: Checkpoint, name: str, piece: Piece, kept: torch.dtype | None) -> torch.Tensor:
-    if isinstance(checkpoint, BlockCheckpoint) and kept is not None and piece.change is None:
-        tensor = checkpoint.tensor(name, kept)
+def _read(
+    checkpoint: Checkpoint,
+    name: str,
+    piece: Piece,
+    kept: torch.dtype | None,  # of the floats that it becomes without any other change; None: it is taken as stored
+    box: Box,
+) -> torch.Tensor:
+    """A tensor, or no more of it than is needed where the checkpoint can do that."""
+    kept = None if piece.change is not None else kept
+    if tuple(map(len, box)) != piece.shape and isinstance(checkpoint, PartCheckpoint):
+        check_shape(name, checkpoint.shape(name), piece)
+        tensor = checkpoint.part(name, box, kept)
     else:
-        tensor = checkpoint.tensor(name)
+        blocked = isinstance(checkpoint, BlockCheckpoint) and kept is not None
+        tensor = checkpoint.tensor(name, kept) if blocked else checkpoint.tensor(name)  # type: ignore[call-arg]
+        check_shape(name, tuple(tensor.shape), piece)
+        tensor = tensor[tuple(slice(span.start, span.stop) for span in box)]
     if tensor.dtype not in LOADABLE:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ModelError(f"tensor {name!r} is of type {kind}; only float64, float32, bfloat16 and float16 are read")
-    if tuple(tensor.shape) != piece.shape:
-        raise ModelError(
-            f"tensor {name!r} has shape {list(tensor.shape)} but config.json implies {list(piece.shape)};"
-            " check that config.json belongs to these weights"
-        )
     return piece.change(tensor) if piece.change else tensor
-
-
-def _fill(weight: Weight, piece: Piece, value: torch.Tensor) -> None:
-    if isinstance(weight, Linear):
-        weight.scheme.write(weight.storage, piece.first, value)
-        return
-    target = weight if piece.expert is None else weight[piece.expert]
-    target[piece.first : piece.first + value.shape[0]].copy_(value)
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:

@@ -21,22 +21,25 @@ class Piece:
     shape: tuple[int, ...]  # what the source must have
     first: int = 0  # the part begins at this row of the parameter ...
     expert: int | None = None  # ... or of this expert's matrix in it
-    change: Change | None = None
+    change: Change | None = None  # one that leaves the rows of a head among themselves
+    unit: int = 1  # rows of the source that make up one row of the parameter
 
 
 Recipe = list[Piece]
 
 
 def recipes(spec: DecoderSpec) -> dict[str, list[Recipe]]:
-    """For every parameter, the ways in which checkpoints store it, the most common first."""
+    """For every parameter of the whole model, the ways in which checkpoints store it, the most common first."""
+    spec = spec.whole
     offset = _plus_one if spec.norm_offset else None
     found = {
         "embed": [[Piece("model.embed_tokens.weight", (spec.vocab_size, spec.hidden))]],
         "final_norm": [[Piece("model.norm.weight", (spec.hidden,), change=offset)]],
         "lm_head": [[Piece("lm_head.weight", (spec.vocab_size, spec.hidden))]],
     }
+    first = 0 if spec.stage is None else spec.stage.layers.start
     for index in range(spec.num_layers):
-        at = f"model.layers.{index}."
+        at = f"model.layers.{first + index}."
         layer = _norms(spec, at) | (_latent(spec, spec.mla, at) if spec.mla else _attention(spec, at))
         if spec.moe is not None and spec.is_moe(index):
             layer |= _mixture(spec, spec.moe, at)
@@ -139,9 +142,11 @@ def _latent(spec: DecoderSpec, mla: MLASpec, at: str) -> dict[str, list[Recipe]]
     down = Piece(f"{at}kv_a_proj_with_mqa.weight", (rank + mla.rope_dim, spec.hidden), spec.q_size, change=change)
     found["qkv"] = [[query, down]]
     found["kv_norm"] = [[Piece(f"{at}kv_a_layernorm.weight", (rank,))]]
-    up = (spec.heads * (mla.nope_dim + mla.v_dim), rank)
+    per_head = mla.nope_dim + mla.v_dim
+    up = (spec.heads * per_head, rank)
     for name, rows in (("k_up", slice(None, mla.nope_dim)), ("v_up", slice(mla.nope_dim, None))):
-        found[name] = [[Piece(f"{at}kv_b_proj.weight", up, change=partial(_per_head, spec.heads, rows))]]
+        change = partial(_per_head, per_head, rows)
+        found[name] = [[Piece(f"{at}kv_b_proj.weight", up, change=change, unit=per_head)]]
     return found | _linear("o", at, [[("o_proj", spec.hidden)]], spec.attention_size)
 
 
@@ -193,6 +198,6 @@ def _key_rows(mla: MLASpec, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([_half_split(rope), latent], dim=0)
 
 
-def _per_head(heads: int, rows: slice, weight: torch.Tensor) -> torch.Tensor:
+def _per_head(per_head: int, rows: slice, weight: torch.Tensor) -> torch.Tensor:
     """Rows of all heads -> [heads, some of each head's rows, in]."""
-    return weight.view(heads, -1, weight.shape[1])[:, rows]
+    return weight.view(-1, per_head, weight.shape[1])[:, rows]

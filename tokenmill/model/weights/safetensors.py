@@ -39,6 +39,18 @@ class SafetensorsCheckpoint:
             raise ModelError(f"tensor {name!r} in {path} cannot be read: {error}") from None
         return found
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def part(self, name: str, box: tuple[range, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        path = self._where[name]
+        try:
+            some = self._files[path].get_slice(name)
+            found: torch.Tensor = some[tuple(slice(span.start, span.stop) for span in box)]
+        except Exception as error:  # as in `tensor`
+            raise ModelError(f"tensor {name!r} in {path} cannot be read: {error}") from None
+        return found
+
     def dtype(self, name: str) -> torch.dtype | None:
         """From the file's header."""
         return _DTYPES.get(self._files[self._where[name]].get_slice(name).get_dtype())

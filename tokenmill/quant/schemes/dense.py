@@ -38,19 +38,32 @@ class Dense(QuantScheme):
 
 
 class InvariantDense(Dense):
-    """The weight as it is; every product goes through one kernel, whatever the number of rows."""
+    """The weight as it is; every product goes through one kernel, whatever the number of rows.
+
+    Where ranks may divide the columns, their products are computed in slices, each of which is stored by itself.
+    """
 
     name = "dense, batch-invariant"
 
-    def __init__(self, out_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, out_dtype: torch.dtype | None = None, slices: int = 1) -> None:
         """out_dtype: of products on a GPU; by default that of the model."""
         super().__init__()
-        self._out_dtype = out_dtype
+        self._out_dtype, self._slices = out_dtype, slices
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        storage = {"weight": torch.empty(rows, columns, dtype=dtype, device=device)}
+        shape = (rows, columns) if self._slices == 1 else (self._slices, rows, columns // self._slices)
+        storage = {"weight": torch.empty(shape, dtype=dtype, device=device)}
         self.matmul(storage, dtype)  # refuses what has no such kernel before it is loaded
         return storage
 
+    def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
+        if self._slices == 1:
+            super().write(storage, first_row, weight)
+            return
+        parts = weight.reshape(len(weight), self._slices, -1).transpose(0, 1)
+        storage["weight"][:, first_row : first_row + len(weight)].copy_(parts)
+
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
-        return select_matmul(dense_need(storage["weight"], dtype, batch_invariant=True, out_dtype=self._out_dtype))
+        weight = storage["weight"]
+        whole = weight if weight.dim() == 2 else weight.view(weight.shape[1], -1)  # of the shape of the whole
+        return select_matmul(dense_need(whole, dtype, batch_invariant=True, out_dtype=self._out_dtype))

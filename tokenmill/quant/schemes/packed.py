@@ -34,6 +34,22 @@ class Blocks:
     shape: tuple[int, int]
     order: npt.NDArray[np.int32] | None = None  # row r is row order[r] of raw; None: as they come
 
+    def cut(self, rows: range, columns: range) -> Blocks | None:
+        """Some rows and columns of it; None: columns end within a block."""
+        format, width = OF_GGUF[self.type_id], self.shape[1]
+        if columns.start % format.values or columns.stop % format.values:
+            return None
+        by_row = self.raw.reshape(self.shape[0], width // format.values, format.size)
+        order = None if self.order is None else self.order[rows.start : rows.stop]
+        first, last = (rows.start, rows.stop) if order is None else (int(order.min()), int(order.max()) + 1)
+        if last - first == len(rows):  # rows of heads are in another order among themselves
+            order = None if order is None else order - np.int32(first)
+            some = by_row[first:last]
+        else:
+            some, order = by_row[order], None
+        some = some[:, columns.start // format.values : columns.stop // format.values]
+        return Blocks(np.ascontiguousarray(some).reshape(-1), self.type_id, (len(rows), len(columns)), order)
+
 
 def can_pack(blocks: Blocks) -> bool:
     format = OF_GGUF.get(blocks.type_id)
@@ -117,9 +133,9 @@ class Packed(QuantScheme):
         matrix = _matrix(storage)
         return select_matmul(MatmulNeed("packed", matrix.rows, matrix.columns, dtype, torch.device("cpu")))
 
-    def take_rows(self, storage: Storage, ids: torch.Tensor) -> torch.Tensor:  # [n] -> [n, in]
+    def take_rows(self, storage: Storage, ids: torch.Tensor, first: int = 0) -> torch.Tensor:  # [n] -> [n, in]
         """Some rows as floats: an embedding that is packed, too."""
-        return _matrix(storage).take_rows(ids)
+        return _matrix(storage).take_rows(ids, first)
 
     def _show(self, storage: Storage) -> None:
         """The tensors of a storage are what the memory accounting looks at."""

@@ -45,6 +45,12 @@ class RowScaled(QuantScheme):
             values[rows], scales[rows] = quantized.values, quantized.scale
             first_row = rows.stop
 
+    whole_rows = True
+
+    def rounded(self, weight: torch.Tensor) -> Groups:  # [n, in]
+        quantized = quantize_rows(weight, self.code_dtype)
+        return Groups(quantized.values, quantized.scale[:, None], 8)
+
     def write_groups(self, storage: Storage, first_row: int, groups: Groups) -> None:
         """Exact where codes are of this scheme's dtype with one scale per row; otherwise they are rounded again."""
         if groups.codes.dtype != self.code_dtype or groups.zeros is not None or groups.scale.shape[1] != 1:

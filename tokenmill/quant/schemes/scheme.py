@@ -67,6 +67,19 @@ class TakesGroups(Protocol):
 
 
 @runtime_checkable
+class RoundsRows(TakesGroups, Protocol):
+    """A scheme that rounds floats to groups, and does so with whole rows where these have one scale each."""
+
+    @property
+    def whole_rows(self) -> bool:
+        """Scales belong to whole rows: who stores some columns only rounds the whole row first."""
+        ...
+
+    def rounded(self, weight: torch.Tensor) -> Groups:  # [n, in]
+        ...
+
+
+@runtime_checkable
 class TakesBlocks(Protocol):
     """A scheme that stores the blocks of a GGUF file as they are."""
 
@@ -77,7 +90,8 @@ class TakesBlocks(Protocol):
 class TakesRows(Protocol):
     """A scheme that can store an embedding, too: its rows come back as floats."""
 
-    def take_rows(self, storage: Storage, ids: torch.Tensor) -> torch.Tensor:  # [n] -> [n, in]
+    def take_rows(self, storage: Storage, ids: torch.Tensor, first: int = 0) -> torch.Tensor:  # [n] -> [n, in]
+        """first: the id of the first row; zeros for ids that are not here."""
         ...
 
 

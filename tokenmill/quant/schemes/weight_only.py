@@ -73,6 +73,13 @@ class WeightOnly(QuantScheme):
             self.write_groups(storage, first_row, round_to_nearest(part.to(storage["weight"].device), self.form))
             first_row += part.shape[0]
 
+    @property
+    def whole_rows(self) -> bool:
+        return self.form.group is None
+
+    def rounded(self, weight: torch.Tensor) -> Groups:  # [n, in]
+        return round_to_nearest(weight, self.form)
+
     def write_groups(self, storage: Storage, first_row: int, groups: Groups) -> None:
         """Store codes as they are. Scales may be coarser than the form's: then several groups get the same."""
         bits = 4 if self.form.kind == "int4" else 8

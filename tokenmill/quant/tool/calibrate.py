@@ -59,9 +59,7 @@ class Changed(Dense):
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         return only(self._kernel, dense_need(storage["weight"], dtype))
 
-    def _multiply(
-        self, need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _multiply(self, need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
         return multiply_dense(need, self._change(x), storage, bias)
 
 
@@ -160,7 +158,7 @@ class _OneLayer(Decoder):
         update = self._join(self._mix(index, x, layer.attention, tokens, kv), layer)
         # What adds and norms may overwrite its inputs, and these are the caller's.
         x, residual = self._add_norm(update, residual.clone(), layer.before_mlp, None)
-        return residual + self._norm(self._mlp(x, layer.mlp), layer.after_mlp)
+        return residual + self._norm(self._mlp(index, x, layer.mlp), layer.after_mlp)
 
 
 def plain_ops(need: Need) -> Ops:

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.errors import ModelError
 from tokenmill.model.families import spec_from_config
-from tokenmill.model.weights.checkpoint import Checkpoint, TypedCheckpoint
+from tokenmill.model.weights.checkpoint import Checkpoint, PartCheckpoint, TypedCheckpoint
 from tokenmill.model.weights.names import recipes, spelled_as_in_transformers
 from tokenmill.model.weights.quantized.matrix import Matrix, MatrixFormat
 from tokenmill.model.weights.quantized.parts import Parts
@@ -90,6 +90,19 @@ class QuantizedCheckpoint:
         if name not in self._layers:
             return self._checkpoint.tensor(name)
         return self._matrix(name).widen()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._layers:
+            return self._kind(name).shape
+        if isinstance(self._checkpoint, PartCheckpoint):
+            return self._checkpoint.shape(name)
+        return tuple(self._checkpoint.tensor(name).shape)
+
+    def part(self, name: str, box: tuple[range, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Of a quantized layer all is read: formats pack along either dimension."""
+        if name not in self._layers and isinstance(self._checkpoint, PartCheckpoint):
+            return self._checkpoint.part(name, box, dtype)
+        return self.tensor(name)[tuple(slice(span.start, span.stop) for span in box)]
 
     def dtype(self, name: str) -> torch.dtype | None:
         if name in self._layers:
