@@ -33,6 +33,7 @@ from tokenmill.sampling.settings import (
 
 if TYPE_CHECKING:
     from tokenmill.engine.step import Admission
+    from tokenmill.sampling.vocab_parts import VocabPart
 
 _WORD_NAMES = [name for name, _ in WORDS]
 
@@ -84,8 +85,10 @@ class Sampler:
         device: torch.device | str,
         tokens: torch.Tensor,  # [max_rows, max_len] int32: the device token table, written by the runner
         max_verified: int = 0,  # drafts of a step that may have masks of their own
+        part: VocabPart | None = None,  # the tokens whose logits this rank has; None: all
     ) -> None:
         self.ops = ops
+        self.part = part
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.tokens = tokens
@@ -194,6 +197,11 @@ class Sampler:
         best = self._room(int(self._widths[entries].max())) if flags & LOGPROBS else None
         return Traits(bool(flags & WARM), bool(flags & FILTERED), bool(flags & SHAPED), best)
 
+    def noise(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n] float32, [n] int64
+        """Temperatures and seeds of these rows [n] int64: with the same noise others may guess what is sampled."""
+        heat = self._words[_WORD_NAMES.index("temperature")].view(torch.float32)
+        return heat.index_select(0, rows), self._seeds.index_select(0, rows)
+
     def widths(self, rows: Sequence[int]) -> Widths:
         """How many best tokens each of these rows asked for; -1: it wants no log-probabilities."""
         return self._widths[np.asarray(rows, dtype=np.int64)]
@@ -225,7 +233,7 @@ class Sampler:
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab]; overwritten where they are shaped and float32 or float64
+        logits: torch.Tensor,  # [n, vocab], or this rank's part; overwritten where they are shaped and float32 or 64
         rows: torch.Tensor,  # [n] int64: entry i chooses the token at positions[i] of rows[i]
         positions: torch.Tensor,  # [n] int64
         traits: Traits,  # of the rows
@@ -248,6 +256,10 @@ class Sampler:
         settings = self._words.index_select(1, rows)  # [words, n]
         words = dict(zip(_WORD_NAMES, settings.unbind(), strict=True))
         numbers = dict(zip(_WORD_NAMES, settings.view(torch.float32).unbind(), strict=True))
+        part = self.part
+        plain = not (traits.filtered or traits.shaped or traits.best is not None)
+        if part is not None and self.device.type != "cpu" and not plain:  # the host may not look who needs what
+            logits, part = part.whole(logits), None
         raw = logits
         if traits.shaped:
             if logits.element_size() < 4:  # shaped ones need more precision than a model's own dtype has
@@ -263,6 +275,7 @@ class Sampler:
                 masks=self._masks,
                 mask_rows=rows if mask_rows is None else mask_rows,
                 counters=self._counters,
+                first=0 if part is None else part.tokens.start,
                 **{name: words[name] for name in ("prompt_len", "stops_from")},
                 **{name: numbers[name] for name in ("repetition", "presence", "frequency")},
             )
@@ -277,19 +290,21 @@ class Sampler:
             all_greedy=not traits.warm,
             any_filter=traits.filtered,
         )
-        tokens = self.ops.sample(logits, batch)
+        tokens = self.ops.sample(logits, batch) if part is None else part.sample(logits, batch)
         if traits.best is None:
             return Sampled(tokens)
-        return Sampled(tokens, self.ops.logprobs(raw, tokens, words["width"], traits.best))
+        logprobs = self.ops.logprobs if part is None else part.logprobs
+        return Sampled(tokens, logprobs(raw, tokens, words["width"], traits.best))
 
     def prompt_logprobs(
         self,
-        logits: torch.Tensor,  # [m, vocab]: what the model says about each next token of a prompt
+        logits: torch.Tensor,  # [m, vocab], or this rank's part: what the model says about each next token of a prompt
         targets: torch.Tensor,  # [m]: the tokens that stand there
         width: int,  # best tokens per position
     ) -> torch.Tensor:  # [m, words], as `Sampled.logprobs`
         widths = torch.full(targets.shape, width, dtype=torch.int32, device=logits.device)
-        return self.ops.logprobs(logits, targets.long(), widths, self._room(width))
+        logprobs = self.ops.logprobs if self.part is None else self.part.logprobs
+        return logprobs(logits, targets.long(), widths, self._room(width))
 
     def _room(self, width: int) -> int:
         """Few different numbers where each is a kernel of its own; beyond those it is torch that computes."""
