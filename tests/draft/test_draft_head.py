@@ -136,6 +136,16 @@ def test_a_head_comes_back_from_its_file_with_weights_of_eight_bits(tmp_path, ma
     assert [one.name for one in tmp_path.iterdir()] == ["head.safetensors"]
 
 
+def test_a_head_that_was_read_stays_as_it_is_though_its_file_is_written_over(tmp_path):
+    path, other = tmp_path / "head", tmp_path / "other"
+    a_head().save(path)
+    a_head(enter_norm=torch.zeros(HIDDEN), ids=torch.arange(DRAFTS, dtype=torch.int32)).save(other)
+    head = DraftHead.load(path, SPEC, FINAL_NORM)
+    with path.open("r+b") as file:  # the same file: not another one of the same name
+        file.write(other.read_bytes())
+    assert torch.equal(head.enter_norm, a_head().enter_norm) and torch.equal(head.ids, a_head().ids)
+
+
 def test_a_fingerprint_is_of_the_model_not_of_the_dtype_that_it_runs_in():
     norm = FINAL_NORM.bfloat16()
     assert fingerprint(norm) == fingerprint(norm.float())

@@ -17,14 +17,17 @@ from tokenmill.draft.data import (
     ANSWER_TEMPERATURES,
     LOOP,
     Frame,
+    Prompts,
     Texts,
+    _Writer,
     draft_vocabulary,
     frame_of,
     loop_start,
     write_texts,
 )
-from tokenmill.draft.evaluate import acceptance, evaluate
-from tokenmill.draft.optimize import Batches, Schedule, Sizes, new_head, optimize, soft_cross_entropy
+from tokenmill.draft.evaluate import _per_step, acceptance, evaluate
+from tokenmill.draft.loss import draft_loss
+from tokenmill.draft.optimize import Batches, Schedule, Sizes, new_head, optimize
 from tokenmill.draft.states import embeddings, head_rows, logits_parts, runner_of, states_of
 from tokenmill.draft.train import TrainOptions, count, main, train_draft
 from tokenmill.errors import ConfigError, ModelError
@@ -84,9 +87,11 @@ def test_texts_with_a_template_are_questions_and_answers_in_its_frame(model):
             about.append(tokens[2:first])
             continue
         passages.append(tokens[begin:end])
-        assert tokens[:first] == [1, 5] and 4 <= last - first <= 200 and 2 not in tokens[first:last]
+        assert tokens[:2] == [1, 5] and not any(tokens[2:first])  # words of an opening, which this model has not
+        assert 4 <= last - 2 <= 203 and 2 not in tokens[first:last]
     assert len(passages) // 4 <= len(about) <= len(passages)
-    assert all(any(tokens[-16:] == one[at : at + 16] for one in passages for at in range(len(one))) for tokens in about)
+    said = {tuple(one[at : at + 16]) for one in passages for at in range(len(one) - 15)}
+    assert all(any(tuple(tokens[at : at + 16]) in said for at in range(len(tokens))) for tokens in about)
 
 
 def test_texts_are_what_the_model_says_again(texts, llm):
@@ -153,6 +158,33 @@ def test_a_chat_template_is_cut_where_the_users_text_stands(llm):
     frame = frame_of(Chat(), llm._built.spec)
     assert frame == Frame([ord(one) for one in "<s><user>"], [ord(one) for one in "</user><model>"])
     assert frame_of(None, llm._built.spec) == Frame([1], [])
+    Chat.chat_template = "{% for one in messages %}<{{ one.role }}>{{ one.content }}.{% endfor %}<model>"
+    frame = frame_of(Chat(), llm._built.spec)
+    parts = ["".join(map(chr, part)) for part in (frame.before, frame.between, frame.again)]
+    assert parts == ["<user>", ".<model>", ".<user>"]
+
+
+def test_questions_begin_as_told_and_others_are_about_passages_or_go_on_after_an_answer(llm):
+    frame, prompts = Frame([1, 5], [6, 7], [8, 9, 8]), Prompts([[10, 11]], [[12, 12]], [[13, 13]])
+    rows = list(_Writer(llm, frame, 1, 512, prompts).write(48))
+    assert len(rows) > 40
+    own = [row for row in rows if row.question[0] < row.question[1]]
+    opened = [row for row in own if row.question[0] == 4]
+    assert len(own) // 3 < len(opened) < len(own)
+    assert all(row.tokens[2:4] == [10, 11] for row in opened)
+    talks = [row for row in rows if row not in own]
+    answers = [row.tokens[: row.answer[1] - 1] for row in own]
+    behind = [8, 9, 8, 13, 13, 6, 7]
+    second = [row for row in talks if row.tokens[row.answer[0] - 7 : row.answer[0]] == behind]
+    assert second and all(row.tokens[: row.answer[0] - 7] in answers for row in second)
+    about = [row for row in talks if row not in second]
+    instructed = [row for row in about if row.tokens[2:4] == [12, 12]]
+    assert len(about) // 3 < len(instructed) < len(about)  # behind other passages there is a question
+    questions = [tuple(row.tokens[slice(*row.question)]) for row in own]
+    for row in about:
+        asked = row.tokens[2 : row.answer[0] - 2]
+        assert row in instructed or any(tuple(asked[-len(one) :]) == one for one in questions)
+        assert row.question[0] == row.question[1] and len(row.tokens) <= 512
 
 
 def test_the_draft_vocabulary_has_the_commonest_tokens_and_all_that_end_a_text(texts, llm):
@@ -185,18 +217,39 @@ def test_texts_come_back_from_their_file_and_only_for_their_model(texts, llm, tm
         Texts.load(path, spec, "mark")
 
 
-def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch):
-    monkeypatch.setattr("tokenmill.draft.optimize.PROBABILITY_BYTES", 4 * 5 * 11)  # five rows at a time
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy_and_of_chances(monkeypatch):
+    monkeypatch.setattr("tokenmill.draft.loss.PROBABILITY_BYTES", 4 * 5 * 11)  # five rows at a time
     x = torch.randn(13, 7, dtype=torch.float32, requires_grad=True)
     weight = torch.randn(11, 7, requires_grad=True)
-    target, share = torch.rand(13, 11) / 11, torch.rand(13)
-    plain = (-(target * (x @ weight.T).log_softmax(-1)).sum(-1) * share).sum()
+    target, share = torch.randn(13, 14).softmax(-1)[:, :11], torch.rand(13)
+    sampled, warm = torch.randint(0, 11, (13,)), torch.arange(13) % 2 > 0
+    sampled[3] = sampled[4] = -1
+    logs = (x @ weight.T).log_softmax(-1)
+    at, known = sampled.clamp_min(0)[:, None], sampled >= 0
+    ratios = logs.exp() / logs.exp().gather(1, at)
+    sums = torch.maximum(target, ratios * target.gather(1, at)).sum(-1) + 1 - target.sum(-1)
+    sums = torch.where(warm, sums, ratios.sum(-1))
+    plain = ((-0.3 * (target * logs).sum(-1) + 1.7 * known * sums.log()) * share).sum()
     expected = torch.autograd.grad(plain / 2, (x, weight))
-    loss = soft_cross_entropy(x, weight, target, share)
+    loss, chances = draft_loss(x, weight, target, sampled, warm, share, 0.3, 1.7)
     torch.testing.assert_close(loss, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(chances, known / sums, rtol=1e-4, atol=1e-4)
     found = torch.autograd.grad(loss / 2, (x, weight))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_the_chance_of_a_draft_is_how_often_it_is_what_the_target_samples_with_the_same_noise():
+    torch.manual_seed(0)
+    target, x, weight = (1.5 * torch.randn(1, 11)).softmax(-1), torch.randn(1, 7), torch.randn(11, 7)
+    noise = gumbel_noise(torch.arange(200_000), torch.zeros(200_000, dtype=torch.int64), 11)
+    tokens, drafts = ((logits + noise).argmax(-1) for logits in (target.log(), x @ weight.T))
+    one = torch.ones(1)
+    for token in target[0].topk(4).indices:
+        _, chance = draft_loss(x, weight, target, token[None], one > 0, one, 1.0, 1.0)
+        assert float(chance) == pytest.approx(float((drafts[tokens == token] == token).float().mean()), abs=0.02)
+        _, chance = draft_loss(x, weight, target, token[None], one < 0, one, 1.0, 1.0)  # without noise
+        assert float(chance) == pytest.approx(float((x @ weight.T).softmax(-1)[0, token]), rel=1e-3)
 
 
 def test_rows_of_the_head_and_embeddings_are_those_of_the_model(llm):
@@ -280,6 +333,13 @@ def test_acceptance_counts_chains_of_drafts(llm, states):
     wrong = [right[0], (right[1] + 1) % 128, right[2]]
     found = acceptance(Known(wrong), decoder, states, at, 3)
     assert (found.held, found.lengths) == ([1.0, 0.0, 0.0], [2.0, 2.0, 2.0])
+
+
+def test_tokens_per_step_are_those_of_steps_behind_each_other():
+    assert _per_step([0, 1, 2, 3], [3, 0, 0, 0]) == 4.0  # one step goes over all
+    assert _per_step([0, 1, 2, 3], [0, 1, 4, 0]) == 1.333  # 1, 2 and 1 tokens: no step begins at 2
+    assert _per_step([0, 1, 7, 8], [4, 4, 0, 1]) == 2.667  # another answer begins at 7: 5, 1 and 2 tokens
+    assert _per_step([], []) == 0.0
 
 
 def test_the_command_writes_a_head_for_the_model(model, tmp_path, capsys):

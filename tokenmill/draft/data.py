@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tokenmill.draft.prompts import FOLLOW_UPS, INSTRUCTIONS, OPENINGS
 from tokenmill.errors import ConfigError, ModelError, TokenmillError
 from tokenmill.llm import LLM
 from tokenmill.model.chat_template import render
@@ -21,34 +22,19 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 
-SENTINEL = "THE-QUESTION"  # stands for the user's text while the template is rendered
+SENTINELS = "THE-QUESTION", "ITS-ANSWER", "ANOTHER-ONE"  # what is said, while the template is rendered
 QUESTION_TOKENS = (4, 200)  # shorter ones are dropped, longer ones cut
 OPENING_TOKENS = 32  # of texts without questions, for as many different beginnings
 ANSWER_TOKENS = 384
-PASSAGE_TOKENS = (16, 300)  # of an answer that another question is about: shorter ones are left, longer ones cut
-ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)  # of every three answers
-QUESTION_TEMPERATURES = (1.0, 1.0, 1.0, 0.8)
+PASSAGE_TOKENS = (16, 200)  # of an answer that another question is about: shorter ones are left, longer ones cut
+PASSAGES = (1, 1, 3)  # that a question is about, of every three
+ANSWER_TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of every four answers
+QUESTION_TEMPERATURES = (1.0, 0.8, 1.0, 0.7, 1.0)
+OPENED = 0.7  # of the questions begin with words from a list
+FOLLOWING, ASKED = 0.25, 0.25  # of texts about others: second turns, and others' questions behind passages
 ROUND = 8192  # texts that are written together; the last of them run in ever smaller batches
 TYPICAL_TOKENS = 250  # of a question and its answer, for the size of the first round
 LOOP = 24  # tokens that come a third time: from there on an answer goes in circles, which needs no trained drafter
-
-# What is asked about a passage, which stands behind it. Every third text has one: answers quote it, and that is to be
-# drafted, too.
-INSTRUCTIONS = (
-    "Summarize the following text in a few sentences.",
-    "Rewrite the following text in simpler words.",
-    "List the key points of this text.",
-    "Translate the following text into German.",
-    "Translate the following text into French.",
-    "Translate the following text into Spanish.",
-    "What is the main idea of the text below? Quote the sentences that show it.",
-    "Continue the following text.",
-    "Correct the spelling and grammar of this text, and change nothing else.",
-    "Answer this question from the text below: what is said about its subject, and why does it matter?",
-    "Write a title for this text, and repeat its first sentence.",
-    "Turn the following text into a dialogue between two people.",
-    "Extract all names, numbers and terms from this text.",
-)
 
 Tell = Callable[[str], None]
 
@@ -74,7 +60,7 @@ class Texts:
 
     def part(self, first: int, last: int) -> Texts:
         begin, end = int(self.starts[first]), int(self.starts[last])
-        rest = {field.name: getattr(self, field.name)[first:last] for field in fields(self)[2:]}
+        rest = {one.name: getattr(self, one.name)[first:last] for one in fields(self)[2:]}
         return Texts(self.tokens[begin:end], self.starts[first : last + 1] - begin, **rest)
 
     def answer_counts(self, vocab: int) -> torch.Tensor:  # [vocab] int64
@@ -84,7 +70,7 @@ class Texts:
         return torch.bincount(self.tokens[(place >= first) & (place < last)].long(), minlength=vocab)
 
     def save(self, path: Path, fingerprint: str) -> None:
-        tensors = {field.name: getattr(self, field.name).contiguous() for field in fields(self)}
+        tensors = {one.name: getattr(self, one.name).contiguous() for one in fields(self)}
         save_file(tensors, path, {"texts": json.dumps({"fingerprint": fingerprint})})
 
     @classmethod
@@ -93,7 +79,7 @@ class Texts:
         try:
             with safe_open(path, framework="pt") as file:
                 known = json.loads((file.metadata() or {})["texts"])
-                texts = cls(**{field.name: file.get_tensor(field.name) for field in fields(cls)})
+                texts = cls(**{one.name: file.get_tensor(one.name) for one in fields(cls)})
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise ModelError(f"{path} holds no generated texts ({error}); remove it, and they are made anew") from None
         if known.get("fingerprint") != fingerprint or int(texts.tokens.max()) >= spec.vocab_size:
@@ -103,33 +89,53 @@ class Texts:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the texts: tokens before the question, and between question and answer."""
+    """What stands around the texts: tokens before the question, between it and the answer, and before another one."""
 
     before: list[int]
     between: list[int]  # empty: the answer goes on where the question stops
+    again: list[int] = field(default_factory=list)  # empty: there is only one question
 
 
 def frame_of(tokenizer: Tokenizer | None, spec: DecoderSpec) -> Frame:
     """Of the chat template; a model without one goes on from a text's beginning."""
     if tokenizer is not None and tokenizer.chat_template:
-        text = render(
-            tokenizer.chat_template,
-            [{"role": "user", "content": SENTINEL}],
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-        )
-        before, found, between = text.partition(SENTINEL)
+        question, answer, other = SENTINELS
+        before, found, between = _rendered(tokenizer, [question]).partition(question)
         if found:
-            return Frame(*(tokenizer.encode(part, add_special_tokens=False) for part in (before, between)))
+            _, _, talk = _rendered(tokenizer, [question, answer, other]).partition(answer)
+            again = talk.partition(other)[0] if other in talk else ""
+            parts = (before, between, again)
+            return Frame(*(tokenizer.encode(part, add_special_tokens=False) for part in parts))
     begin = [tokenizer.bos_id if tokenizer is not None else None, spec.bos_id, *spec.eos_ids, 0]
     return Frame([next(token for token in begin if token is not None)], [])
 
 
-def instructions_of(tokenizer: Tokenizer | None) -> list[list[int]]:
-    """In tokens, with what separates them from a passage; none of a model that does not chat."""
-    if tokenizer is None or not tokenizer.chat_template:
-        return []
-    return [tokenizer.encode(f"{one}\n\n", add_special_tokens=False) for one in INSTRUCTIONS]
+def _rendered(tokenizer: Tokenizer, said: Sequence[str]) -> str:
+    """By the user and the model, in turns; empty where the template refuses so many."""
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(said)]
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    try:
+        return render(tokenizer.chat_template, messages, bos_token=bos, eos_token=eos)
+    except TokenmillError:
+        if len(said) == 1:
+            raise
+        return ""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """In tokens; empty for a model that does not chat."""
+
+    openings: list[list[int]]
+    instructions: list[list[int]]  # with what separates them from a passage
+    follow_ups: list[list[int]]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None) -> Prompts:
+        if tokenizer is None or not tokenizer.chat_template:
+            return cls([], [], [])
+        texts = (OPENINGS, [f"{one}\n\n" for one in INSTRUCTIONS], FOLLOW_UPS)
+        return cls(*([tokenizer.encode(one, add_special_tokens=False) for one in some] for some in texts))
 
 
 def write_texts(
@@ -144,7 +150,7 @@ def write_texts(
     """At least so many tokens of questions and answers, in rounds."""
     began = time.monotonic()
     tokenizer = llm.get_tokenizer()
-    writer = _Writer(llm, frame_of(tokenizer, spec), seed, max_len, instructions_of(tokenizer))
+    writer = _Writer(llm, frame_of(tokenizer, spec), seed, max_len, Prompts.of(tokenizer))
     rows: list[_Row] = []
     written, typical = 0, TYPICAL_TOKENS
     while written < tokens:
@@ -184,14 +190,7 @@ class _Row:
 
 
 class _Writer:
-    def __init__(
-        self,
-        llm: LLM,
-        frame: Frame,
-        seed: int,
-        max_len: int,
-        instructions: list[list[int]],  # about passages; none: no text has a passage
-    ) -> None:
+    def __init__(self, llm: LLM, frame: Frame, seed: int, max_len: int, prompts: Prompts) -> None:
         self._llm, self._frame, self._random = llm, frame, random.Random(seed)
         room = max_len - len(frame.before) - len(frame.between)
         self._question_tokens = min(QUESTION_TOKENS[1] if frame.between else OPENING_TOKENS, room // 3)
@@ -199,14 +198,16 @@ class _Writer:
         if self._question_tokens < QUESTION_TOKENS[0]:
             raise ConfigError(f"max_model_len is {max_len}, too short for a question and an answer; raise it")
         self._max_len, self._room, least = max_len, room, PASSAGE_TOKENS[0]
-        self._instructions = [one for one in instructions if len(one) + least <= room // 2] if frame.between else []
+        chats = bool(frame.between)
+        self._openings = [one for one in prompts.openings if chats and 2 * len(one) <= self._question_tokens]
+        self._instructions = [one for one in prompts.instructions if chats and len(one) + least <= room // 2]
+        self._follow_ups = prompts.follow_ups if chats and frame.again else []
 
     def write(self, count: int) -> Iterator[_Row]:
-        """About so many texts; every third is about the answer of another."""
+        """About so many texts; every third is about others, or goes on after one."""
         about = count // 3 if self._instructions else 0
         asked = list(self._answered(self._questions(count - about)))
-        passages = [passage for row in asked if len(passage := self._passage(row)) >= PASSAGE_TOKENS[0]]
-        told = list(self._answered(self._about(passages, about))) if passages else []
+        told = list(self._answered(self._about(asked, about)))
         for index, row in enumerate(asked):
             yield row
             if index % 2 and index // 2 < len(told):
@@ -230,30 +231,52 @@ class _Writer:
             assert one.seed is not None
             yield _Row(ids + answer, (begin, end), span, one.temperature, one.seed)
 
-    def _passage(self, row: _Row) -> list[int]:
-        """An answer, but for the token that may have ended it."""
-        return row.tokens[row.answer[0] : row.answer[1] - 1][: PASSAGE_TOKENS[1]]
-
-    def _about(self, passages: list[list[int]], count: int) -> Iterator[tuple[list[int], int, int]]:
+    def _about(self, rows: list[_Row], count: int) -> Iterator[tuple[list[int], int, int]]:
         """Nothing in these questions counts as written: the passages were, but behind another beginning."""
+        rows = [row for row in rows if row.answer[1] - row.answer[0] > PASSAGE_TOKENS[0]]
+        if not rows:
+            return
         before, between = self._frame.before, self._frame.between
         for index in range(count):
-            instruction = self._instructions[index % len(self._instructions)]
-            passage = passages[self._random.randrange(len(passages))][: self._room // 2 - len(instruction)]
-            end = len(before) + len(instruction) + len(passage)
-            yield [*before, *instruction, *passage, *between], end, end
+            row = self._random.choice(rows)
+            kind = self._random.random()
+            if kind < FOLLOWING and self._follow_ups and (prompt := self._second_turn(row)):
+                yield prompt, len(prompt), len(prompt)
+                continue
+            others = [row, *self._random.choices(rows, k=PASSAGES[index % len(PASSAGES)] - 1)]
+            self._random.shuffle(others)
+            texts = [one.tokens[slice(*one.answer)][:-1][: PASSAGE_TOKENS[1]] for one in others]  # without their end
+            question = row.tokens[slice(*row.question)] if kind > 1 - ASKED else []  # which one of them answers
+            instruction = [] if question else self._instructions[index % len(self._instructions)]
+            passage = [token for text in texts for token in text][: self._room // 2 - len(instruction) - len(question)]
+            asked = [*instruction, *passage, *question]
+            if len(passage) >= PASSAGE_TOKENS[0]:
+                end = len(before) + len(asked)
+                yield [*before, *asked, *between], end, end
+
+    def _second_turn(self, row: _Row) -> list[int]:
+        """A question, its answer, and another question; empty where there is no room for it."""
+        again = [*self._frame.again, *self._random.choice(self._follow_ups), *self._frame.between]
+        talk = [*row.tokens[: row.answer[1] - 1], *again]
+        return talk if len(talk) + self._answer_tokens <= self._max_len else []
 
     def _questions(self, count: int) -> Iterator[tuple[list[int], int, int]]:
-        """Prompts for answers, and where their questions begin and end."""
+        """Prompts for answers, and where what is written of their questions begins and ends."""
         before, between = self._frame.before, self._frame.between
         params = [
             self._params(QUESTION_TEMPERATURES[index % len(QUESTION_TEMPERATURES)], self._question_tokens)
             for index in range(count)
         ]
-        for question in self._generate([before] * count, params, without_end=True):
+        begun = [
+            [*before, *self._random.choice(self._openings)]
+            if self._openings and self._random.random() < OPENED
+            else before
+            for _ in range(count)
+        ]
+        for begin, question in zip(begun, self._generate(begun, params, without_end=True), strict=True):
             question = question[: loop_start(question)]
-            if len(question) >= QUESTION_TOKENS[0]:
-                yield [*before, *question, *between], len(before), len(before) + len(question)
+            if len(begin) - len(before) + len(question) >= QUESTION_TOKENS[0]:
+                yield [*begin, *question, *between], len(begin), len(begin) + len(question)
 
     def _params(self, temperature: float, max_tokens: int) -> SamplingParams:
         seed = self._random.getrandbits(62)

@@ -19,23 +19,25 @@ ROWS, ATTENDING_ROWS = 2048, 512  # that are drafted for together
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of chains of drafts that begin all over the answers."""
+    """Of chains of drafts that begin all over the answers, and of those that would be verified one after the other."""
 
     starts: int
     held: list[float]  # by depth: how often a draft held if all before it did
-    lengths: list[float]  # by number of drafts: tokens per step, the one that is sampled anyway included
+    lengths: list[float]  # by number of drafts: tokens of a step, the one that is sampled anyway included
+    per_step: float  # tokens of a step with all drafts, if answers are made in such steps: more begin where few hold
 
     def line(self) -> str:
         held = " ".join(f"{one:5.1%}" for one in self.held)
-        return f"held by depth {held}; tokens per step {' '.join(f'{one:.2f}' for one in self.lengths)}"
+        lengths = " ".join(f"{one:.2f}" for one in self.lengths)
+        return f"held by depth {held}; tokens {lengths}; tokens per step {self.per_step:.2f}"
 
 
-def evaluate(head: DraftHead, decoder: Decoder, states: States, depths: int, seed: int = 0) -> dict[str, Acceptance]:
+def evaluate(head: DraftHead, decoder: Decoder, states: States, depths: int) -> dict[str, Acceptance]:
     """Greedy drafts for greedy answers and for answers sampled at temperature 1; drafts that are sampled with the
     noise of the answer ("coupled") for the latter, too. What the texts have nothing of is left out."""
     found = {}
     for name, temperature, coupled in (("greedy", 0.0, False), ("sampled", 1.0, False), ("coupled", 1.0, True)):
-        starts = _starts(states, temperature, depths, seed)
+        starts = _starts(states, temperature, depths)
         if len(starts):
             found[name] = acceptance(head, decoder, states, starts, depths, coupled)
     return found
@@ -46,11 +48,11 @@ def acceptance(
     head: DraftHead,
     decoder: Decoder,
     states: States,
-    starts: torch.Tensor,  # [n]: entries after whose tokens is drafted
+    starts: torch.Tensor,  # [n], ascending: entries after whose tokens is drafted
     depths: int,
     coupled: bool = False,
 ) -> Acceptance:
-    counts = torch.zeros(depths, device=states.hidden.device)
+    held = torch.zeros(len(starts), dtype=torch.int64, device=starts.device)
     hashed = mix(head.ids.long() + TOKEN_OFFSET)
     rows = ROWS if head.kv_layer is None else ATTENDING_ROWS
     for first in range(0, len(starts), rows):
@@ -66,20 +68,28 @@ def acceptance(
                 bits = mix(key(states.seeds[at + depth], states.positions[at + depth])[:, None] ^ hashed)
                 logits = logits / states.temperatures[at + depth][:, None] + gumbel(bits)
             alive &= head.ids[logits.argmax(-1)] == states.tokens[at + depth]
-            counts[depth - 1] += alive.sum()
-    survived = [len(starts), *counts.tolist()]
-    held = [after / max(1.0, before) for before, after in pairwise(survived)]
+            held[first : first + rows] += alive
+    survived = [len(starts), *(int((held >= depth).sum()) for depth in range(1, depths + 1))]
+    shares = [after / max(1.0, before) for before, after in pairwise(survived)]
     lengths = [1 + sum(survived[1 : depth + 1]) / len(starts) for depth in range(1, depths + 1)]
-    return Acceptance(len(starts), [round(one, 4) for one in held], [round(one, 3) for one in lengths])
+    per_step = _per_step(starts.tolist(), held.tolist())
+    return Acceptance(len(starts), [round(one, 4) for one in shares], [round(one, 3) for one in lengths], per_step)
 
 
-def _starts(states: States, temperature: float, depths: int, seed: int) -> torch.Tensor:  # [n]
+def _per_step(starts: list[int], held: list[int]) -> float:
+    """Tokens of a step that begins behind the one before it, in answer after answer."""
+    steps = tokens = 0
+    place, last = 0, -1  # the entry that the next step begins at, and the one that was looked at
+    for start, count in zip(starts, held, strict=True):
+        if start >= place or start != last + 1:
+            steps, tokens, place = steps + 1, tokens + 1 + count, start + 1 + count
+        last = start
+    return round(tokens / max(1, steps), 3)
+
+
+def _starts(states: States, temperature: float, depths: int) -> torch.Tensor:  # [n]
     """Entries of answers at this temperature behind which there are as many more as there are drafts."""
     last = max(0, len(states) - depths)
     fits = states.spans[:last] == states.spans[depths:]
     fits &= states.is_answer[:last] & (states.temperatures[:last] == temperature)
-    starts = fits.nonzero()[:, 0]
-    if len(starts) > MOST_STARTS:
-        order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))
-        starts = starts[order[:MOST_STARTS].to(starts.device)]
-    return starts
+    return fits.nonzero()[:MOST_STARTS, 0]  # texts are in no order

@@ -1,4 +1,4 @@
-"""The training loop of a draft head: several drafts deep, towards the target's own distributions."""
+"""The training loop of a draft head: several drafts deep, towards drafts that hold."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tokenmill.draft.attention import attend_in_windows
+from tokenmill.draft.loss import draft_loss, parts
 from tokenmill.draft.states import States, embeddings, head_rows
 from tokenmill.errors import ConfigError
 from tokenmill.model.decoder import Decoder
@@ -22,7 +23,7 @@ WARM_UP = 0.02  # of the training, in which the learning rate rises
 DRAWS = 1000  # of windows, before it is clear that none will do
 COUNTED_EVERY, WAITED_EVERY = 100, 25  # steps: the host may run ahead of a GPU, but knows the time
 SAID_EVERY, KEPT_EVERY = 10.0, 60.0  # seconds
-PROBABILITY_BYTES = 256 << 20  # of float32 probabilities that exist at a time, times a few
+STEP = 4  # entries before one: how many of them a step went over tells how often a step begins at it
 
 Tell = Callable[[str], None]
 
@@ -37,7 +38,10 @@ class Schedule:
     batch: int = 16384  # entries
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
-    depth_weight: float = 0.8  # of each depth, compared with the one before it
+    depth_weight: float = 0.9  # of each depth, compared with the one before it
+    chain_weight: float = 0.7  # share of a depth's weight that is lost where the drafts before it do not hold
+    soft_weight: float = 1.0  # of cross-entropy with the target's distribution
+    match_weight: float = 0.0  # of the logarithm of the chance that a draft holds
     question_weight: float = 0.3  # of entries in questions, compared with those in answers
     seed: int = 0
 
@@ -180,6 +184,9 @@ class Batches:
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._rows = head_rows(decoder, head.ids).to(self._dtype)  # [draft vocabulary, hidden]
         self._weights = torch.where(states.is_answer, 1.0, schedule.question_weight)  # [entries]
+        self._places = torch.full((decoder.spec.vocab_size,), -1, device=device)  # of tokens in the draft vocabulary
+        self._places[head.ids.long()] = torch.arange(len(head.ids), device=device)
+        self._held = torch.ones(len(states), device=device)  # drafts behind each entry, when it was seen last
         self.seen = 0  # entries that chains of drafts began at
 
     def loss(self, head: DraftHead) -> torch.Tensor:  # []
@@ -203,17 +210,38 @@ class Batches:
             attend = attend_in_windows(self._decoder, head.kv_layer, states, *drafted, first, self._width)
         loss = torch.zeros((), device=at.device)
         scale = torch.zeros((), device=at.device)
+        begun = self._begun(at[:count])
+        alive, held = torch.ones(count, device=at.device), torch.zeros(count, device=at.device)
+        places, warm = self._places[states.tokens[at]], states.temperatures[at] > 0
         with torch.autocast(at.device.type, dtype=torch.bfloat16, enabled=at.is_cuda):
             state = head.enter(hidden[:count].float()).float()  # and so it stays, whatever products are made in
             for depth in range(1, schedule.depths + 1):
                 ahead = slice(depth, depth + count)
                 state = head.step(state, embedded[depth - 1 : depth - 1 + count], attend if depth == 1 else None)
-                share = weights[ahead] * (spans[:count] == spans[ahead])
-                share = share * schedule.depth_weight ** (depth - 1)
+                inside = spans[:count] == spans[ahead]
+                share = weights[ahead] * inside * begun * schedule.depth_weight ** (depth - 1)
+                share = share * (1 - schedule.chain_weight * (1 - alive))
                 read = rms_norm(state, head.out_norm).to(self._dtype)
-                loss = loss + soft_cross_entropy(read, head.head_weight, targets[ahead], share)
-                scale = scale + share.sum()
-        return loss / scale.clamp_min(1.0)
+                found, holds = draft_loss(
+                    read,
+                    head.head_weight,
+                    targets[ahead],
+                    places[ahead],
+                    warm[ahead],
+                    share,
+                    schedule.soft_weight,
+                    schedule.match_weight,
+                )
+                loss, scale = loss + found, scale + share.sum()
+                alive = alive * holds * inside
+                held += alive
+        self._held[at[:count]] = held
+        return loss / scale.clamp_min(1e-3)
+
+    def _begun(self, at: torch.Tensor) -> torch.Tensor:  # [n] -> [n]
+        """About how often a step begins at these entries: rarely behind drafts that held."""
+        before = torch.stack([self._held[(at - back).clamp_min(0)] for back in range(1, STEP + 1)])
+        return 1 / (1 + before.mean(0))
 
     def _drawn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first tokens of some windows; the entries in them, of one window after the other; and whose they are."""
@@ -237,54 +265,9 @@ class Batches:
         """The target's probabilities of the tokens that can be drafted; they sum up to 1 or less."""
         cap = self._decoder.spec.logit_softcap
         found = torch.empty(*log_z.shape, len(self._rows), dtype=self._dtype, device=hidden.device)
-        for part in _parts(found):
+        for part in parts(found):
             logits = (hidden[part].to(self._dtype) @ self._rows.T).float()
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
             found[part] = (logits - log_z[part][..., None]).exp()
         return found
-
-
-def _parts(probabilities: torch.Tensor) -> list[slice]:  # [n, vocabulary]
-    """Of the rows: few enough that float32 copies of them fit."""
-    rows, vocabulary = probabilities.shape
-    size = max(1, PROBABILITY_BYTES // (4 * vocabulary))
-    return [slice(first, first + size) for first in range(0, rows, size)]
-
-
-def soft_cross_entropy(
-    x: torch.Tensor,  # [n, state]
-    weight: torch.Tensor,  # [vocabulary, state]
-    target: torch.Tensor,  # [n, vocabulary]: probabilities
-    share: torch.Tensor,  # [n]
-) -> torch.Tensor:  # []: sum over rows of share * cross-entropy of softmax(x @ weight.T) with the target
-    """Computed with its gradient at once, part by part: logits of all rows and depths would not fit."""
-    found: torch.Tensor = _SoftCrossEntropy.apply(x, weight, target, share)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, share: torch.Tensor
-    ) -> torch.Tensor:
-        narrow = weight.to(x.dtype)
-        total = torch.zeros((), device=x.device)
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            for part in _parts(target):
-                wanted, scale = target[part].float(), share[part].float()[..., None]
-                mass = wanted.sum(-1, keepdim=True)
-                logits = (x[part] @ narrow.T).float()
-                log_z = logits.logsumexp(-1, keepdim=True)
-                total += (scale * (mass * log_z - (wanted * logits).sum(-1, keepdim=True))).sum()
-                grad = (logits.sub_(log_z).exp_().mul_(mass).sub_(wanted)).mul_(scale).to(x.dtype)
-                grad_x[part] = grad @ narrow
-                grad_weight += grad.T @ x[part]
-        ctx.save_for_backward(grad_x, grad_weight)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grads[0].to(grad_x.dtype), grad_weight * grads[0], None, None

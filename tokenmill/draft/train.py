@@ -19,7 +19,8 @@ from tokenmill.draft.data import ANSWER_TEMPERATURES, Texts, draft_vocabulary, w
 from tokenmill.draft.evaluate import evaluate
 from tokenmill.draft.optimize import Schedule, Sizes, new_head, optimize
 from tokenmill.draft.states import runner_of, states_of
-from tokenmill.engine.build import Built, choose_device
+from tokenmill.engine.build import Built
+from tokenmill.engine.choices import choose_device
 from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.llm import LLM
 from tokenmill.model.draft_head import DraftHead, can_attend, default_kv_layer, fingerprint
@@ -222,6 +223,9 @@ def _check(options: TrainOptions) -> None:
     for name, value in numbers.items():
         if value <= 0:
             raise ConfigError(f"--{name} is {value}; it must be more than 0")
+    if min(schedule.soft_weight, schedule.match_weight) < 0 or not schedule.soft_weight + schedule.match_weight:
+        given = f"{schedule.soft_weight:g} and {schedule.match_weight:g}"
+        raise ConfigError(f"--soft-weight and --match-weight are {given}; one must be more than 0, and none less")
     if not options.out.resolve().parent.is_dir():
         raise ConfigError(f"--out is {options.out}, and there is no such folder; make it, or name another file")
 
@@ -286,6 +290,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=int, default=Schedule.depths, help="drafts in a row that are trained")
     parser.add_argument("--batch", type=int, help="tokens of a training step")
     parser.add_argument("--learning-rate", type=float, default=Schedule.learning_rate)
+    parser.add_argument("--soft-weight", type=float, default=Schedule.soft_weight, help="of distributions in the loss")
+    parser.add_argument("--match-weight", type=float, default=Schedule.match_weight, help="of drafts that hold in it")
     parser.add_argument("--seed", type=int, default=Schedule.seed)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--load-format", default="auto")
@@ -297,6 +303,8 @@ def main(words: Sequence[str] | None = None) -> None:
             depths=given.depths,
             batch=given.batch or default_batch(given.device),
             learning_rate=given.learning_rate,
+            soft_weight=given.soft_weight,
+            match_weight=given.match_weight,
             seed=given.seed,
         )
         options = TrainOptions(
