@@ -58,7 +58,6 @@ def test_a_checkpoints_format_is_kept_to_be_compared_with_the_checkpoint(theirs:
 @pytest.mark.parametrize(
     ("option", "value", "why"),
     [
-        ("tensor_parallel_size", 2, "one device"),
         ("trust_remote_code", True, "never run"),
         ("revision", "v1", "give its path"),
         ("tokenizer", "other", "the tokenizer comes with the model"),
@@ -68,6 +67,15 @@ def test_a_checkpoints_format_is_kept_to_be_compared_with_the_checkpoint(theirs:
 def test_what_cannot_be_respected_is_refused_with_the_reason(option: str, value: object, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}=.*{why}.*; leave it out"):
         EngineConfig.from_options(model="m", **{option: value})
+
+
+@pytest.mark.parametrize(("sizes", "parallel"), [((1, 1), None), ((2, 1), "tp2"), ((1, 3), "pp3"), ((2, 2), "tp2,pp2")])
+def test_sizes_of_ranks_become_one_line(sizes: tuple[int, int], parallel: str | None) -> None:
+    tensor, pipeline = sizes
+    config = EngineConfig.from_options(model="m", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    assert config.parallel == parallel
+    with pytest.raises(ConfigError, match="parallel is 'tptwo'; it is the kinds tp, pp"):
+        EngineConfig.from_options(model="m", tensor_parallel_size="two")
 
 
 def test_an_unknown_name_is_answered_with_the_closest_one_or_with_all() -> None:

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import build
@@ -34,7 +34,7 @@ class AsyncLLM:
             built.engine, built.tokenizer, spec.vocab_size, spec.eos_ids, built.settings.max_len, seed=self.config.seed
         )
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
-        self._mail: dict[str, _Mailbox] = {}  # touched by the engine thread only
+        self._mail: dict[str, Receiver] = {}  # touched by the engine thread only
         self._door = threading.Lock()  # held to put a command, so that none enters after the last was answered
         self._stopped: str | None = None  # why
         self._thread = threading.Thread(target=self._loop, name="tokenmill-engine", daemon=True)
@@ -69,6 +69,18 @@ class AsyncLLM:
             self._commands.put(None)
             self._thread.join()
 
+    def run_on_engine(self, work: Callable[[], None], answer: Callable[[Any, Exception | None], None]) -> None:
+        """Have the engine's thread do something between two steps, and say there what came of it: an error, too, where
+        the engine stops before. Any thread may ask."""
+        self._put(_Command(work, answer))
+
+    def deliver(self, state: RequestState, receiver: Receiver | None) -> None:
+        """Who hears of a request's outputs from now on; None: nobody. On the engine's thread."""
+        if receiver is None:
+            self._mail.pop(state.id, None)
+        else:
+            self._mail[state.id] = receiver
+
     async def _stream(
         self, encode: Callable[[], Prompt], params: SamplingParams, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -79,7 +91,7 @@ class AsyncLLM:
         def start() -> None:
             state = self._processor.prepare(prompt, params, **options)
             self._processor.submit(state)
-            self._mail[state.id] = mailbox
+            self.deliver(state, mailbox)
             started.append(state)
 
         def drop() -> None:
@@ -150,9 +162,17 @@ class AsyncLLM:
                 command = self._commands.get_nowait()
                 if command is not None and command.answer is not None:
                     command.answer(None, TokenmillError(why))
-        for mailbox in self._mail.values():
+        for mailbox in list(self._mail.values()):  # programs cancel what else they asked for
             mailbox.fail(TokenmillError(why))
         self._built.engine.close()
+
+
+class Receiver(Protocol):
+    """Hears of a request's outputs, on the engine's thread."""
+
+    def put(self, output: RequestOutput) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 @dataclass(frozen=True)

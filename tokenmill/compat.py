@@ -13,13 +13,14 @@ _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "f
 
 # name -> (the value that changes nothing here, why any other is refused)
 _FIXED: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, "one device is used"),
-    "pipeline_parallel_size": (1, "one device is used"),
     "enable_lora": (False, "adapters are not supported; merge them into the weights"),
     "revision": (None, "the newest revision on the hub is used; download another one and give its path"),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
 }
+
+# What a model is divided by -> as `parallel` says it
+_DIVIDED = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 
 # Formats of checkpoints under the names of another engine's kernels for them.
 _KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
@@ -34,6 +35,9 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
     for name, (neutral, why) in _FIXED.items():
         if name in found:
             _check_neutral(name, found.pop(name), (neutral,), why)
+    sizes = {kind: found.pop(name) for name, kind in _DIVIDED.items() if name in found}
+    if divided := ",".join(f"{kind}{size}" for kind, size in sizes.items() if size != 1):
+        found.setdefault("parallel", divided)
     if "tokenizer" in found:
         own = (None, found.get("model", "default"))
         _check_neutral("tokenizer", found.pop("tokenizer"), own, "the tokenizer comes with the model")

@@ -7,6 +7,7 @@ docs/usage.md (`python scripts/settings_table.py`) come from here.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from tokenmill.compat import did_you_mean, translate
 from tokenmill.errors import ConfigError
 from tokenmill.option import DERIVED, CommandDefault, Option, option, options_of
 from tokenmill.option import command_defaults as _command_defaults
+from tokenmill.parallel.layout import parse_layout as parse_parallel
 from tokenmill.quant.forms import STORED, parse_layout
 
 # Headings of --help.
@@ -27,6 +29,7 @@ BEFORE = "The ways before ours, to compare with"
 
 _ONE = CommandDefault(1, "one conversation is one request at a time")
 _NEW_SEED = CommandDefault(lambda: random.getrandbits(32), "another one each time, and so another answer")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:]+):\d{1,5}")
 _NO_TEXT = CommandDefault(True, "nothing is asked in words")
 
 
@@ -55,6 +58,13 @@ class EngineConfig:
         solved="float32 on a CPU, the checkpoint's own 16-bit type on a GPU",
     )
     device: str = option("auto", "what computes: cpu, cuda or cuda:1", WHERE, solved="a GPU if there is one")
+    parallel: str | None = option(
+        None,
+        "ranks (processes) that compute the model together: tp2, or several kinds, such as tp2,pp2",
+        WHERE,
+        unset="one rank",
+        more="[Below](#several-ranks)",
+    )
     quantization: str | Mapping[str, str] | None = option(
         None,
         "how linear layers are stored and multiplied: int8, int4, w8a8, fp8, auto, or by layer: int4,layers.0-3=int8",
@@ -165,6 +175,66 @@ class EngineConfig:
         True, "keep the KV of prompts and answers, and use it when a prompt begins the same way", MEMORY
     )
 
+    eviction: str = option(
+        "lru",
+        "which cached block goes first: lru (least recently used), lfu (fewest hits), cost (hits by work) or learned",
+        MEMORY,
+        choices=("lru", "lfu", "cost", "learned"),
+        more="[What each finds](performance.md#eviction)",
+    )
+    kv_host_memory: int | None = option(
+        None,
+        "bytes of the host's memory for KV that the device has no room for",
+        MEMORY,
+        low=1,
+        unset="none",
+        more="[Below](#kv-beyond-the-device)",
+    )
+    kv_disk_path: str | None = option(
+        None,
+        "where KV is kept on disk: what was of use twice, or with no kv_host_memory everything; outlives the engine",
+        MEMORY,
+        form="the path of a folder",
+        unset="nowhere",
+        more="[Below](#kv-beyond-the-device)",
+    )
+    kv_disk_bytes: int | None = option(
+        None,
+        "with kv_disk_path: bytes that may be used there",
+        MEMORY,
+        low=1,
+        solved="a tenth of what is free, at most 64 GiB",
+    )
+
+    kv_listen: str | None = option(
+        None,
+        "with kv_host_memory: where other engines of this model may bring KV to, and fetch it from",
+        MEMORY,
+        form="an address such as 0.0.0.0:7100",
+        unset="nowhere",
+        more="[Below](#kv-from-another-engine)",
+    )
+    kv_push_to: str | None = option(
+        None,
+        "the address that another engine listens at: what is computed here is brought there",
+        MEMORY,
+        form="an address such as 10.0.0.7:7100",
+        unset="nowhere",
+        more="[Below](#kv-from-another-engine)",
+    )
+    kv_transport: str = option(
+        "tcp",
+        "with kv_listen and kv_push_to: what carries blocks: tcp, or nixl where both sides have nixl-cu12 or -cu13",
+        MEMORY,
+        choices=("tcp", "nixl"),
+    )
+    kv_secret_file: str | None = option(
+        None,
+        "with kv_listen and kv_push_to: a file with a secret of at least 16 bytes, the same on both sides",
+        MEMORY,
+        form="the path of a file",
+    )
+
     cuda_graphs: bool = option(
         True,
         "record steps and replay them: on a GPU as CUDA graphs, on a CPU with packed weights as native calls",
@@ -197,7 +267,7 @@ class EngineConfig:
         None,
         "drafts of how answers go on: on (suffix, and the head that comes with the model), suffix (what followed the "
         "same words before), head:FILE, draft:MODEL (a smaller model with the same tokens), layers:NUMBER (the first "
-        "of the model's own; both on CPUs), several by commas, or off",
+        "of the model's own), several by commas, or off",
         STEPS,
         solved="on a CPU on while at most 4 requests decode; off on a GPU",
         more="The answer stays the same, and drafts that would not pay are not verified: "
@@ -216,6 +286,20 @@ class EngineConfig:
         STEPS,
         solved="the first that can",
         more="In Python also `{op: name}`",
+    )
+    expert_capacity: float | None = option(
+        None,
+        "tokens of a step that one expert of a mixture may take, as a multiple of its even share; the rest go without",
+        STEPS,
+        above=0.0,
+        unset="all that choose it",
+        more="It changes answers, and they depend on what runs beside them: [below](#several-ranks)",
+    )
+    hot_experts: str | None = option(
+        None,
+        "experts that every rank has and takes turns at, where whole ones are divided (`ep`): 3,17",
+        STEPS,
+        unset="none",
     )
     skip_tokenizer_init: bool = option(
         False,
@@ -266,11 +350,23 @@ class EngineConfig:
             one.check(getattr(self, name))
         if self.slo_ttft_ms is not None and self.slo_itl_ms is None:
             raise ConfigError("slo_ttft_ms is weighed against slo_itl_ms; set that, too")
+        if self.kv_disk_bytes is not None and self.kv_disk_path is None:
+            raise ConfigError("kv_disk_bytes says how much may be used in kv_disk_path; set that, too")
+        if self.kv_listen is not None and self.kv_host_memory is None:
+            raise ConfigError("kv_listen lets others bring KV to this engine's kv_host_memory; set that, too")
+        for name in ("kv_listen", "kv_push_to"):
+            address = getattr(self, name)
+            if address is not None and not _ADDRESS.fullmatch(address):
+                raise ConfigError(f"{name} is {address!r}; it must be host:port, such as 10.0.0.7:7100")
+            if address is not None and self.kv_secret_file is None:
+                raise ConfigError(f"{name} needs a secret that both sides know; set kv_secret_file")
         if self.cache_dir is not None:
             root(self.cache_dir)  # refuses an empty one
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
         parse_speculation(self.speculation)
+        parse_parallel(self.parallel)
+        parse_experts(self.hot_experts)
         if not isinstance(self.ops, str | dict | None):
             raise ConfigError(f"ops is {self.ops!r}; it is one name, or names by op, such as attention=cpu")
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
@@ -299,6 +395,14 @@ OPTIONS: dict[str, Option] = options_of(EngineConfig)
 def command_defaults(command: str, **derived: Any) -> dict[str, Any]:
     """Settings that a command takes where nothing is said and the default is another; `derived`: what it worked out."""
     return _command_defaults(OPTIONS, command, derived)
+
+
+def parse_experts(text: str | None) -> tuple[int, ...]:
+    """Numbers of experts, each once, in their order."""
+    parts = [part.strip() for part in text.split(",")] if isinstance(text, str) else []
+    if any(not (part.isascii() and part.isdigit() and len(part) < 6) for part in parts):
+        raise ConfigError(f"hot_experts is {text!r}; it must be numbers of experts separated by commas: 3,17")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def parse_speculation(text: str | None) -> list[tuple[str, str]]:

@@ -30,6 +30,10 @@ class StepFailed(TokenmillError):
     """A launched step did not finish; its requests will be tried again, then alone."""
 
 
+class PeerLostError(StepFailed):
+    """A rank of the group is gone, or its generation has ended: nothing that was launched on it counts."""
+
+
 def pip_install(extra: str) -> str:
     """The command that adds optional packages to the Python that runs this; a checkout comes from its own folder."""
     checkout, here = Path(__file__).parents[1], Path.cwd()

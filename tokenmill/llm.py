@@ -42,6 +42,7 @@ class LLM:
             built.engine, built.tokenizer, spec.vocab_size, spec.eos_ids, max_len, seed=self.config.seed
         )
         self._closed = False
+        self._driver: int | None = None  # the thread that turns its loop for programs, while it does
 
     def generate(
         self,
@@ -105,7 +106,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer: encode, decode, chat_template."""
-        self._check_open()
+        self._check_there()
         return self._processor.tokenizer
 
     def stream(
@@ -123,7 +124,7 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids that `chat` would send for these messages."""
-        self._check_open()
+        self._check_there()
         return self._processor.chat_ids(messages, **options)
 
     def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
@@ -135,7 +136,7 @@ class LLM:
 
     def plan_lines(self) -> list[str]:
         """What was chosen for this machine and model, and why."""
-        self._check_open()
+        self._check_there()
         return self._built.report
 
     @property
@@ -208,9 +209,17 @@ class LLM:
             self.shutdown()
             raise KeyboardInterrupt from None
 
-    def _check_open(self) -> None:
+    def _check_there(self) -> None:
         if self._closed:
             raise TokenmillError("this LLM was shut down; make a new one")
+
+    def _check_open(self) -> None:
+        """For what only one thread may do."""
+        self._check_there()
+        if self._driver not in (None, threading.get_ident()):
+            raise TokenmillError(
+                "this LLM runs programs, on another thread; inside of a program ask its state, elsewhere an AsyncLLM"
+            )
 
 
 class _TornStep(BaseException):

@@ -9,6 +9,8 @@ from typing import Any, overload
 from tokenmill.engine.request import Metrics
 from tokenmill.sampling.records import TokenLogprobs
 
+MODEL_LENGTH = "max_model_len"
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -95,7 +97,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Sequence[LogprobTable] | None = None
     finish_reason: str | None = None  # stop, length, cancelled, deadline, error; None while it runs
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for an end token
+    # The stop string or stop token id that ended it, None for an end token; MODEL_LENGTH where `length` is the model's,
+    # and max_tokens was more.
+    stop_reason: str | int | None = None
 
 
 @dataclass

@@ -63,6 +63,7 @@ class SamplingParams:
     early_stopping: bool = False  # beams: stop when n are finished instead of when no better one is possible
     logprobs: int | None = None  # of the chosen token and this many best ones, before penalties and temperature
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0  # of tokens from here on; what lies before may come from the prefix cache
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
     structured: StructuredOutput | None = None  # the answer's form: {"json": schema}, {"regex": ...}, {"choice": [...]}
@@ -156,6 +157,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _whole(name, value, low=0, high=MAX_LOGPROBS)
+        _whole("prompt_logprobs_start", self.prompt_logprobs_start, low=0)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise InvalidRequest("prompt_logprobs_start is set without prompt_logprobs; set that, too")
 
     def _check_lists(self) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:

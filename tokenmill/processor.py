@@ -108,9 +108,12 @@ class Processor:
         timeout: float | None = None,
         cache_salt: str = "",
         pooling: str | None = None,
+        keep: bool = False,
+        continues: str | None = None,
     ) -> RequestState:
         """Check a prompt and its parameters and make requests of them; with `pooling`, one that asks for a vector of
-        the prompt instead of an answer. Raises InvalidRequest."""
+        the prompt instead of an answer. With `keep` the ended request's keys and values stay under its id, until
+        `drop_held`, for a prompt that `continues` its tokens. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
         infill = self.tokenizer.infill if self.tokenizer is not None else None
@@ -139,6 +142,8 @@ class Processor:
                 priority=priority,
                 salt=cache_salt,
                 pooling=pooling,
+                keep=keep,
+                continues=continues,
             )
             for index in range(1 if params.beam_width else params.num_sequences)
         ]

@@ -8,7 +8,7 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.model.detokenizer import IncrementalDetokenizer, StopStrings
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.outputs import CompletionOutput, LogprobTable, LogprobTables, RequestOutput, logprob_table
+from tokenmill.outputs import MODEL_LENGTH, CompletionOutput, LogprobTable, LogprobTables, RequestOutput, logprob_table
 from tokenmill.params import SamplingParams
 
 
@@ -88,7 +88,7 @@ class RequestState:
         if len(self._prompt_tables) != len(known):  # built once: a stream of outputs would pay for it each time
             decode = _decoder_of(self.tokenizer)
             self._prompt_tables = [logprob_table(one, decode) for one in known]
-        return [None, *self._prompt_tables]
+        return [*[None] * self.leader.scored_from, *self._prompt_tables]
 
 
 class SequenceState:
@@ -142,9 +142,13 @@ class SequenceState:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string, or the id of the stop token; None where an end token or the end of a grammar did it."""
+        """The stop string, or the id of the stop token; None where an end token or the end of a grammar did it. An
+        answer that is shorter than `max_tokens` because the model's length is reached says so.
+        """
         if self._stops.match is not None:
             return self._stops.match
+        if self.finish is Finish.LENGTH and (self.request.params.max_tokens or 0) > self.request.max_tokens:
+            return MODEL_LENGTH
         if self.finish is not Finish.STOP or not self.num_tokens:
             return None
         [last] = self.tokens_from(self.num_tokens - 1)

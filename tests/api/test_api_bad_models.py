@@ -12,7 +12,7 @@ import torch
 from api_engines import SETTINGS
 
 from tokenmill import LLM
-from tokenmill.engine import build
+from tokenmill.engine import rank_model
 from tokenmill.errors import ConfigError, ModelError, TokenmillError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.names import recipes
@@ -55,7 +55,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(rank_model, "load", load)
 
 
 SETTING_REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {

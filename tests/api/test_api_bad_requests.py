@@ -189,5 +189,10 @@ def test_a_prompt_at_the_limit_gets_the_room_that_is_left(tiny_model: str) -> No
     with open_tiny(tiny_model, max_model_len=32) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         output = llm.generate([[7] * 31], params, use_tqdm=False)[0].outputs[0]
-        assert len(output.token_ids) == 1 and output.finish_reason == "length"
+        assert len(output.token_ids) == 1 and output.finish_reason == "length" and output.stop_reason is None
+        for asked, why in ((8, "max_model_len"), (2, None), (1, None)):  # who asked for more is told what it was
+            params = SamplingParams(temperature=0, max_tokens=asked, ignore_eos=True)
+            output = llm.generate([[7] * 30], params, use_tqdm=False)[0].outputs[0]
+            assert (len(output.token_ids), output.finish_reason) == (min(asked, 2), "length")
+            assert output.stop_reason == why
         refusal(lambda: llm.generate([[7] * 32], params, use_tqdm=False), ["32 tokens", "max_model_len"])

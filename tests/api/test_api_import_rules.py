@@ -21,17 +21,29 @@ SETTINGS = ("tokenmill.config", "tokenmill.params", *(f"tokenmill.{name}" for na
 PACKAGES = {  # package -> what it may import beside itself
     "ops": (),
     "kv": (),
+    "routing": (),
+    "parallel": ("tokenmill.ops",),
     "quant": ("tokenmill.ops",),  # all but quant/tool, which is built on models and engines
-    "sampling": ("tokenmill.ops", "tokenmill.params"),
-    "model": ("tokenmill.ops", *QUANT),
-    "engine": ("tokenmill.kv", "tokenmill.model", "tokenmill.ops", "tokenmill.sampling", *SETTINGS, *PLAN, *QUANT),
-    "plan/solve": ("tokenmill.config", "tokenmill.model.spec"),
+    "sampling": ("tokenmill.ops", "tokenmill.parallel", "tokenmill.params"),
+    "model": ("tokenmill.ops", "tokenmill.parallel", *QUANT),
+    "engine": (
+        "tokenmill.kv",
+        "tokenmill.model",
+        "tokenmill.ops",
+        "tokenmill.parallel",
+        "tokenmill.sampling",
+        *SETTINGS,
+        *PLAN,
+        *QUANT,
+    ),
+    "plan/solve": ("tokenmill.config", "tokenmill.model.spec", "tokenmill.parallel.layout"),
     "plan/demand": (),
     "plan/planner": (
         "tokenmill.plan.solve",
         "tokenmill.plan.demand",
         "tokenmill.engine",
         "tokenmill.model.spec",
+        "tokenmill.parallel.layout",
         *SETTINGS,
         *QUANT,
     ),
@@ -40,9 +52,11 @@ PACKAGES = {  # package -> what it may import beside itself
         "tokenmill.plan.demand",
         "tokenmill.engine",
         "tokenmill.kv",
+        "tokenmill.routing",
         "tokenmill.params",
         "tokenmill.bench.plot",
     ),
+    "plan/replay": ("tokenmill.plan.demand", "tokenmill.kv"),
 }
 
 
@@ -63,8 +77,8 @@ def test_a_package_imports_only_what_is_below_it(package: str) -> None:
     assert not wrong
 
 
-# Sub-packages of serve -> those below them. All of them may use the modules of SERVE_LOW; app.py and server.py, beside
-# them, are built of everything.
+# Sub-packages of serve -> those below them. All of them may use the modules of SERVE_LOW; app.py, server.py and
+# cluster_replica.py, beside them, are built of everything.
 SERVE_LOW = ("tokenmill.serve.errors", "tokenmill.serve.settings")
 SERVE = {
     "engine": (),
@@ -74,6 +88,8 @@ SERVE = {
     "observe": ("engine", "engine_client"),
     "http": ("engine", "engine_client", "storage", "observe"),
     "api": ("engine", "engine_client", "storage", "observe", "tool_calls", "http"),
+    "cluster": ("engine", "engine_client", "storage", "observe", "http", "router"),
+    "router": ("engine", "engine_client", "storage", "observe", "http"),
 }
 
 
@@ -81,7 +97,7 @@ def test_every_sub_package_of_serve_has_its_place() -> None:
     found = {path.parent.name for path in (PACKAGE / "serve").glob("*/__init__.py")}
     assert found == set(SERVE)
     assert {path.stem for path in (PACKAGE / "serve").glob("*.py")} == {
-        "__init__", "app", "server", *(name.rpartition(".")[2] for name in SERVE_LOW)
+        "__init__", "app", "cluster_replica", "server", *(name.rpartition(".")[2] for name in SERVE_LOW)
     }  # fmt: skip
 
 
@@ -104,7 +120,7 @@ def test_a_sub_package_of_serve_imports_only_what_is_below_it(package: str) -> N
 
 
 def test_planning_scheduling_and_simulating_need_no_torch() -> None:
-    packages = (PACKAGE / "plan", PACKAGE / "kv", PACKAGE / "engine" / "scheduler")
+    packages = (PACKAGE / "plan", PACKAGE / "kv", PACKAGE / "routing", PACKAGE / "engine" / "scheduler")
     paths = [path for package in packages for path in package.rglob("*.py")]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {name}" for name in sorted(names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
-from tokenmill.engine.runner.cuda_graphs import PATIENCE, PLAIN, STRETCH, Kind, Recording, Recordings, bucket_sizes
+from tokenmill.engine.runner.recordings import PATIENCE, PLAIN, STRETCH, Kind, Recording, Recordings, bucket_sizes
 from tokenmill.engine.runner.warmup import sizes_to_record
 from tokenmill.sampling.settings import Traits
 

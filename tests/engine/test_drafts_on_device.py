@@ -19,9 +19,12 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner import cuda_graphs, torch_runner
-from tokenmill.engine.runner.cuda_graphs import WIDTHS, DecodeGraphs
+from tokenmill.engine.runner.cuda_graphs import DecodeGraphs
+from tokenmill.engine.runner.recordings import WIDTHS
 from tokenmill.engine.speculation.replay import ReplayProposer
 from tokenmill.engine.speculation.speculation import Speculation
+from tokenmill.ops import reference
+from tokenmill.ops.kv_forms import KVScales, gather
 from tokenmill.ops.types import AttentionBatch, Mask
 
 OPTIONS: dict[str, Any] = {
@@ -88,16 +91,43 @@ def test_drafts_change_no_token(tmp_path: Path, wrong: float, overlap: bool) -> 
 
 
 def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, mask: Mask, scale: float, **_: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: AttentionBatch,
+    mask: Mask,
+    scale: float,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attention of single queries in terms of the device's tensors alone, as kernels compute it: it can be replayed."""
     tables = batch.block_tables[batch.rows.long()].long()
     n, heads = len(tables), q.shape[1] // k.shape[2]
-    keys, values = (one[tables].reshape(n, -1, *one.shape[2:]).repeat_interleave(heads, 2) for one in (k, v))
+    cached = (k, scales and scales.k), (v, scales and scales.v)
+    floats = (gather(one, beside, tables.flatten(), q.dtype) for one, beside in cached)
+    keys, values = (one.reshape(n, -1, *one.shape[2:]).repeat_interleave(heads, 2) for one in floats)
     scores = torch.einsum("nhd,nthd->nht", q, keys) * scale
-    far = torch.arange(keys.shape[1])[None, None, :] >= batch.context[:, None, None].clamp_min(1)
-    weights = scores.masked_fill(far, -torch.inf).softmax(-1)
+    place = torch.arange(keys.shape[1])[None, :]
+    seen = place < batch.context[:, None].clamp_min(1)
+    if batch.tails is not None:
+        behind = place - (batch.context[:, None] - 1 - torch.arange(n)[:, None] % batch.queries)
+        seen = seen & ((behind < 0) | (((batch.tails[:, None] >> behind.clamp(0, 31)) & 1) > 0))
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num()  # what sees nothing gets zeros
     return torch.einsum("nht,nthd->nhd", weights, values)
+
+
+def masked_write(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, *norms: Any, scales: KVScales | None = None,
+) -> None:  # fmt: skip
+    """Writes keys and values as kernels do: how many have no place changes no shape, so it can be replayed."""
+    caches = [k_cache, v_cache, *(() if scales is None else (scales.k, scales.v))]
+    # A place more, of which nobody knows, and each a block of its own
+    longer = [torch.cat([one.flatten(0, 1), one[0, :1]])[:, None] for one in caches]
+    places = torch.where(slots < 0, len(longer[0]) - 1, slots)
+    beside = None if scales is None else KVScales(*longer[2:])
+    reference.rope_kv_write(q, k, v, cos_sin, positions, *longer[:2], places, *norms, scales=beside)
+    for one, wrote in zip(caches, longer, strict=True):
+        one.copy_(wrote[:-1].view(one.shape))
 
 
 class Graphs(DecodeGraphs):
@@ -154,7 +184,10 @@ def behind_the_host(monkeypatch: pytest.MonkeyPatch, runner: torch_runner.TorchR
             parts.append(run(q[first : first + sum(counts)], k, v, part, *rest, **more))
         return torch.cat(parts)
 
-    monkeypatch.setattr(type(runner.decoder.ops), "attention", property(lambda self: attention), raising=False)
+    always = property(lambda self: attention, lambda self, fn: None)  # of a draft model that comes later, too
+    monkeypatch.setattr(type(runner.decoder.ops), "attention", always, raising=False)
+    always = property(lambda self: masked_write, lambda self, fn: None)
+    monkeypatch.setattr(type(runner.decoder.ops), "rope_kv_write", always, raising=False)
 
 
 def runner_of(llm: LLM) -> torch_runner.TorchRunner:

@@ -17,7 +17,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner import cuda_graphs
-from tokenmill.engine.runner.cuda_graphs import WIDTHS
+from tokenmill.engine.runner.recordings import WIDTHS, Kind
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
 from tokenmill.ops import shaping
@@ -98,4 +98,4 @@ def test_masks_of_drafts_are_found_by_recorded_steps(
     assert stats["grammar"].accepted == stats["grammar"].drafted > 50
     assert stats["suffix"].accepted > 20
     assert drafted[1][1] < steps
-    assert not recorded or (kinds & {*WIDTHS} and decoding.replays > 10)
+    assert not recorded or (kinds & {Kind.DRAFTS, *WIDTHS} and decoding.replays > 10)

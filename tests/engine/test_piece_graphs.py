@@ -14,8 +14,8 @@ from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.runner import piecewise
-from tokenmill.engine.runner.cuda_graphs import PATIENCE, Recordings
 from tokenmill.engine.runner.piecewise import PieceGraphs, token_sizes, tokens_worth_recording
+from tokenmill.engine.runner.recordings import PATIENCE, Recordings
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.step import POOLINGS
 from tokenmill.model.families import spec_from_config

@@ -33,17 +33,26 @@ class House:
     block_size: int = 8
     overlap: bool = True
     prefix_caching: bool = True
+    eviction: str = "lru"
     watermark: float = 0.01
     max_queued_requests: int = 100_000
     policy: Policy | None = None
+    stages: int = 1
+    held_share: float = 0.5
 
     def build(self, faults: Faults | None = None) -> Engine:
         clock = SimulatedClock()
         limits = Limits(
-            self.rows, self.step_tokens, max_queued_requests=self.max_queued_requests, watermark=self.watermark
+            self.rows,
+            self.step_tokens,
+            max_queued_requests=self.max_queued_requests,
+            watermark=self.watermark,
+            stages=self.stages,
+            held_share=self.held_share,
         )
-        kv = KVManager(self.blocks, self.block_size, self.prefix_caching)
-        runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults)
+        kv = KVManager(self.blocks, self.block_size, self.prefix_caching, self.eviction)
+        stages = [1 / self.stages] * self.stages
+        runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults, stages=stages)
         return Engine(Scheduler(limits, kv, self.policy), runner, overlap=self.overlap, clock=clock)
 
 
@@ -221,7 +230,8 @@ class Day:
                 assert request.pooled == pooled_answer(request), f"{request}: pooled {request.pooled}"
                 if request.params.prompt_logprobs is not None and request.id.endswith("/0"):
                     logprobs = [one.token for one in request.prompt_logprobs]
-                    assert logprobs == request.tokens[1 : request.prompt_len], f"{request}: wrong prompt_logprobs"
+                    scored = request.tokens[request.scored_from : request.prompt_len]
+                    assert logprobs == scored, f"{request}: wrong prompt_logprobs"
             case Finish.CANCELLED:
                 assert request.id in self.cancelled, f"{request} was cancelled by nobody"
             case Finish.DEADLINE:

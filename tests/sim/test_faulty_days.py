@@ -41,3 +41,15 @@ def test_faulty_days(seed):
     assert day.scheduler.stats.failed_steps > 50 and day.scheduler.stats.preemptions > 100
     assert day.idle_checks > 20
     assert day.worst_wait <= HEAD_BOUND
+
+
+@pytest.mark.parametrize("seed", [21, 22, pytest.param(23, marks=pytest.mark.slow)])
+def test_days_on_which_all_memory_is_lost_again_and_again(seed):
+    """As when a rank of a group is killed: everybody starts over from the tokens that are known, and says the same."""
+    rare = {"fail_at_wait": 0.005, "fail_at_launch": 0.005, "min_gap": 10}
+    faults = Faults(lose_memory=0.03, poisoned_tokens=POISON, seed=seed, **rare)
+    day = Day(house_of(seed).build(faults), seed=seed, drafts=0.1, storm=0.001, integrity=0.02)
+    day.run(clients(seed, 1500, ROUGH))
+    assert day.scheduler.stats.failed_steps > 50 and day.idle_checks > 2
+    finishes = {request.finish for request in day.ends.values()}
+    assert finishes == {Finish.STOP, Finish.LENGTH, Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR}

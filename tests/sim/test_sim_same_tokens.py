@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sim_clients import CALM, clients
 
 from tokenmill.engine.scheduler.policy import Fcfs
+from tokenmill.kv.eviction import EVICTION
 
 PLAIN = House(rows=64, step_tokens=4096, blocks=4000, overlap=False, prefix_caching=False)
 CROWD = dataclasses.replace(CALM, deadline=0.0, gap=0.002)
@@ -21,8 +22,15 @@ HOUSES = {
     "blocks_of_32": dataclasses.replace(PLAIN, block_size=32),
     "tiny_memory": dataclasses.replace(PLAIN, blocks=24),
     "one_row": dataclasses.replace(PLAIN, rows=1),
+    "two_stages": dataclasses.replace(PLAIN, stages=2),
+    "three_stages": dataclasses.replace(PLAIN, stages=3, step_tokens=100, prefix_caching=True),
     "first_come": dataclasses.replace(PLAIN, policy=Fcfs()),
+    **{
+        f"evicts_by_{name}": dataclasses.replace(PLAIN, blocks=40, prefix_caching=True, eviction=name)
+        for name in ("lfu", "cost", "learned")
+    },
     "all_together": House(rows=16, step_tokens=16, blocks=40, overlap=True, prefix_caching=True),
+    "all_together_in_stages": House(rows=16, step_tokens=16, blocks=40, prefix_caching=True, stages=4),
 }
 
 
@@ -45,8 +53,10 @@ houses = st.builds(
     block_size=st.sampled_from([8, 16, 32]),
     overlap=st.booleans(),
     prefix_caching=st.booleans(),
+    eviction=st.sampled_from(EVICTION),
     watermark=st.sampled_from([0.0, 0.01, 0.3]),
     policy=st.sampled_from([None, Fcfs()]),
+    stages=st.sampled_from([1, 1, 2, 3, 4]),
 )
 
 

@@ -36,14 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(seed: int, way: dict[str, Any], faults: Faults | None) -> Engine:
+def engine_of(seed: int, way: dict[str, Any], faults: Faults | None, stages: int = 1) -> Engine:
     way, dice, clock = dict(way), random.Random(seed), SimulatedClock()
     policy = POLICIES[way.pop("policy", "priority")]()
     batching = BATCHING[way.pop("batching", "continuous")](kv_cache=way.pop("kv_cache", True))
     itl, ttft = way.pop("itl_ms", None), way.pop("ttft_ms", None)
-    limits = Limits(dice.choice([2, 8, 16]), dice.choice([128, 256]), **way)
+    limits = Limits(dice.choice([2, 8, 16]), dice.choice([128, 256]), stages=stages, **way)
     kv = KVManager(dice.choice([100, 160, 400]), 8, batching.may_share)
-    runner = SimulatedRunner(kv.pool.num_blocks, 8, clock, vocab=VOCAB, faults=faults)
+    runner = SimulatedRunner(kv.pool.num_blocks, 8, clock, vocab=VOCAB, faults=faults, stages=[1 / stages] * stages)
     scheduler = Scheduler(limits, kv, policy, pace=pace_for(limits, itl, ttft), batching=batching)
     return Engine(scheduler, runner, overlap=seed % 3 > 0, clock=clock)
 
@@ -56,6 +56,14 @@ def test_every_way_gives_everybody_the_tokens_they_get_alone(name: str, seed: in
     day = Day(engine_of(seed, WAYS[name], faults if rough else None), seed=seed, drafts=0.2 * (seed % 3 == 2))
     mix = replace(ROUGH if rough else CALM, burst=40, beams=0.08, several=0.1, prompt_logprobs=0.1)
     day.run(clients(seed, 100, mix))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_gives_them_in_stages(name: str, stages: int) -> None:
+    faults = Faults(fail_at_launch=0.01, fail_at_wait=0.02, min_gap=10, poisoned_tokens=POISON, seed=stages)
+    day = Day(engine_of(stages, WAYS[name], faults, stages), seed=stages, drafts=0.2 * (stages == 3))
+    day.run(clients(stages, 100, replace(ROUGH, burst=40, beams=0.08, several=0.1, prompt_logprobs=0.1)))
 
 
 def test_a_pace_that_lets_nobody_in_lets_the_more_important_change_places() -> None:

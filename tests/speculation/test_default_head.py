@@ -81,6 +81,9 @@ def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(draft_head, "fingerprint", lambda _: fingerprint)
     found = shipped_head(spec, norm)
     assert found is not None and len(found.ids) == 8192
+    made = found.recipe  # what it takes to make it again, and what it was worth
+    assert made["schedule"]["seed"] == 0 and made["tokens"] > 5_000_000 and made["training"]["steps"] > 5000
+    assert made["acceptance"]["greedy"]["per_step"] > 2.2 and made["acceptance"]["coupled"]["per_step"] > 1.8
     assert (Path(draft_head.__file__).parent / "heads" / name).stat().st_size < 12 << 20
     monkeypatch.setitem(SHIPPED, fingerprint, (name, digest[::-1]))
     assert shipped_head(spec, norm) is None

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tokenmill.engine.speculation.device_budget import DeviceBudget
+from tokenmill.engine.step import NODES
 from tokenmill.step_time import Facts, FittedStepTime
 
 LENGTH = 4
@@ -101,3 +102,43 @@ def test_where_drafts_do_not_pay_nobody_looks_at_steps_until_they_are_tried_agai
         if not budget.rests(32):
             looked.append(budget.turn(32, 512))
     assert 8 <= len(looked) < 24 and max(looked) > 0
+
+
+def with_trees(steps: int, tree_costs: float, tree_chance: float) -> tuple[list[bool], float]:
+    """Which steps verified trees, and tokens per second in shares of those without drafts. Drafts of chains hold with a
+    chance of 0.5."""
+    times = [FittedStepTime(per_token=0.02) for _ in range(3)]
+    budget, random, trees, tokens, taken, ready = DeviceBudget(LENGTH, *times), Random(5), [], 0, 0.0, None
+    for _ in range(steps):
+        length = budget.turn(1, 512, branches=True)
+        verified, tree, ready = ready, budget.tree, length and budget.tree
+        took = gpu(1 + length, length > 0) * (tree_costs if tree else 1)
+        (times[2] if tree else times[1] if length else times[0]).learn(
+            Facts(decode_rows=1 + NODES if tree else 1 + length), took
+        )
+        held, chance = 0, tree_chance if tree else 0.5
+        while held < length and random.random() < chance:
+            held += 1
+        if length and tree and verified:
+            budget.count_trees([held])
+        elif length:
+            budget.count([length], [held])
+        trees.append(tree)
+        tokens += 1 + held
+        taken += took
+    return trees, tokens / taken * gpu(1, False)
+
+
+def test_trees_are_verified_where_they_bring_more_tokens_per_second() -> None:
+    trees, gain = with_trees(400, tree_costs=1.1, tree_chance=0.7)
+    assert sum(trees[-128:]) >= 122 and gain > 1.6
+    for costs, chance in ((1.6, 0.7), (1.1, 0.4)):
+        trees, gain = with_trees(2000, tree_costs=costs, tree_chance=chance)
+        assert any(trees[:20]) and 0 < sum(trees[-256:]) < 16 and gain > 1.4
+
+
+def test_where_no_row_may_branch_nothing_is_a_tree() -> None:
+    budget = DeviceBudget(LENGTH, *(FittedStepTime() for _ in range(3)))
+    assert not any(budget.turn(1, 512) and budget.tree for _ in range(50))
+    budget = DeviceBudget(LENGTH, *(FittedStepTime() for _ in range(3)))
+    assert not any(budget.turn(4, 40, branches=True) and budget.tree for _ in range(50))  # there is no room for them

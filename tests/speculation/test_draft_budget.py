@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.engine.speculation.budget import WORTHWHILE, admit
@@ -40,6 +40,7 @@ def test_a_full_step_has_no_room() -> None:
     assert admit([chain(0.9)] * 3, 3, 0, costing(0.0)) == [0, 0, 0]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.floats(0.01, 0.99), st.integers(1, 16)), min_size=1, max_size=6),
     st.floats(0, 1),

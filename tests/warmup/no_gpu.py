@@ -84,8 +84,7 @@ def runner_of(
 ) -> Any:
     """A runner for a model of this config on the GPU that is not there."""
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import choose_kv_dtype
-    from tokenmill.engine.choices import schemes_for
+    from tokenmill.engine.choices import choose_kv_dtype, schemes_for
     from tokenmill.engine.runner.state import DeviceState
     from tokenmill.engine.runner.torch_runner import TorchRunner
     from tokenmill.model.decoder import Decoder

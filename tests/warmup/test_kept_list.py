@@ -25,7 +25,8 @@ asked, said = [], {}
 for name in ("llama fp8",):
     with hopper():
         def start(rows=ROWS):
-            runner = runner_of(**MODELS[name], max_rows=rows, max_tokens=TOKENS, max_len=LENGTH)
+            options = {key: MODELS[name][key] for key in ("config", "quantization")}
+            runner = runner_of(**options, max_rows=rows, max_tokens=TOKENS, max_len=LENGTH)
             def find():
                 asked.append(name)
                 return kernels_of(runner, rows, TOKENS, True)

@@ -1,18 +1,24 @@
-"""What an engine's weights look like and take: the scheme of every linear layer, and bytes for the memory plan."""
+"""What an engine computes on and in, the scheme of every linear layer, and bytes for the memory plan."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from tokenmill.config import EngineConfig
+from tokenmill.engine.checkpoints import Progress
 from tokenmill.errors import ConfigError
-from tokenmill.model.spec import DecoderSpec
+from tokenmill.model.spec import DecoderSpec, RankPart
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
 from tokenmill.model.weights.dummy import packed_dummies
 from tokenmill.model.weights.load import packed_as_stored, stored_forms
 from tokenmill.model.weights.quantized import QuantizedCheckpoint
 from tokenmill.ops.device_facts import GEMM, misfit
-from tokenmill.ops.kv_forms import form_for
+from tokenmill.ops.invariant import SLICES, slices_of
+from tokenmill.ops.kv_forms import KV_FORMS, form_for
+from tokenmill.ops.native.library import Library
+from tokenmill.ops.native.library import load as load_native
 from tokenmill.plan.solve.hardware import Hardware, cpu_hardware
 from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
 from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
@@ -21,6 +27,68 @@ from tokenmill.quant.schemes.dense import Dense, InvariantDense
 from tokenmill.quant.schemes.scheme import Schemes
 
 _ROOM = 0.7  # of the free memory: what weights may take where the cache is to have room, too
+
+
+def choose_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"device is {wanted!r}; it must be auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {wanted!r}; it must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {wanted!r} but torch sees no GPU; use device='cpu' or a CUDA build of torch")
+    return device
+
+
+def choose_dtype(wanted: str, spec: DecoderSpec, device: torch.device) -> tuple[torch.dtype, str]:
+    if wanted != "auto":
+        return getattr(torch, wanted), "as set"
+    if device.type == "cpu":
+        return torch.float32, "the fastest that every CPU computes exactly"
+    if spec.dtype in ("bfloat16", "float16"):
+        return getattr(torch, spec.dtype), "as the checkpoint was saved"
+    return torch.bfloat16, "half the bytes of float32"
+
+
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, schemes: Schemes, device: torch.device) -> tuple[torch.dtype, str]:
+    if wanted == "auto":
+        if schemes.default.kv_dtype is not None and not schemes.exact:
+            return schemes.default.kv_dtype, "half the bytes to read, and far finer than the packed weights"
+        return dtype, "as the model computes"
+    if wanted in KV_FORMS:
+        return KV_FORMS[wanted].dtype, "as set; codes with scales of their own for every token and head"
+    chosen: torch.dtype = getattr(torch, wanted)
+    if device.type != "cpu" and chosen != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype is {wanted!r}, but the model computes in {str(dtype).removeprefix('torch.')}, and a GPU's "
+            f"KV cache has to be the same, or one of {', '.join(KV_FORMS)}; leave it out"
+        )
+    return chosen, "as set"
+
+
+def check_kv_form(wanted: str, spec: DecoderSpec) -> None:
+    """Refuse a quantized cache for a model that cannot have it."""
+    if wanted not in KV_FORMS:
+        return
+    if spec.mla is not None:
+        raise ConfigError(
+            f"kv_cache_dtype is {wanted!r}, but {spec.architecture} caches a latent that keys and values share, which "
+            "is kept in floats; leave it out"
+        )
+    KV_FORMS[wanted].check(spec.head_dim)
+
+
+def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, tell: Progress) -> Library | str | None:
+    """The native library for a model on a CPU, built first where it must be; why not, or None where nobody asked."""
+    if device.type != "cpu" or dtype != torch.float32 or config.ops not in (None, "native") or config.batch_invariant:
+        return None
+    native = load_native(tell, config.cache_dir)
+    if isinstance(native, Library):
+        native.threads = torch.get_num_threads()
+    return native
 
 
 def schemes_for(
@@ -33,7 +101,7 @@ def schemes_for(
         asked = None
     if config.batch_invariant:
         check_invariant(spec, place.dtype, place.device)
-        return Schemes(InvariantDense()), "batch_invariant is set"
+        return invariant_schemes(spec, place.device), "batch_invariant is set"
     shapes, blocks = linear_shapes(spec), isinstance(checkpoint, BlockCheckpoint)
     stored = {} if checkpoint is None else stored_forms(spec, checkpoint)
     layout, why = parse_layout(None if asked == "auto" else asked), "as set"
@@ -90,8 +158,37 @@ def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device)
         reason = f"it {why_not} ({torch.cuda.get_device_name(device)})"
     elif device.type == "cuda" and dtype == torch.float64:
         reason = "its products are there for bfloat16, float16 and float32, not for float64"
+    if reason is None and spec.part is not None:
+        reason = _varies_with_ranks(spec, spec.part, device)
     if reason is not None:
         raise ConfigError(f"batch_invariant is set, but {reason}; leave it out")
+
+
+def _varies_with_ranks(spec: DecoderSpec, part: RankPart, device: torch.device) -> str | None:
+    """Why so many ranks cannot give the bits of one."""
+    whole, moe = part.whole, part.whole.moe
+    sizes = {"columns that attention gives": whole.attention_size, "inner columns": whole.intermediate}
+    if moe is not None:
+        sizes = {"columns that attention gives": whole.attention_size, "inner columns of experts": moe.intermediate}
+        sizes |= {} if all(moe.layers) else {"inner columns": whole.intermediate}
+    uneven = [f"{spec.architecture} has {size} {what}" for what, size in sizes.items() if size % SLICES]
+    if device.type != "cpu":
+        return "several ranks have no such products on a GPU yet"
+    if SLICES % part.ranks:
+        return f"sums are added in {SLICES} slices, which {part.ranks} ranks cannot divide (1, 2 and 4 can)"
+    if part.experts is not None or (moe is not None and moe.shared_intermediate):
+        return "ranks that divide whole experts, or have shared ones, add them up in another order"
+    return f"{uneven[0]}, which are not divided into {SLICES} slices that ranks could share" if uneven else None
+
+
+def invariant_schemes(spec: DecoderSpec, device: torch.device) -> Schemes:
+    """On a CPU products that ranks may divide by columns are computed in slices, also on one rank."""
+    ranks, named = 1 if spec.part is None else spec.part.ranks, {}
+    for name, (_, columns) in linear_shapes(spec).items():
+        slices = slices_of(columns, ranks)
+        if device.type == "cpu" and slices > 1 and name.endswith((".o", "down")):
+            named[name] = InvariantDense(slices=slices)
+    return Schemes(InvariantDense(), named)
 
 
 def model_bytes(
@@ -155,8 +252,10 @@ def _guard_bytes(spec: DecoderSpec) -> int:
     return guard_bytes(max(matrices), max(stacked.values(), default=0), max(small.values(), default=0))
 
 
-def hardware_of(device: torch.device) -> Hardware:
+def hardware_of(device: torch.device, ranks: int = 1) -> Hardware:
+    """What each of so many ranks has of it."""
     if device.type == "cpu":
-        return cpu_hardware()
+        whole = cpu_hardware()
+        return replace(whole, total_bytes=whole.total_bytes // ranks, free_bytes=whole.free_bytes // ranks)
     free, total = torch.cuda.mem_get_info(device)
     return Hardware("cuda", torch.cuda.get_device_name(device), total, free)

@@ -10,20 +10,22 @@ from collections.abc import Callable
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
 from tokenmill.engine.speculation.speculation import Speculation
-from tokenmill.engine.step import Pending, Runner, Step
+from tokenmill.engine.step import Pending, Runner, Step, StepResult
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sampling.grammar import Constraint, Grammars
 
 log = logging.getLogger("tokenmill.engine")
 
 GRAMMAR_PATIENCE = 0.05  # seconds that a step with nothing else to do waits for a grammar or a mask
+TRANSFER_PATIENCE = 0.02  # and for blocks on their way
 INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
 
 
 class Engine:
     """Joins a scheduler and a runner. Not thread-safe: one thread calls it.
 
-    With `overlap` a step is launched before the one before it is committed; without, the plain loop remains.
+    With `overlap` a step is launched before the one before it is committed; without, the plain loop remains. A
+    scheduler that deals requests into sets for the stages of a pipeline has as many steps in flight.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Engine:
         if grammars is not None:
             grammars.looks_ahead = speculation is not None
         self.clock = clock
-        self._depth = 1 if overlap else 0
+        self._depth = max(scheduler.limits.stages - 1, int(overlap))  # steps that stay in flight behind a commit
         self._in_flight: deque[tuple[Step, Pending, float]] = deque()  # and when it was launched
         self._last_commit = self._last_check = clock()
         self._stuck = 0
@@ -64,6 +66,10 @@ class Engine:
         """End a request now. Unknown and finished ids are ignored: cancelling races with finishing."""
         self.scheduler.cancel(id, self.clock(), why)
 
+    def drop_held(self, id: str) -> None:
+        """Nobody will continue what the request of this id left behind."""
+        self.scheduler.life.held.drop(id)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
@@ -76,9 +82,15 @@ class Engine:
         if self.speculation is not None:
             self._propose(self.speculation, constrained)
         now = self.clock()
+        transfers = self.scheduler.kv.transfers
+        copying = transfers is not None and transfers.under_way
+        if copying:
+            self.scheduler.take_in_transfers()
         step = self.scheduler.schedule(now)
         if constrained and step is None and not self._in_flight:
             self._take_in_grammars(GRAMMAR_PATIENCE)
+        elif transfers is not None and transfers.under_way and step is None and not self._in_flight:
+            transfers.wait(TRANSFER_PATIENCE)
         deltas: list[Delta] = []
         if step is not None:
             self._stuck = 0
@@ -87,7 +99,9 @@ class Engine:
                 if self.speculation is not None:
                     self.speculation.launched(step)
             except Exception as error:  # a runner may fail in any way its device can: no request may be lost to it
-                deltas += self._launch_failed(step, _cause(error))
+                self._in_flight.append((step, _NotLaunched(error), now))
+                while self._in_flight:  # those before it may be as they should
+                    deltas += self._commit_oldest()
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             deltas += self._commit_oldest()
         deltas += self.scheduler.drain_events()
@@ -96,17 +110,20 @@ class Engine:
                 if delta.finished:
                     self.speculation.ended(delta.request)
         if step is None or not self.scheduler.requests:
-            self._watch(progressed=bool(deltas) or constrained)
+            self._watch(progressed=bool(deltas) or constrained or copying)
         return deltas
 
     def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
         """Forget what can be found of all texts, or of those with this cache salt; who runs is not touched."""
         self.scheduler.kv.reset_prefix_cache(cache_salt)
+        self.scheduler.life.held.forget(cache_salt)
         if self.speculation is not None:
             self.speculation.forget(cache_salt)
 
     def close(self) -> None:
         self._in_flight.clear()
+        if self.scheduler.kv.transfers is not None:
+            self.scheduler.kv.transfers.close()
         self.runner.close()
         if self.grammars is not None:
             self.grammars.close()
@@ -114,6 +131,8 @@ class Engine:
     def _propose(self, speculation: Speculation, constrained: bool) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""
         scheduler = self.scheduler
+        if self.grammars is not None:  # masks behind forced tokens are computed for drafts alone
+            self.grammars.looks_ahead = len(scheduler.running) <= speculation.most_rows
         if speculation.rests(len(scheduler.running), constrained):
             scheduler.drafting = False
             return
@@ -131,7 +150,8 @@ class Engine:
             return
         try:
             speculation.propose(decoding)
-            self.scheduler.drafting = speculation.drafting
+            scheduler.drafting, scheduler.tree = speculation.drafting, speculation.tree
+            scheduler.room_ahead = speculation.room_ahead
         except Exception as error:
             self.speculation, self.scheduler.drafting = None, False
             if self.grammars is not None:
@@ -147,13 +167,6 @@ class Engine:
         for constraint in moved:
             self.scheduler.grammar_moved(constraint, self.clock())
 
-    def _launch_failed(self, step: Step, cause: str) -> list[Delta]:
-        deltas: list[Delta] = []
-        while self._in_flight:
-            deltas += self._commit_oldest()
-        self.runner.reset()
-        return deltas + self.scheduler.fail([step], cause, self.clock())
-
     def _commit_oldest(self) -> list[Delta]:
         step, pending, launched = self._in_flight.popleft()
         try:
@@ -161,11 +174,15 @@ class Engine:
         except Exception as error:
             void = [step, *(later for later, _, _ in self._in_flight)]
             self._in_flight.clear()
-            self.runner.reset()
-            return self.scheduler.fail(void, _cause(error), self.clock())
+            loss = self.runner.reset()
+            if self.speculation is not None:
+                self.speculation.reset()
+            return self.scheduler.fail(void, _cause(error), self.clock(), loss)
         now = self.clock()
         if self.speculation is not None:
             self.speculation.committed(step, result, now - max(launched, self._last_commit))
+        if self.scheduler.kv.transfers is not None:
+            self.scheduler.kv.transfers.learn(step, now - max(launched, self._last_commit))
         self._last_commit = now
         return self.scheduler.commit(step, result, now)
 
@@ -184,6 +201,16 @@ class Engine:
         if not self.has_work and now - self._last_check > INTEGRITY_INTERVAL:
             self._last_check = now
             self.scheduler.check_integrity()
+
+
+class _NotLaunched:
+    """Stands for what a step would have been."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepResult:
+        raise self._error
 
 
 def _cause(error: Exception) -> str:

@@ -10,6 +10,7 @@ from tokenmill.params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenmill.engine.beams import Beams
+    from tokenmill.engine.held import HeldSequence
     from tokenmill.sampling.grammar import Constraint
     from tokenmill.sampling.records import TokenLogprobs
 
@@ -28,6 +29,7 @@ class Wait(enum.Enum):
     LEADER = "leader"  # a sibling computes the prompt that they share
     ROUND = "round"  # the other beams of its search
     COMMIT = "commit"  # a launched step reads what it would write again
+    TRANSFER = "transfer"  # blocks of its text are on their way to the device; the transfer holds them
 
 
 class Finish(enum.StrEnum):
@@ -90,6 +92,8 @@ class Request:
     deadline: float | None = None
     salt: str = ""
     pooling: str | None = None  # one of POOLINGS: it says nothing, and ends with a vector of its prompt's hidden states
+    keep: bool = False  # when it has ended well, its keys and values stay, held under its id
+    continues: str | None = None  # a held sequence that its prompt begins as
 
     # What it has come to (from here on nobody but the engine sets anything)
     tokens: list[int] = field(init=False)  # known tokens: prompt, then output
@@ -109,6 +113,7 @@ class Request:
     num_computed: int = 0
     pending: int = 0  # tokens that launched steps will sample, at least: one for each
     unsure: int = 0  # and beyond that: drafts whose fate only the device knows yet
+    told: int = 0  # leading tokens that every stage of a pipeline knows
     in_flight: int = 0  # launched steps that hold this request
     last_step: int = 0  # number of the newest step that held it
     last_start: int = 0  # first position it computed there
@@ -121,6 +126,8 @@ class Request:
     # The prefix cache's view
     identities: list[bytes] = field(default_factory=list)
     num_published: int = 0  # leading blocks of this request that are in the prefix index
+    failed_fetches: int = 0  # times that blocks on their way did not arrive, since it last ran
+    looked_ahead: bool = False  # whether other places were asked for its blocks while it was far back in the queue
 
     # Scheduling
     lane: int = field(init=False)  # effective class, fixed when it is admitted
@@ -130,8 +137,9 @@ class Request:
     in_float32: bool = False  # had them on its own, too: is computed in float32 (retry)
     void_until: int = 0  # results of launched steps up to this one are dropped
     followers: list[Request] = field(default_factory=list)  # siblings that fork its prompt (n > 1)
-    fork_from: Request | None = None
+    fork_from: Request | HeldSequence | None = None
     fork_tokens: int = 0  # leading tokens whose keys and values are shared with fork_from
+    common_tokens: int = 0  # leading tokens that it has in common with what it continues
     beams: Beams | None = None
     grammar: Constraint | None = None  # of its structured output, made by the engine
 
@@ -159,8 +167,18 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     @property
+    def scored_from(self) -> int:
+        """The first position whose log-probability is asked for, where those of the prompt are."""
+        return max(1, self.params.prompt_logprobs_start)
+
+    @property
     def finished(self) -> bool:
         return self.state is State.FINISHED
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether something is wanted of every token of its prompt: nobody else's blocks can help."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def awaits_mask(self) -> bool:

@@ -21,7 +21,10 @@ POOLINGS = ("mean", "last")
 
 
 DRAFTED = 4  # tokens that a device drafts for a row, at most
+FANOUT = 4  # nodes of every depth of the trees that it drafts
+NODES = FANOUT * DRAFTED
 ON_DEVICE = -1  # stands for a draft that only the device knows: its own, at the row's own position
+ON_TREE = -2  # the same, of one that drafted a tree, too: a step may verify that in place of the chain (`Step.tree`)
 
 
 @dataclass(slots=True)
@@ -70,7 +73,11 @@ class Step:
     # row -> by how much its start may be larger: the drafts of a launched step, whose fate only the device knows
     slack: dict[int, int] = field(default_factory=dict)
     drafting: bool = False  # the device drafts at the end of the step, for the next one: ON_DEVICE among its drafts
+    # The device may verify trees and drafts new ones: behind its own start every row with drafts has blocks for NODES
+    # more tokens, and no more than DRAFTED drafts. A runner that knows no trees verifies chains, as in other steps.
+    tree: bool = False
     chosen: list[tuple[int, int, int]] = field(default_factory=list)  # beams: (row, position, token) the host chose
+    told: list[tuple[int, int, int]] = field(default_factory=list)  # stages: the same of what the last one sampled
     prompt_logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (width, prompt length)
     pooling: dict[int, tuple[str, int]] = field(default_factory=dict)  # row -> (one of POOLINGS, prompt length)
     # row -> tokens that its grammar allows, one bit each: next, then behind each of its drafts
@@ -116,6 +123,13 @@ class StepResult:
     pooled: dict[int, list[float]] = field(default_factory=dict)  # row index -> vector, when all of its prompt was read
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a runner could not keep when it was reset: all rows, keys and values are gone."""
+
+    weight: float = 1  # how much of a failure it was of the requests that were in void steps, as far as is known
+
+
 class Pending(Protocol):
     """A launched step."""
 
@@ -131,8 +145,9 @@ class Runner(Protocol):
         """Start the step without waiting for the device. May raise StepFailed."""
         ...
 
-    def reset(self) -> None:
-        """Drop whatever is in flight after a failure. Rows of the void steps are admitted anew; the others stay."""
+    def reset(self) -> Loss | None:
+        """Drop whatever is in flight after a failure. Rows of the void steps are admitted anew; the others stay, unless
+        there was a loss: then all are."""
         ...
 
     def close(self) -> None: ...

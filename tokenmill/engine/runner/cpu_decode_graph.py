@@ -7,13 +7,15 @@ import warnings
 import numpy as np
 import torch
 
-from tokenmill.engine.runner.cuda_graphs import PLAIN
 from tokenmill.engine.runner.inputs import block_writes
+from tokenmill.engine.runner.paths import FeatureReader, PreparedStep
+from tokenmill.engine.runner.recordings import PLAIN
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import REJECTED
 from tokenmill.engine.step import Step, only_decodes
-from tokenmill.model.decoder import Decoder, TokenBatch
-from tokenmill.ops.native.ops import choose_into, decode_inputs
+from tokenmill.model.decoder import Decoder, Features, TokenBatch
+from tokenmill.ops.native.elementwise import copy_into
+from tokenmill.ops.native.ops import best_into, choose_into, decode_inputs, pick_into
 from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -29,6 +31,8 @@ class RecordedDecode:
 
     def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
         self._decoder, self._state, self._sampler = decoder, state, sampler
+        self.feature_reader: FeatureReader | None = None  # to be set before the first step
+        self._features: _RecordedFeatures | None = None  # of what it reads
         self._capacity = max_rows
         self._uses = 0
         self._graph: RecordedGraph | None = None
@@ -49,6 +53,7 @@ class RecordedDecode:
         self._context = torch.zeros(max_rows, dtype=torch.int32)
         self._q_start = torch.arange(max_rows + 1, dtype=torch.int32)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64)
+        self._bests = torch.zeros(max_rows, 2, dtype=torch.int64)
 
     def takes(self, step: Step) -> bool:
         return only_decodes(step) and not step.in_float32 and step.num_tokens <= self._capacity
@@ -85,7 +90,24 @@ class RecordedDecode:
             rows = self._rows[entries]
             self._state.hidden[rows] = self._hidden[entries]
             self._state.hidden_at[rows] = self._starts[entries]
+        if self.feature_reader is not None and self._features is not None:
+            self.feature_reader.read(self._prepared(step, Features(self._features.layers, self._features.states[:n])))
         return sampled
+
+    def _prepared(self, step: Step, features: Features) -> PreparedStep:
+        """The step as one that was not recorded."""
+        n = step.num_tokens
+        return PreparedStep(
+            step,
+            self._state,
+            self._rows[:n],
+            self._starts[:n],
+            self._attention(n),
+            entries=torch.arange(n),
+            all_wanted=True,
+            sample_rows=self._host_rows[:n].tolist(),
+            features=features,
+        )
 
     def _mask_rows(self, step: Step) -> torch.Tensor | None:
         if not (step.drafts and step.masks):
@@ -125,6 +147,9 @@ class RecordedDecode:
     def _record(self, n: int) -> bool:
         """Make the graph, and keep it if it computes for this step's rows what the ops compute one by one."""
         graph = RecordedGraph(self._capacity)
+        if self.feature_reader is not None:
+            room = self._decoder.features(self.feature_reader.layers, self._capacity)
+            self._features = _RecordedFeatures(room.layers, room.states)
         try:
             with graph.record():
                 decode_inputs(
@@ -132,7 +157,7 @@ class RecordedDecode:
                     self._ids, self._slots, self._table_rows, self._context,
                 )  # fmt: skip
                 self._hidden, self._logits = self._decode(self._capacity)
-                choose_into(self._tokens, self._logits, self._greedy, self._rows, self._starts, self._state.tokens)
+                self._choose()
         except NotRecordableError as error:
             warnings.warn(f"decode steps cannot be recorded and are run plainly: {error}", stacklevel=2)
             return False
@@ -149,9 +174,25 @@ class RecordedDecode:
         self._graph = graph
         return True
 
+    def _choose(self) -> None:
+        """The likeliest tokens, where no row wants anything else; of each rank's first."""
+        part, state = self._sampler.part, (self._greedy, self._rows, self._starts, self._state.tokens)
+        if part is None:
+            choose_into(self._tokens, self._logits, *state)
+            return
+        best_into(self._bests, self._logits, self._greedy, part.tokens.start)
+        pick_into(self._tokens, part.ranks.all_gather(self._bests), *state)
+
     def _decode(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden], [n, vocab]
         """The forward pass in terms of the static inputs."""
-        attention = AttentionBatch(
+        tokens = TokenBatch(self._ids[:n], self._starts[:n], self._slots[:n], self._attention(n))
+        tokens.features = self._features if n == self._capacity else None
+        tokens.enters = None if self._state.entering is None else self._state.entering[:n]
+        hidden = self._decoder.forward(tokens, self._state.kv)
+        return hidden, self._decoder.logits(hidden, wide=False)
+
+    def _attention(self, n: int) -> AttentionBatch:
+        return AttentionBatch(
             rows=self._table_rows[:n],
             q_start=self._q_start[: n + 1],
             context=self._context[:n],
@@ -163,9 +204,14 @@ class RecordedDecode:
             host_counts=[1] * n,
             host_context=(self._host_starts[:n] + 1).tolist(),
         )
-        tokens = TokenBatch(self._ids[:n], self._starts[:n], self._slots[:n], attention)
-        hidden = self._decoder.forward(tokens, self._state.kv)
-        return hidden, self._decoder.logits(hidden, wide=False)
+
+
+class _RecordedFeatures(Features):
+    """Kept by an op of the library."""
+
+    def keep(self, index: int, residual: torch.Tensor) -> None:  # [tokens, hidden]
+        if index in self.layers:
+            copy_into(residual, self.of(index))
 
 
 def agree(replayed: torch.Tensor, plain: torch.Tensor) -> bool:

@@ -18,6 +18,43 @@ from tokenmill.ops.types import AttentionBatch
 _COMPARED = 32  # tokens that a new recording is held against the plain computation with
 
 
+class StepInputs:
+    """Static inputs of recordings that serve steps of every shape, written before each step."""
+
+    def __init__(self, state: DeviceState, max_rows: int, max_tokens: int) -> None:
+        self._state, self._max_rows, self.max_tokens = state, max_rows, max_tokens
+        self._ids, self._positions, self._slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
+        self._rows, self._context = (torch.zeros(max_rows, dtype=torch.int32) for _ in range(2))
+        self._q_start = torch.zeros(max_rows + 1, dtype=torch.int32)
+        self._counts = torch.zeros(2, dtype=torch.int64)
+
+    def take(self, tokens: TokenBatch) -> int:
+        """A step's inputs; returns how many tokens it has."""
+        batch, count = tokens.attention, len(tokens.ids)
+        rows = len(batch.rows)
+        self._ids[:count], self._positions[:count], self._slots[:count] = tokens.ids, tokens.positions, tokens.slots
+        self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
+        self._counts[0], self._counts[1] = rows, batch.num_singles
+        return count
+
+    def largest(self, like: AttentionBatch) -> TokenBatch:
+        """The static inputs, as a step that needs all their room."""
+        attention = AttentionBatch(
+            rows=self._rows,
+            q_start=self._q_start,
+            context=self._context,
+            block_tables=like.block_tables,
+            num_singles=self._max_rows,
+            max_query=self.max_tokens,
+            max_context=self._state.max_len,
+            host_rows=[],
+            host_counts=[],
+            host_context=[],
+            counts=self._counts,
+        )
+        return TokenBatch(self._ids, self._positions, self._slots, attention, enters=self._state.entering)
+
+
 class RecordedChunks(PlainForward):
     """The Python between the ops of a step takes as long as several tokens: it is left out from the second step on.
 
@@ -32,11 +69,8 @@ class RecordedChunks(PlainForward):
         self._refused = False
         self._graphs: tuple[RecordedGraph, RecordedGraph] | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
-        # Written before each step.
-        self._ids, self._positions, self._slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
-        self._rows, self._context = (torch.zeros(max_rows, dtype=torch.int32) for _ in range(2))
-        self._q_start = torch.zeros(max_rows + 1, dtype=torch.int32)
-        self._counts, self._wanted = torch.zeros(2, dtype=torch.int64), torch.zeros(max_rows, dtype=torch.int64)
+        self._inputs = StepInputs(state, max_rows, max_tokens)
+        self._wanted = torch.zeros(max_rows, dtype=torch.int64)  # written before each step, too
 
     def takes(self, step: Step) -> bool:
         return not self._refused and not step.wants_hidden
@@ -44,14 +78,10 @@ class RecordedChunks(PlainForward):
     def logits(self, prepared: PreparedStep) -> torch.Tensor | None:  # [entries, vocab]
         """Overwritten by the next step. None: the step has to be run plainly."""
         tokens, wanted = prepared.tokens, prepared.entries
-        batch, count = tokens.attention, len(tokens.ids)
-        rows = len(batch.rows)
         self._uses += 1
-        if self._uses < 2 or len(wanted) > self._max_rows or batch.tree is not None:
+        if self._uses < 2 or len(wanted) > self._max_rows or tokens.attention.tree is not None:
             return None
-        self._ids[:count], self._positions[:count], self._slots[:count] = tokens.ids, tokens.positions, tokens.slots
-        self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
-        self._counts[0], self._counts[1] = rows, batch.num_singles
+        count = self._inputs.take(tokens)
         self._wanted[: len(wanted)] = wanted
         if self._graphs is not None:
             self._graphs[0].run(count)
@@ -65,10 +95,10 @@ class RecordedChunks(PlainForward):
 
     def _record(self, tokens: TokenBatch) -> bool:
         """Make the graphs and run the first; whether this step's first tokens get what the ops compute one by one."""
-        begin, end = RecordedGraph(len(self._ids)), RecordedGraph(self._max_rows)
+        begin, end = RecordedGraph(self._inputs.max_tokens), RecordedGraph(self._max_rows)
         try:
             with begin.record():
-                attended = self._decoder.begin(self._largest(tokens.attention), self._state.kv)
+                attended = self._decoder.begin(self._inputs.largest(tokens.attention), self._state.kv)
                 mixed, residual = (one.view(len(one), -1) for one in attended.take())
             with end.record():
                 some = embed(self._wanted, mixed).view(self._max_rows, self._decoder.spec.heads, -1)
@@ -78,7 +108,7 @@ class RecordedChunks(PlainForward):
         except NotRecordableError:  # decode steps, which need it more, warn of the same
             return False
         self._graphs = begin, end
-        first = _beginning(tokens)
+        first = beginning_of(tokens)
         begin.run(len(tokens.ids))
         kept = int(self._wanted[0])
         self._wanted[0] = len(first.ids) - 1
@@ -90,25 +120,8 @@ class RecordedChunks(PlainForward):
             return False
         return True
 
-    def _largest(self, like: AttentionBatch) -> TokenBatch:
-        """The static inputs, as a step that needs all their room."""
-        attention = AttentionBatch(
-            rows=self._rows,
-            q_start=self._q_start,
-            context=self._context,
-            block_tables=like.block_tables,
-            num_singles=self._max_rows,
-            max_query=len(self._ids),
-            max_context=self._state.max_len,
-            host_rows=[],
-            host_counts=[],
-            host_context=[],
-            counts=self._counts,
-        )
-        return TokenBatch(self._ids, self._positions, self._slots, attention)
 
-
-def _beginning(tokens: TokenBatch) -> TokenBatch:
+def beginning_of(tokens: TokenBatch) -> TokenBatch:
     """The first few tokens of the first row: what they give does not depend on those that follow."""
     batch = tokens.attention
     count = min(_COMPARED, int(batch.q_start[1]))
@@ -125,4 +138,5 @@ def _beginning(tokens: TokenBatch) -> TokenBatch:
         host_counts=[count],
         host_context=[context],
     )
-    return TokenBatch(tokens.ids[:count], tokens.positions[:count], tokens.slots[:count], attention)
+    enters = None if tokens.enters is None else tokens.enters[:count]
+    return TokenBatch(tokens.ids[:count], tokens.positions[:count], tokens.slots[:count], attention, enters=enters)

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import warnings
-from bisect import bisect_left
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
+from tokenmill.engine.runner.drafters import Drafter, TreeDrafter, Verified, VerifiedTrees
 from tokenmill.engine.runner.inputs import Ints, block_writes, draft_columns, shared_lengths
+from tokenmill.engine.runner.recordings import (
+    PLAIN,
+    TREE_ROWS,
+    WIDTHS,
+    Kind,
+    Recording,
+    Recordings,
+    bucket_sizes,
+    chains_for,
+)
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED
-from tokenmill.engine.step import SharedPrefix, Step, is_speculative, only_decodes
+from tokenmill.engine.step import (
+    DRAFTED,
+    FANOUT,
+    ON_TREE,
+    SharedPrefix,
+    Step,
+    is_speculative,
+    only_decodes,
+)
 from tokenmill.model.decoder import Decoder, TokenBatch
 from tokenmill.ops.types import AttentionBatch, DecodeInputs
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -23,104 +40,6 @@ from tokenmill.sampling.settings import Traits
 
 INPUTS = 13  # integers per row that a step may bring
 PROPOSED = 2  # tokens that may be proposed per token of a step: some stand where rows may already be
-STRETCH = 2  # a size without a recording may be padded to so many times its rows: a replay costs no launches
-PLAIN = Traits()
-PATIENCE = 4  # times that happens before a size gets a recording of its own, which costs about two plain runs
-
-Graph = TypeVar("Graph")
-
-
-class Kind(enum.Enum):
-    """What a recorded step does besides decoding."""
-
-    PLAIN = "plain"
-    SHARED = "shared"  # rows share a beginning, which is read once
-    DRAFTS = "drafts"  # rows start where the device says and verify drafts: a size counts tokens, not rows
-    # The same, with as many tokens of every row: its keys are read once for all of them
-    CHAINS_OF_2 = "chains of 2"
-    CHAINS_OF_3 = "chains of 3"
-    CHAINS_OF_5 = "chains of 5"
-
-    @property
-    def width(self) -> int:
-        """Tokens of each row; those that a row lacks are padded."""
-        return WIDTHS.get(self, 1)
-
-
-WIDTHS = {Kind.CHAINS_OF_2: 2, Kind.CHAINS_OF_3: 3, Kind.CHAINS_OF_5: 5}
-CHAINS_FILL = 0.6  # of the tokens of chains at least so many are no padding
-
-
-def chains_for(step: Step) -> Kind:
-    """How a step that verifies drafts is recorded."""
-    longest, least = max(step.counts), CHAINS_FILL * len(step.counts)
-    for kind, width in WIDTHS.items():
-        if longest <= width:
-            return kind if step.num_tokens >= least * width else Kind.DRAFTS
-    return Kind.DRAFTS
-
-
-def bucket_sizes(max_rows: int) -> list[int]:
-    """Batch sizes that are recorded; a step is padded to the next one. Finer where a row more costs relatively more."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
-    return [size for size in sizes if size < max_rows] + [max_rows]
-
-
-@dataclass
-class Recording(Generic[Graph]):
-    """What is known of steps of one size."""
-
-    uses: int = 0  # runs at this size
-    lent: int = 0  # steps of this size that a larger recording served
-    refused: bool = False  # could not be recorded: it is run plainly
-    graph: Graph | None = None
-    sampled: Sampled | None = None  # [bucket]: where a replay leaves the sampled tokens
-
-
-@dataclass
-class Recordings(Generic[Graph]):
-    """Which recording serves a step, and when a size gets one of its own.
-
-    A batch that ends passes through every size for a step or two. To run each plainly and then to record it would cost
-    the host's launches in every one of these steps, so a larger size takes them in at first.
-    """
-
-    sizes: list[int]  # ascending
-    stretch: float = STRETCH
-    warm: bool = False  # whether steps of every size have been run before the first request
-    _of: dict[tuple[int, Traits, Kind], Recording[Graph]] = field(default_factory=dict)
-
-    @property
-    def empty(self) -> bool:
-        return all(recording.graph is None for recording in self._of.values())
-
-    def is_due(self, recording: Recording[Graph]) -> bool:
-        """Whether a step that is about to run is to be recorded first: its size has returned, and libraries know it."""
-        returned = recording.uses > 1 or (self.warm and recording.lent >= PATIENCE)
-        return returned and recording.graph is None and not recording.refused
-
-    def next_size(self, rows: int) -> int:
-        return self.sizes[bisect_left(self.sizes, rows)]
-
-    def of(self, size: int, traits: Traits = PLAIN, kind: Kind = Kind.PLAIN) -> Recording[Graph]:
-        return self._of.setdefault((size, traits, kind), Recording())
-
-    def serve(
-        self, rows: int, traits: Traits = PLAIN, kind: Kind = Kind.PLAIN, may_record: bool = True
-    ) -> tuple[int, Recording[Graph]]:
-        """The size at which a step of so many rows is run, and what there is for it."""
-        place = bisect_left(self.sizes, rows)
-        own = self.sizes[place]
-        recording = self.of(own, traits, kind)
-        if recording.graph is None and (recording.lent < PATIENCE or recording.refused or not may_record):
-            near = [size for size in self.sizes[place + 1 :] if size <= self.stretch * own]
-            known = [(size, one) for size in near if (one := self._of.get((size, traits, kind))) is not None]
-            recorded = [pair for pair in known if pair[1].graph is not None]
-            tried = [pair for pair in known if pair[1].uses > 0 and not pair[1].refused]  # it is recorded now
-            for size, larger in (recorded or tried)[:1]:
-                recording.lent += 1
-                return size, larger
-        return own, recording
 
 
 class _Staging:
@@ -173,21 +92,6 @@ class _Columns:
         return self._shared_columns
 
 
-class Drafter(Protocol):
-    kind: str  # equal for those that launch the same kernels
-
-    def draft(
-        self,
-        hidden: torch.Tensor,  # [n, hidden]
-        tokens: torch.Tensor,  # [n]: what was sampled from it
-        rows: torch.Tensor,  # [n]: whose it is; the scratch row where it does not count
-        positions: torch.Tensor,  # [n]: where the tokens stand
-        traits: Traits,
-    ) -> None:
-        """Leave in `DeviceState.drafts` how the rows may go on."""
-        ...
-
-
 class DecodeGraphs:
     """Input preparation, forward pass, sampling and the write to the token table in one replay.
 
@@ -201,6 +105,9 @@ class DecodeGraphs:
         self.recordings = Recordings[torch.cuda.CUDAGraph](bucket_sizes(max_rows))
         self.replays = self.plain_runs = 0  # steps so far
         self.drafter: Drafter | None = None  # drafts behind every step that verifies drafts
+        self.tree_drafter: TreeDrafter | None = None  # and this one behind those that verify trees
+        self.feature_layers: tuple[int, ...] = ()  # of which the drafter reads what they start from
+        self.steps_of = dict.fromkeys(Kind, 0)
         self._traits = PLAIN
         device = state.tokens.device
         # [rows | starts | members of the shared prefix | its length], each as long as the bucket, the last two only
@@ -228,25 +135,35 @@ class DecodeGraphs:
 
     def run(self, step: Step) -> Sampled:  # [tokens, with those that pad chains], overwritten by the next run
         """Launch the step that was just asked for."""
-        traits, kind = self._traits, Kind.PLAIN if step.shared is None else Kind.SHARED
-        if is_speculative(step):
-            kind = chains_for(step)
-            if not self.fits(self.recordings.next_size(len(step.rows)), kind):
-                kind = Kind.DRAFTS
-        tokens = kind.width * len(step.rows) if kind in WIDTHS else step.num_tokens
-        bucket, recording = self.recordings.serve(tokens // kind.width, traits, kind)
+        traits, rows = self._traits, len(step.rows)
+        kind = self._kind_of(step, traits)
+        self.steps_of[kind] += 1
+        tokens = kind.kept * rows if kind.width > 1 else step.num_tokens  # that may come out
+        bucket, recording = self.recordings.serve(tokens // kind.kept, traits, kind)
         self._send(step, bucket, kind)
         recording.uses += 1
         if self.recordings.is_due(recording):
             self._record(recording, bucket, traits, kind)
         if recording.graph is None or recording.sampled is None:
             self.plain_runs += 1
-            return self._decode(bucket, traits, kind).first(tokens, kind.width)
+            return self._decode(bucket, traits, kind).first(tokens, kind.kept)
         self.replays += 1
         recording.graph.replay()
-        return recording.sampled.first(tokens, kind.width)
+        return recording.sampled.first(tokens, kind.kept)
+
+    def _kind_of(self, step: Step, traits: Traits) -> Kind:
+        if not is_speculative(step):
+            return Kind.PLAIN if step.shared is None else Kind.SHARED
+        bucket = self.recordings.next_size(len(step.rows))
+        # What shapes logits may read the tokens before a position, where siblings cannot all stand.
+        if step.tree and not traits.shaped and self.fits(bucket, Kind.TREES):
+            return Kind.TREES
+        kind = chains_for(step)
+        return kind if self.fits(bucket, kind) else Kind.DRAFTS
 
     def fits(self, bucket: int, kind: Kind) -> bool:
+        if kind is Kind.TREES and (self.tree_drafter is None or bucket > TREE_ROWS):
+            return False
         return bucket * kind.width <= self.recordings.sizes[-1]
 
     def rehearse(self, bucket: int, traits: Traits, kind: Kind) -> None:
@@ -264,7 +181,9 @@ class DecodeGraphs:
 
     def _send(self, step: Step, bucket: int, kind: Kind) -> None:
         """One copy to the device, and new entries of the block tables where rows grew."""
-        if is_speculative(step):
+        if kind is Kind.TREES:
+            parts = self._tree_inputs(step, bucket)
+        elif is_speculative(step):
             parts = self._draft_inputs(step, bucket * kind.width, kind.width)
         else:
             starts = np.zeros(bucket, dtype=np.int64)
@@ -276,7 +195,7 @@ class DecodeGraphs:
         inputs = self._staging.send([*parts, block_at, block_value], self._inputs)
         if len(block_at):
             at, value = inputs[sum(map(len, parts)) :].chunk(2)
-            self._state.block_tables.view(-1).scatter_(0, at, value.int())
+            self._state.write_blocks(at, value)
 
     def _draft_inputs(self, step: Step, entries: int, width: int) -> list[Ints]:
         """[(COLUMNS + 1) * entries], [PROPOSED * entries]; with a width every row has that many entries."""
@@ -291,6 +210,21 @@ class DecodeGraphs:
         tokens = np.zeros(PROPOSED * entries, dtype=np.int64)
         tokens[: len(proposed)] = proposed
         return [columns.reshape(-1), tokens]
+
+    def _tree_inputs(self, step: Step, bucket: int) -> list[Ints]:  # see `reference_tree.tree_inputs`
+        """[COLUMNS * bucket], [PROPOSED * Kind.TREES.kept * bucket]"""
+        told = np.zeros((COLUMNS, bucket), dtype=np.int64)
+        told[0] = self._state.scratch_row
+        tokens = np.zeros(PROPOSED * Kind.TREES.kept * bucket, dtype=np.int64)
+        end = 0
+        for at, (row, start, samples) in enumerate(zip(step.rows, step.starts, step.samples, strict=True)):
+            first, drafts = end, step.drafts.get(row, [])
+            grown = samples == 1 + DRAFTED and drafts[-1] == ON_TREE
+            if not grown:
+                end += len(drafts)
+                tokens[first:end] = drafts
+            told[:, at] = row, start, first, end, row in step.slack, -1 if grown else samples - 1
+        return [told.reshape(-1), tokens]
 
     def _record(self, recording: Recording[torch.cuda.CUDAGraph], bucket: int, traits: Traits, kind: Kind) -> None:
         try:
@@ -307,13 +241,15 @@ class DecodeGraphs:
 
     def _decode(self, bucket: int, traits: Traits, kind: Kind) -> Sampled:  # [bucket]
         """The whole step in terms of the static inputs."""
+        if kind is Kind.TREES:
+            return self._verify_trees(bucket, traits)
         if kind is Kind.DRAFTS or kind in WIDTHS:
             return self._verify(bucket * kind.width, traits, kind.width)
         rows, starts = self._inputs[: 2 * bucket].chunk(2)
         shared = self._inputs[2 * bucket : 4 * bucket].int().chunk(2) if kind is Kind.SHARED else (None, None)
         ops, tables = self._decoder.ops, self._state.decode_tables
         inputs = ops.decode_inputs(tables, rows, starts)
-        sampled = self._sample(inputs, rows, traits, *shared)[1]
+        sampled = self._sample(inputs, rows, traits, *shared)[2]
         ops.keep_sampled(tables, rows, inputs, sampled.tokens)
         return sampled
 
@@ -324,13 +260,44 @@ class DecodeGraphs:
         proposed = self._inputs[(COLUMNS + 1) * bucket :][: PROPOSED * bucket]
         ops, tables = self._decoder.ops, self._state.decode_tables
         inputs = ops.decode_inputs(tables, rows, starts, (columns[2:COLUMNS], proposed))
-        hidden, sampled = self._sample(inputs, rows, traits, mask_rows=mask_rows, queries=width)
+        batch, hidden, sampled = self._sample(inputs, rows, traits, mask_rows=mask_rows, queries=width, verifies=True)
         said = sampled.tokens.clamp_min(0) if self.drafter is not None else None
         last = ops.keep_sampled(tables, rows, inputs, sampled.tokens, numbers, REJECTED)
         sampled.mark_rejected()
         if self.drafter is not None and said is not None and last is not None:
-            self.drafter.draft(hidden, said, last, inputs.positions + 1, traits)
+            with self._costs_no_answer():
+                self.drafter.draft(Verified(inputs, hidden, said, last, traits, width, batch))
         return sampled
+
+    def _verify_trees(self, bucket: int, traits: Traits) -> Sampled:  # [bucket * Kind.TREES.kept]
+        """Nodes are rows of their own to all but attention; what comes out is the path that held."""
+        told = self._inputs[: COLUMNS * bucket].view(COLUMNS, bucket)
+        proposed = self._inputs[COLUMNS * bucket :][: PROPOSED * Kind.TREES.kept * bucket]
+        ops, state, rows = self._decoder.ops, self._state, told[0]
+        tables = state.decode_tables
+        inputs = ops.tree_inputs(tables, state.trees, told, proposed)
+        queries, tails = Kind.TREES.width, inputs.tails
+        _, hidden, sampled = self._sample(inputs.entries, inputs.entries.rows, traits, queries=queries, tails=tails)
+        kept = ops.keep_tree(tables, rows, inputs, sampled.tokens, FANOUT, REJECTED)
+        ops.move_kv(state.arena, state.scales, tables, rows, kept)
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.index_select(0, kept.order)
+        out = Sampled(kept.tokens, logprobs)
+        out.mark_rejected()
+        if self.tree_drafter is not None:
+            last = hidden.index_select(0, kept.last)
+            with self._costs_no_answer():
+                self.tree_drafter.grow(VerifiedTrees(last, kept.newest, kept.positions, rows, traits))
+        return out
+
+    @contextlib.contextmanager
+    def _costs_no_answer(self) -> Iterator[None]:
+        """A drafter that fails is switched off, and whoever asks for drafts hears of it."""
+        try:
+            yield
+        except Exception as error:
+            if self.drafter is not None:
+                self.drafter.failure = error
+            self.drafter = self.tree_drafter = None
 
     def _sample(
         self,
@@ -341,7 +308,9 @@ class DecodeGraphs:
         lengths: torch.Tensor | None = None,
         mask_rows: torch.Tensor | None = None,
         queries: int = 1,
-    ) -> tuple[torch.Tensor, Sampled]:  # [bucket, hidden], [bucket]
+        tails: torch.Tensor | None = None,
+        verifies: bool = False,
+    ) -> tuple[TokenBatch, torch.Tensor, Sampled]:  # what was computed, [bucket, hidden], [bucket]
         state, bucket = self._state, len(rows)
         attention = AttentionBatch(
             rows=inputs.rows,
@@ -357,8 +326,12 @@ class DecodeGraphs:
             shared_members=members,
             shared_tokens=lengths,
             queries=queries,
+            tails=tails,
+            fanout=1 if tails is None else FANOUT,
         )
-        batch = TokenBatch(ids=inputs.ids, positions=inputs.positions, slots=inputs.slots, attention=attention)
+        batch = TokenBatch(inputs.ids, inputs.positions, inputs.slots, attention)
+        if verifies and self.feature_layers:
+            batch.features = self._decoder.features(self.feature_layers, bucket)
         hidden = self._decoder.forward(batch, state.kv)
         logits = self._decoder.logits(hidden, wide=False)
-        return hidden, self._sampler.sample(logits, rows, inputs.positions + 1, traits, mask_rows)
+        return batch, hidden, self._sampler.sample(logits, rows, inputs.positions + 1, traits, mask_rows)

@@ -36,7 +36,8 @@ class PrecisionGuard:
         # On a GPU the fast ops want a cache of their own dtype; the reference takes any.
         ops = select(replace(self._need, dtype=torch.float32), "reference" if self._need.device == "cuda" else None)
         weights = WidenedWeights(self._plain.weights, WIDENED_AT_ONCE)
-        return Decoder(self._plain.spec, weights, ops, self._max_len)  # type: ignore[arg-type]  # its head is read-only
+        spec, ranks = self._plain.spec, self._plain.ranks
+        return Decoder(spec, weights, ops, self._max_len, ranks)  # type: ignore[arg-type]  # its head is read-only
 
     def forward(
         self, step: Step, tokens: TokenBatch, kv: list[LayerKV]
@@ -51,7 +52,8 @@ class PrecisionGuard:
 
         others = replace(tokens, slots=tokens.slots.masked_fill(is_wide, -1))
         plain = self._plain.forward(others, kv, watch)
-        wide = self._wide.forward(replace(tokens, slots=tokens.slots.masked_fill(~is_wide, -1)), kv)
+        only_wide = replace(tokens, slots=tokens.slots.masked_fill(~is_wide, -1), features=None)
+        wide = self._wide.forward(only_wide, kv)
         if looked_for:
             self._mark(step, culprits)
         return torch.where(is_wide[:, None], wide, plain.float())

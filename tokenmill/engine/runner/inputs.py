@@ -159,15 +159,17 @@ def shared_lengths(shared: SharedPrefix, rows: int) -> Ints:  # [rows]
 
 
 def _token_writes(step: Step, token_width: int) -> tuple[Ints, Ints]:
-    """Tokens that the host knows and the device does not: of new rows, of beams. (Drafts: see `verify`.)"""
+    """Tokens that the host knows and the device does not: of new rows, of beams, of the last stage's making.
+    (Drafts: see `verify`.)
+    """
     at: list[Ints] = []
     value: list[Ints] = []
     for admission in step.admissions:
         first = 0 if admission.params.reads_history else admission.num_computed  # what is computed is not read again
         at.append(admission.row * token_width + np.arange(first, len(admission.tokens)))
         value.append(np.array(array("i", admission.tokens[first:]), dtype=np.int64))
-    if step.chosen:
-        chosen = np.array(step.chosen, dtype=np.int64)
+    if step.chosen or step.told:
+        chosen = np.array(step.chosen + step.told, dtype=np.int64)
         at.append(chosen[:, 0] * token_width + chosen[:, 1])
         value.append(chosen[:, 2])
     return _joined(at), _joined(value)

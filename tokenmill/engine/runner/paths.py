@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 
 from tokenmill.engine.runner.guard import PrecisionGuard
+from tokenmill.engine.runner.inputs import PackedStep
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Step
-from tokenmill.model.decoder import Decoder, TokenBatch
+from tokenmill.model.decoder import Decoder, Features, TokenBatch
 from tokenmill.ops.types import AttentionBatch
 from tokenmill.sampling.sampler import Sampled
 
@@ -42,13 +43,46 @@ class PreparedStep:
     entries: torch.Tensor  # [n]: tokens whose logits are wanted
     all_wanted: bool  # these are all tokens, in their order
     sample_rows: list[int]  # rows of the entries, on the host
+    features: Features | None = None  # that a head asks for
 
     @cached_property
     def tokens(self) -> TokenBatch:
         """As the decoder takes them; of no use to a path that pads."""
         rows, positions = self.rows, self.positions
         ids, slots = self.state.tokens[rows, positions], self.state.slots(rows, positions)
-        return TokenBatch(ids, positions, slots, self.attention)
+        enters = None if self.state.entering is None else self.state.entering[: len(ids)]
+        return TokenBatch(ids, positions, slots, self.attention, features=self.features, enters=enters)
+
+
+def attention_batch(
+    step: Step, packed: PackedStep, part: dict[str, torch.Tensor], state: DeviceState
+) -> AttentionBatch:
+    """What attention needs to know of a step; `part`: the sections of what was packed, on the device."""
+    seen = packed.attention
+    return AttentionBatch(
+        rows=part["rows"].int(),
+        q_start=part["q_start"].int(),
+        context=part["context"].int(),
+        block_tables=state.block_tables,
+        num_singles=seen.num_singles,
+        max_query=max(seen.counts),
+        max_context=max(seen.context),
+        host_rows=seen.rows,
+        host_counts=seen.counts,
+        host_context=seen.context,
+        shared_members=part["shared_members"].int() if step.shared else None,
+        shared_tokens=part["shared_tokens"].int() if step.shared else None,
+    )
+
+
+class FeatureReader(Protocol):
+    """An EAGLE head: it reads what layers of the model start from, of every token that is computed."""
+
+    layers: tuple[int, ...]
+
+    def read(self, prepared: PreparedStep) -> None:
+        """At the end of a step: its features are there, and so are the tokens that were sampled."""
+        ...
 
 
 class ForwardPath(Protocol):

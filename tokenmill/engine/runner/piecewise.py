@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from tokenmill.engine.runner.cuda_graphs import Recording, Recordings
 from tokenmill.engine.runner.paths import PlainForward, PreparedStep
+from tokenmill.engine.runner.recordings import Recording, Recordings
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Step, is_speculative
 from tokenmill.model.decoder import Attend, Attended, Decoder, TokenBatch

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokenmill.engine.step import Admission, Pending, Step, StepResult
+from tokenmill.engine.step import Admission, Loss, Pending, Step, StepResult
 from tokenmill.errors import StepFailed
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.step_time import LinearStepTime, StepTimeModel, facts_of
@@ -35,6 +36,7 @@ class Faults:
 
     fail_at_launch: float = 0.0
     fail_at_wait: float = 0.0
+    lose_memory: float = 0.0  # a step fails, and no row, key or value outlives the reset
     slow: float = 0.0
     slow_factor: float = 50.0
     min_gap: int = 0  # steps between random failures: a device that fails at every step is dead, not faulty
@@ -67,6 +69,7 @@ class _Row:
     """What the device keeps for a row."""
 
     tokens: list[int]
+    read: list[int]  # what the first stage knows of them; with one stage the same list
     table: list[int]  # block ids
     seed: int
     forbidden: list[int]  # stop ids, not to be sampled before position `forbidden_until`
@@ -78,6 +81,9 @@ class _Row:
 class SimulatedRunner:
     """A stand-in device. The next token is a hash of all tokens before it, read back through the block table:
     a block that is freed too early, shared wrongly or not copied changes the tokens or is caught at once.
+
+    With several stages a step passes one after the other, each of which takes steps in their order; the last one
+    samples, and the first reads nothing but tokens that a step has brought.
 
     A failed step leaves garbage where it was to write, and so does every step launched behind it.
     What the scheduler did wrong is kept in `violations`, because the engine survives any exception of a runner.
@@ -92,6 +98,7 @@ class SimulatedRunner:
         vocab: int = 1000,
         step_time: StepTimeModel = STEP_TIME,
         faults: Faults | None = None,
+        stages: Sequence[float] = (1.0,),  # the share of a step's time that each takes
     ) -> None:
         self.block_size = block_size
         self.clock = clock
@@ -104,7 +111,10 @@ class SimulatedRunner:
         self._rows: dict[int, _Row] = {}
         self._in_flight: deque[_SimulatedPending] = deque()
         self._broken = False  # a launched step failed and nobody has reset the device since
-        self._free_at = 0.0
+        self._lost = False  # and its memory is gone
+        self._shares = stages
+        self._free_at = [0.0] * len(stages)
+        self.busy = [0.0] * len(stages)  # seconds that each stage has computed
 
     def launch(self, step: Step) -> Pending:
         self.launched += 1
@@ -113,26 +123,34 @@ class SimulatedRunner:
         self._apply_changes(step)
         spans = self._spans(step)
         self._check_fences(step, spans)
+        self._check_sets(step)
+        awaited = {request.id for request, samples in zip(step.requests, step.samples) if samples}
         if faults.strike(faults.fail_at_launch):
             self._scribble(step, spans)
             raise StepFailed(f"injected failure at the launch of step {step.number}")
         seconds = self.step_time.seconds(facts_of(step))
         if faults.slow and faults.random.random() < faults.slow:
             seconds *= faults.slow_factor
-        self._free_at = max(self._free_at, self.clock.now) + seconds
+        done_at = self._pass_stages(seconds)
         result, error = StepResult(tokens=[]), self._why_it_fails(step, spans)
         if error is None:
             result = self._run(step, spans)
         else:
             self._broken = True
             self._scribble(step, spans)
-        pending = _SimulatedPending(self, self._free_at, result, error, self._blocks_read(step, spans))
+        pending = _SimulatedPending(self, done_at, result, error, self._blocks_read(step, spans), awaited)
         self._in_flight.append(pending)
         return pending
 
-    def reset(self) -> None:
+    def reset(self) -> Loss | None:
         self._in_flight.clear()
         self._broken = False
+        if not self._lost:
+            return None
+        self._lost = False
+        self._rows.clear()
+        self._memory = [-self.launched] * len(self._memory)
+        return Loss(0.75)
 
     def close(self) -> None: ...
 
@@ -144,6 +162,14 @@ class SimulatedRunner:
         if not self._in_flight or self._in_flight.popleft() is not pending:
             self._violation("steps are waited for in another order than they were launched")
 
+    def _pass_stages(self, seconds: float) -> float:
+        """When the last stage will be done with a step that takes so long in all."""
+        done_at = self.clock.now
+        for stage, share in enumerate(self._shares):
+            done_at = self._free_at[stage] = max(done_at, self._free_at[stage]) + share * seconds
+            self.busy[stage] += share * seconds
+        return done_at
+
     def _why_it_fails(self, step: Step, spans: Spans) -> str | None:
         if self._broken:
             return f"step {step.number} was launched behind a failed step"
@@ -154,6 +180,9 @@ class SimulatedRunner:
                     return f"row {row} holds a poisoned token"
         if self.faults.strike(self.faults.fail_at_wait):
             return f"injected failure of step {step.number}"
+        if self.faults.lose_memory and self.faults.strike(self.faults.lose_memory):
+            self._lost = True
+            return f"injected failure of step {step.number}, and of all memory"
         return None
 
     def _run(self, step: Step, spans: Spans) -> StepResult:
@@ -164,7 +193,9 @@ class SimulatedRunner:
             row = self._rows[step.rows[index]]
             start, count = spans[index]
             if step.samples[index]:  # after the tokens that it knows come those that are proposed
-                row.tokens[start + count - step.samples[index] + 1 :] = self._verified(step, index, start)
+                verified = self._verified(step, index, start)
+                row.tokens[start + count - step.samples[index] + 1 :] = verified
+                row.read[start + count - step.samples[index] + 1 :] = verified
             hashes[index] = self._compute(row, start, count)
         for index, number in enumerate(step.rows):
             row = self._rows[number]
@@ -207,7 +238,7 @@ class SimulatedRunner:
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int]:
         """Write the hash of every position, each from the one before it as the block table finds it."""
-        memory, size, table, tokens = self._memory, self.block_size, row.table, row.tokens
+        memory, size, table, tokens = self._memory, self.block_size, row.table, row.read
         past = ROOT
         if start:
             past = memory[table[(start - 1) // size] * size + (start - 1) % size]
@@ -220,11 +251,16 @@ class SimulatedRunner:
 
     def _apply_changes(self, step: Step) -> None:
         for admission in step.admissions:
-            self._rows[admission.row] = _row(admission)
+            self._rows[admission.row] = _row(admission, len(self._shares) > 1)
         for number, first, blocks in step.blocks:
             self._rows[number].table[first:] = blocks
         for number, position, token in step.chosen:
             self._rows[number].tokens[position] = token
+        for number, position, token in step.told:
+            row = self._rows[number]
+            if row.read is row.tokens or row.tokens[position] != token:
+                self._violation(f"row {number} is told {token} at {position}")
+            row.read[position:] = [token]
         size = self.block_size
         for move in step.moves:
             there, here = move.source * size, move.target * size
@@ -267,6 +303,14 @@ class SimulatedRunner:
         past = self._memory[self._slot(row, position - 1)] if position else ROOT
         if self._memory[self._slot(row, position)] != mix(past, row.tokens[position]):
             self._violation(f"a row reads foreign memory at position {position} of {context}")
+
+    def _check_sets(self, step: Step) -> None:
+        """With stages, nobody is in a step while a token of it is on its way: the first stage could not know that."""
+        if len(self._shares) == 1:
+            return
+        for pending in self._in_flight:
+            if not pending.awaited.isdisjoint(request.id for request in step.requests):
+                self._violation(f"step {step.number} has requests whose tokens a launched step has yet to sample")
 
     def _check_fences(self, step: Step, spans: Spans) -> None:
         """A block that starts a new life must not be one that a step in flight still reads.
@@ -311,16 +355,18 @@ class _SimulatedPending:
     result: StepResult
     error: str | None
     reads: dict[int, set[int]]  # blocks, by row
+    awaited: set[str]  # requests that it samples from
 
     def wait(self) -> StepResult:
         self.runner.landed(self)
         return self.result
 
 
-def _row(admission: Admission) -> _Row:
-    params = admission.params
+def _row(admission: Admission, staged: bool) -> _Row:
+    params, tokens = admission.params, list(admission.tokens)
     return _Row(
-        tokens=list(admission.tokens),
+        tokens=tokens,
+        read=list(tokens) if staged else tokens,
         table=[],
         seed=0 if params.greedy else admission.seed,
         forbidden=admission.stop_ids,

@@ -8,14 +8,14 @@ from threading import Thread
 import numpy as np
 import torch
 
-from tokenmill.engine.step import DRAFTED, ON_DEVICE
+from tokenmill.engine.step import DRAFTED, FANOUT, NODES, ON_DEVICE
 from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KVScales, form_for
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.library import Library, library
-from tokenmill.ops.types import DecodeTables
+from tokenmill.ops.types import DecodeTables, TreeTables
 
 FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 
@@ -37,6 +37,7 @@ class DeviceState:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_len = max_len
+        self.beside: list[DeviceState] = []  # arenas of other models that lie in the same numbered blocks
         self.max_blocks = -(-max_len // block_size)
         self.scratch_row = max_rows  # belongs to nobody: padding of recorded steps reads and writes it
         # A row that is full and computed once more (padding of static batches) samples a token behind its last place.
@@ -47,9 +48,16 @@ class DeviceState:
         self.lengths = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         # Tokens that the device drafted for every row, behind its newest one; see `Step.drafting`
         self.drafts = torch.zeros(max_rows + 1, DRAFTED, dtype=torch.int64, device=device)
+        # And the trees that it drafted, in steps that say so
+        tokens, parents = torch.zeros(2, max_rows + 1, NODES, dtype=torch.int64, device=device).unbind()
+        self.trees = TreeTables(tokens, parents, FANOUT)
         # Of every row the hidden state that its newest token was sampled from, and its position; see `keep_hidden`
         self.hidden: torch.Tensor | None = None
         self.hidden_at = torch.full((max_rows + 1,), -1, dtype=torch.int64, device=device)
+        # [tokens, hidden]: what an earlier stage of a pipeline has made of a step's tokens; see `enter_from_stage`
+        self.entering: torch.Tensor | None = None
+        # How many positions the blocks of every row hold; see `keep_room`
+        self.room: torch.Tensor | None = None
         shapes = set(spec.kv_shapes)
         if len(shapes) != 1:
             raise ModelError(f"layers that cache keys of different shapes are not supported: {shapes}")
@@ -77,9 +85,20 @@ class DeviceState:
         tables = self.tokens, self.block_tables, self.lengths, self.drafts
         return DecodeTables(*tables, ON_DEVICE, self.scratch_row, self.block_size)
 
+    def enter_from_stage(self, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """From now on steps of up to so many tokens begin with what is written here."""
+        self.entering = torch.zeros(tokens, width, dtype=dtype, device=self.tokens.device)
+        return self.entering
+
     def keep_hidden(self, width: int, dtype: torch.dtype) -> None:
         """From now on steps leave behind what a draft head starts from."""
         self.hidden = torch.zeros(len(self.tokens), width, dtype=dtype, device=self.tokens.device)
+
+    def keep_room(self) -> None:
+        """From now on it is known here how far a row's blocks reach: behind them its table may name anybody's.
+        Nobody's row has no room.
+        """
+        self.room = torch.zeros(len(self.tokens), dtype=torch.int64, device=self.tokens.device)
 
     def write(
         self,
@@ -92,12 +111,22 @@ class DeviceState:
         if len(token_at):
             self.tokens.view(-1).scatter_(0, token_at, token_value.int())
         if len(block_at):
-            self.block_tables.view(-1).scatter_(0, block_at, block_value.int())
+            self.write_blocks(block_at, block_value)
+
+    def write_blocks(self, at: torch.Tensor, value: torch.Tensor) -> None:
+        """Entries of the block tables, from a row's first one on or behind those that it has."""
+        self.block_tables.view(-1).scatter_(0, at, value.int())
+        if self.room is not None:
+            rows, reach = at // self.max_blocks, (at % self.max_blocks + 1) * self.block_size
+            self.room.index_fill_(0, rows, 0)  # a row may begin another life
+            self.room.scatter_reduce_(0, rows, reach, "amax")
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for arena in (self.arena, self.scales):
             if arena is not None:
                 arena[:, :, target] = arena[:, :, source]
+        for other in self.beside:
+            other.copy_blocks(source, target)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where in the arena each token's key and value go."""

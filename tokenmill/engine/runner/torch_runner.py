@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tokenmill.engine.runner.capture import Capture
-from tokenmill.engine.runner.cuda_graphs import WIDTHS, DecodeGraphs, Drafter, Kind
+from tokenmill.engine.runner.cuda_graphs import DecodeGraphs
+from tokenmill.engine.runner.drafters import Drafter, TreeDrafter
 from tokenmill.engine.runner.guard import PrecisionGuard
-from tokenmill.engine.runner.inputs import AttentionRows, pack
-from tokenmill.engine.runner.paths import DecodePath, ForwardPath, GuardedForward, PlainForward, PreparedStep
+from tokenmill.engine.runner.inputs import pack
+from tokenmill.engine.runner.paths import (
+    DecodePath,
+    FeatureReader,
+    ForwardPath,
+    GuardedForward,
+    PlainForward,
+    PreparedStep,
+    attention_batch,
+)
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.pooling import Pooled, Pooler
+from tokenmill.engine.runner.recordings import TREE_ROWS, WIDTHS, Kind
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, settled
 from tokenmill.engine.step import Pending, Step, StepResult, is_speculative
 from tokenmill.model.decoder import Decoder
-from tokenmill.ops.types import AttentionBatch, DecodeInputs
+from tokenmill.model.shard import vocabulary
+from tokenmill.ops.types import DecodeInputs
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
 from tokenmill.sampling.settings import Traits
+from tokenmill.sampling.vocab_parts import VocabPart
 
 if TYPE_CHECKING:
     from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
@@ -38,6 +51,16 @@ ASYNC_DEVICES = {"cuda"}
 SMALL, SMALL_COUNT = 1 << 20, 32  # torch keeps tensors of up to so many bytes apart; how many there may be
 LEAST_STAGED = 9  # the smallest pinned piece has two to the power of so many bytes
 STAGED_AT_ONCE = 12  # copies of one size that are on their way
+
+
+def vocab_part(decoder: Decoder) -> VocabPart | None:
+    """Which tokens' logits a rank has."""
+    spec, ranks = decoder.spec, decoder.ranks
+    if spec.part is None or ranks is None:
+        return None
+    size = spec.part.ranks
+    parts = tuple(vocabulary(spec.vocab_size, rank, size) for rank in range(size))
+    return VocabPart(spec.part.vocab, parts, ranks, decoder.ops.chosen["attention"].batch_invariant)
 
 
 class TorchRunner:
@@ -63,11 +86,19 @@ class TorchRunner:
         self._activations = 0  # bytes that are reserved
         at_once = max(max_rows, max_verified)  # tokens of a step that only decodes
         self.sampler = sampler or Sampler(
-            decoder.ops, max_rows, decoder.spec.vocab_size, self.device, state.tokens, at_once
+            decoder.ops,
+            max_rows,
+            decoder.spec.vocab_size,
+            self.device,
+            state.tokens,
+            at_once,
+            vocab_part(decoder),
         )
         self._pooler = Pooler()
         self.decode_paths: list[DecodePath] = []
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
+        self.beside: TorchRunner | None = None  # launches steps of another model between those of this one
+        self.feature_reader: FeatureReader | None = None
         self.expects_drafts = False  # steps that verify drafts are got ready before the first request
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
@@ -108,10 +139,19 @@ class TorchRunner:
                     return _TorchPending(step, self.device, self.sampler, sampled, rows)
             return self._launch_prepared(step)
 
-    def draft_with(self, drafter: Drafter) -> None:
-        """Have the device draft at the end of steps that say so."""
+    def draft_with(self, drafter: Drafter, trees: TreeDrafter | None = None, runner: TorchRunner | None = None) -> None:
+        """Have the device draft at the end of steps that say so; runner: of a model that does, and reads for that."""
+        self.beside = runner
         if self._graphs is not None:
-            self._graphs.drafter = drafter
+            self._graphs.drafter, self._graphs.tree_drafter = drafter, trees
+
+    def read_with(self, reader: FeatureReader) -> None:
+        """Have it read features of every step."""
+        self.feature_reader = reader
+        if self._graphs is not None:
+            self._graphs.feature_layers = reader.layers
+        if self._recorded is not None:
+            self._recorded.feature_reader = reader
 
     @property
     def drafter(self) -> str:
@@ -119,9 +159,31 @@ class TorchRunner:
         return self._graphs.drafter.kind if self._graphs is not None and self._graphs.drafter is not None else ""
 
     @property
+    def steps_of(self) -> dict[Kind, int]:
+        """Recorded steps so far."""
+        return {} if self._graphs is None else self._graphs.steps_of
+
+    @property
+    def tree_rows(self) -> int:
+        """Up to how many rows may verify trees."""
+        return TREE_ROWS if self._graphs is not None and self._graphs.tree_drafter is not None else 0
+
+    @property
     def decode_kinds(self) -> list[Kind]:
         """Kinds of steps that only decode, without those whose rows share a beginning."""
-        return [Kind.PLAIN, Kind.DRAFTS, *WIDTHS] if self.expects_drafts else [Kind.PLAIN]
+        if not self.expects_drafts:
+            return [Kind.PLAIN]
+        trees = [Kind.TREES] if self.tree_rows else []
+        return [Kind.PLAIN, Kind.DRAFTS, *WIDTHS, *trees]
+
+    @contextlib.contextmanager
+    def one_of_each_kind(self) -> Iterator[None]:
+        """Inside, steps run few layers, but every op that there is."""
+        with contextlib.ExitStack() as stack:
+            for one in (self, self.beside):
+                if one is not None:
+                    stack.enter_context(one.decoder.one_of_each_kind())
+            yield
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -141,22 +203,24 @@ class TorchRunner:
             split_drafts=speculative,
             mask_rows=self.sampler.mask_rows if step.drafts and step.masks else None,
         )
-        words = _to_device(torch.from_numpy(packed.words), self.device)
+        words = to_device(torch.from_numpy(packed.words), self.device)
         part = {name: words[where] for name, where in packed.sections.items()}
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
         self.sampler.admit(step.admissions)
         if step.moves:
             self.state.copy_blocks(part["move_from"], part["move_to"])
         drafts = self._place_drafts(part) if speculative else None
+        reader = self.feature_reader
         prepared = PreparedStep(
             step,
             self.state,
             part["token_rows"],
             part["positions"],
-            self._attention_batch(step, packed.attention, part),
+            attention_batch(step, packed, part, self.state),
             part["entries"],
             all_wanted=len(packed.sample_rows) == step.num_tokens,
             sample_rows=packed.sample_rows,
+            features=self.decoder.features(reader.layers, step.num_tokens) if reader is not None else None,
         )
         prompts: dict[int, list[_Slice]] = {}
         pooled: Pooled | None = None
@@ -178,6 +242,8 @@ class TorchRunner:
             self.state.tokens[at] = sampled.tokens.clamp_min(0).int()  # -1 ends its request at commit
             if drafts is not None:
                 self._accept_drafts(part, drafts, sampled)
+        if reader is not None:
+            reader.read(prepared)
         return _TorchPending(step, self.device, self.sampler, sampled, packed.sample_rows, prompts, pooled)
 
     def _place_drafts(self, part: dict[str, torch.Tensor]) -> DecodeInputs:
@@ -223,11 +289,11 @@ class TorchRunner:
                 pieces.resting = False
 
     @torch.inference_mode()
-    def rehearse_decode(self, rows: int, kind: Kind) -> None:
+    def rehearse_decode(self, rows: int, kind: Kind, traits: Traits = Traits()) -> None:  # noqa: B008
         """The same of a step in which so many rows decode, which is recorded otherwise."""
         if self._graphs is not None:
             with self.on_device():
-                self._graphs.rehearse(rows, Traits(), kind)
+                self._graphs.rehearse(rows, traits, kind)
 
     @torch.inference_mode()
     def record_decode(self, rows: int, traits: Traits, kind: Kind) -> None:
@@ -240,7 +306,7 @@ class TorchRunner:
     def rehearse_sampling(self, rows: int, dtype: torch.dtype, traits: Traits) -> None:
         """The same of the end of a step."""
         with self.on_device():
-            logits = torch.zeros(rows, self.decoder.spec.vocab_size, dtype=dtype, device=self.device)
+            logits = torch.zeros(rows, self.decoder.spec.vocab_rows, dtype=dtype, device=self.device)
             self.sampler.rehearse(logits, traits)
 
     def end_rehearsal(self) -> None:
@@ -287,22 +353,6 @@ class TorchRunner:
     def close(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _attention_batch(self, step: Step, seen: AttentionRows, part: dict[str, torch.Tensor]) -> AttentionBatch:
-        return AttentionBatch(
-            rows=part["rows"].int(),
-            q_start=part["q_start"].int(),
-            context=part["context"].int(),
-            block_tables=self.state.block_tables,
-            num_singles=seen.num_singles,
-            max_query=max(seen.counts),
-            max_context=max(seen.context),
-            host_rows=seen.rows,
-            host_counts=seen.counts,
-            host_context=seen.context,
-            shared_members=part["shared_members"].int() if step.shared else None,
-            shared_tokens=part["shared_tokens"].int() if step.shared else None,
-        )
 
     def _prompt_logprobs(
         self, path: ForwardPath, prepared: PreparedStep, hidden: torch.Tensor
@@ -387,7 +437,7 @@ class _TorchPending:
         return result
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenmill.engine.runner.cuda_graphs import WIDTHS, Kind
+from tokenmill.engine.runner.recordings import TREE_ROWS, WIDTHS, Kind
 from tokenmill.engine.step import SharedPrefix, Step
 from tokenmill.model.layers import layer_kind
 from tokenmill.sampling.sampler import Sampler
@@ -59,9 +59,10 @@ def warm_up(
     compiled = compiler.compile(collected, tell)
     loaded = time.monotonic()
     tell(0, 0, "trying kernels")
-    with runner.decoder.one_of_each_kind():
+    with runner.one_of_each_kind():
         for step in steps_to_try(runner, max_tokens):
-            runner.rehearse(step)
+            for one in _all_of(runner):
+                one.rehearse(step)
         for rows in runner.decode_sizes:
             for kind in runner.decode_kinds:
                 runner.rehearse_decode(rows, kind)
@@ -95,12 +96,14 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
     from tokenmill.ops.triton.specializations import collect
 
     dtypes = dict.fromkeys((torch.float32, runner.decoder.weights.dtype))  # logits of prompts, and of decodes
-    with collect() as collected, runner.decoder.one_of_each_kind():
+    with collect() as collected, runner.one_of_each_kind():
         for step in steps_of_every_kind(runner, max_rows, max_tokens, shared):
-            runner.rehearse(step)
+            for one in _all_of(runner):
+                one.rehearse(step)
         for rows in runner.decode_sizes:
             for kind in [*runner.decode_kinds, *([Kind.SHARED] if shared else [])]:
                 runner.rehearse_decode(rows, kind)
+            runner.rehearse_decode(rows, Kind.TREES, Traits(warm=True))  # trees are drafted with noise
         for rows in sorted({*(1 << power for power in range(max_rows.bit_length())), max_rows}):
             for dtype in dtypes:
                 for traits in sampling_variants():
@@ -108,10 +111,17 @@ def kernels_of(runner: TorchRunner, max_rows: int, max_tokens: int, shared: bool
     return collected
 
 
+def _all_of(runner: TorchRunner) -> list[TorchRunner]:
+    """With the one that reads for a draft model: its steps are like parts of prompts."""
+    return [runner] if runner.beside is None else [runner, runner.beside]
+
+
 def sizes_to_record(sizes: list[int], kind: Kind) -> list[int]:
     """Sizes of decode steps that stand in for all others: a recording serves batches down to half its size. Of few rows
     with drafts all are: padding counts for several tokens there.
     """
+    if kind is Kind.TREES:
+        return [size for size in sizes if size <= TREE_ROWS]
     small = FEW_CHAINS if kind in WIDTHS else 0
     return [size for size in sizes if size <= small or size & (size - 1) == 0 or size == sizes[-1]]
 
@@ -126,7 +136,7 @@ def steps_of_every_kind(runner: TorchRunner, max_rows: int, max_tokens: int, sha
     longest = runner.state.max_len - 1
     sizes = sorted({size for size in (*PROMPTS, *runner.piece_sizes, max_tokens) if 2 <= size <= max_tokens})
     for size in sizes:
-        yield _prompts(size, longest)
+        yield _prompts(size, longest, max_rows)
     for size in LATER_PARTS:
         start = min(longest - size, 4 * runner.state.block_size)
         if size <= max_tokens and start > 0:
@@ -148,13 +158,13 @@ def steps_to_try(runner: TorchRunner, max_tokens: int) -> Iterator[Step]:
     """Sizes at which a library takes another of its kernels; the others differ in nothing that it sees."""
     sizes = {*runner.piece_sizes, *(size for size in PROMPTS if size >= 512), max_tokens}
     for size in sorted(size for size in sizes if 2 <= size <= max_tokens):
-        yield _prompts(size, runner.state.max_len - 1)
+        yield _prompts(size, runner.state.max_len - 1, runner.state.scratch_row)
 
 
-def _prompts(size: int, longest: int) -> Step:
-    """One prompt, or several where none may be as long."""
+def _prompts(size: int, longest: int, max_rows: int) -> Step:
+    """One prompt, or several where none may be as long: as many as there are rows for."""
     rest = size % longest
-    return _step([(0, longest)] * (size // longest) + [(0, rest)] * (rest > 0))
+    return _step(([(0, longest)] * (size // longest) + [(0, rest)] * (rest > 0))[:max_rows])
 
 
 def _step(work: list[tuple[int, int]], singles: int = 0, shared: SharedPrefix | None = None) -> Step:

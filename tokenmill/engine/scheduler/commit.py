@@ -10,7 +10,7 @@ from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.lifecycle import FINISHED, PARKED, RUNNING, Delta, Lifecycle
-from tokenmill.engine.step import NOT_FINITE, Step, StepResult
+from tokenmill.engine.step import NOT_FINITE, Loss, Step, StepResult
 from tokenmill.sampling.records import TokenLogprobs
 
 _NO_LOGPROBS: list[TokenLogprobs] = []
@@ -39,7 +39,8 @@ class Commits:
             if not quiet:
                 self._seen_working(request, step.starts[index] + step.counts[index])
             if index in result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs[index]
+                known = request.scored_from + len(request.prompt_logprobs) - step.starts[index] - 1
+                request.prompt_logprobs += result.prompt_logprobs[index][max(0, known) :]
                 if any(isnan(one.logprob) for one in result.prompt_logprobs[index]):
                     self._not_finite(request, now)
                     continue
@@ -75,12 +76,16 @@ class Commits:
         if self.isolation.seen_working(request, position) and request.state is RUNNING:  # back to its class
             self.life.change_lane(request, self.life.policy.lane(request))
 
-    def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
-        """These launched steps are void: their requests start over from the tokens they have."""
+    def fail(self, steps: Iterable[Step], cause: str, now: float, loss: Loss | None = None) -> list[Delta]:
+        """These launched steps are void: their requests start over from the tokens they have.
+
+        After a loss that is so for everybody who runs, and nothing that was computed before can be found any more.
+        """
+        weight = 1 if loss is None else loss.weight
         involved: dict[str, Request] = {}
-        newest = 0
+        numbers: list[int] = []
         for step in steps:
-            newest = max(newest, step.number)
+            numbers.append(step.number)
             for request, sampled in zip(step.requests, step.samples, strict=True):
                 request.in_flight -= 1
                 request.pending -= sampled > 0
@@ -95,13 +100,19 @@ class Commits:
                 self.life.preempt(request)
             elif request.state is PARKED:  # a beam that was preempted while its step was out
                 self.life.queue(request)
-            if request.id in self.batching.done:  # padding breaks nothing
+            if not weight or request.id in self.batching.done:  # padding breaks nothing
                 self.isolation.noted(request)
-            elif self.isolation.failed(request, in_company=len(involved) > 1):
+            elif self.isolation.failed(request, len(involved) > 1, weight):
                 failures = self.isolation.failures(request)
                 request.error = f"this request failed {failures} times, the last ones alone: {cause}"
                 self.life.finish(request, Finish.ERROR, now)
-        self.kv.void(newest)
+        self.life.held.void(min(numbers))
+        self.kv.void(max(numbers))
+        if loss is not None:
+            for request in list(self.life.running):
+                self.life.preempt(request)
+            self.life.held.forget()
+            self.kv.reset_prefix_cache()
         events, self.life.events = self.life.events, []
         return events
 

@@ -48,6 +48,7 @@ class SloPace(Pace):
         self.itl, self.ttft = itl, ttft
         self.margin = 0.9
         self._most_tokens, self._most_rows = limits.max_step_tokens, limits.max_rows
+        self._stages = limits.stages
         self._late = self._late_first = 0.0  # smoothed shares
         self._step_time = FittedStepTime()
         self._depth = 0.0  # tokens that each prompt token of the last chunks looked at
@@ -89,7 +90,7 @@ class SloPace(Pace):
             self._reachable = False
         full = least > self.itl * MARGINS[1]
         hold = full and self._reachable and self._late_first <= max(self._late, ALLOWED)
-        self.rows = max(rows, 1) if hold else self._most_rows
+        self.rows = max(rows, 1) * self._stages if hold else self._most_rows  # a step has one set of several
 
 
 def pace_for(limits: Limits, itl_ms: float | None, ttft_ms: float | None = None) -> Pace:

@@ -11,11 +11,15 @@ from tokenmill.engine.request import Request
 
 MAX_FAILURES = 2  # after this many failed steps a request is tried alone
 MAX_FAILURES_ALONE = 2  # and after this many failures alone it is given up
+# How much of a failure it is when a rank is lost: three crashes in a row are as two failed steps, or four kills from
+# outside, of which the system may have made some for want of memory. Between steps it has to do with no request.
+RANK_CRASHED, RANK_KILLED, RANK_LOST_IDLE = 0.75, 0.5, 0.0
 
 
 @dataclass
 class _Case:
-    failures: float = 0
+    failures: float = 0  # by their weight
+    times: int = 0
     failed_at: int = 0  # how far it had come when a step with it failed
     alone: bool = False  # runs without company until past failed_at
 
@@ -35,9 +39,9 @@ class Isolation:
         case = self.cases.get(request.id)
         return case is not None and case.alone
 
-    def failures(self, request: Request) -> float:
+    def failures(self, request: Request) -> int:
         case = self.cases.get(request.id)
-        return 0 if case is None else case.failures
+        return 0 if case is None else case.times
 
     def failed(self, request: Request, in_company: bool, weight: float = 1) -> bool:
         """A step with it failed. Whether it is to be given up: tried in company, then alone, it failed each time.
@@ -50,6 +54,7 @@ class Isolation:
         if case.alone and in_company:
             return False
         case.failures += weight
+        case.times += 1
         if case.alone:
             return case.failures >= self._most + self._most_alone
         if case.failures >= self._most:

@@ -11,6 +11,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from tokenmill.engine.beams import Beams, Turn
+from tokenmill.engine.held import HeldSequences
 from tokenmill.engine.request import Finish, Request, State, Wait
 from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.policy import Policy, WaitingQueue
@@ -32,7 +33,10 @@ class Limits:
     watermark: float = 0.01  # share of blocks kept free at admission, so that running requests can grow
     float32_retry: bool = False  # the runner can compute rows in float32, whatever the model's dtype
     whole_prompts: bool = False  # a prompt is one step's, and nobody decodes in that
+    max_len: int = 0  # tokens of a row, at most; 0: nobody says, and as many as its request may have
+    stages: int = 1  # steps in flight at once, with disjoint requests; 1: a step may be launched behind its own
     reserved_tokens: int = 0  # room that a request has from its start to its end, however short it is
+    held_share: float = 0.5  # of all blocks, that sequences without a request may hold
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class Lifecycle:
         self.num_promoted = 0  # running above their class
         self.num_compiling = 0  # parked until their grammars are compiled: they count as queued
         self.events: list[Delta] = []  # finished outside of a commit
+        self.held = HeldSequences(kv, int(limits.held_share * kv.pool.num_blocks))
 
     def register(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -79,12 +84,12 @@ class Lifecycle:
             self.deadlines = [entry for entry in self.deadlines if entry[2].state is not FINISHED]
             heapq.heapify(self.deadlines)
 
-    def queue(self, request: Request) -> None:
-        """It may run as soon as there is room."""
+    def queue(self, request: Request, place: int | None = None) -> None:
+        """It may run as soon as there is room; place: the one that it had before (`WaitingQueue.place`)."""
         if request.state is PARKED:
             self._unpark(request)
         request.state, request.waits_for = WAITING, None
-        self.waiting.push(request)
+        self.waiting.push(request, place)
 
     def park(self, request: Request, why: Wait) -> None:
         """It holds nothing and may not run before something else has happened."""
@@ -108,18 +113,24 @@ class Lifecycle:
 
     def leave(self, request: Request) -> None:
         """Take row and blocks from a running request; launched steps may still read the blocks."""
+        self._leave(request)
+        self.kv.release(request, request.fence)
+
+    def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self.free_rows.append(request.row)
         request.row = -1
         request.drafts = []
         self.num_promoted -= request.promoted
         request.promoted = False
-        self.kv.release(request, request.fence)
 
     def preempt(self, request: Request) -> None:
-        """Give up row and blocks; the tokens stay, and are computed again when there is room."""
+        """Give up row and blocks; the tokens stay. What was computed is brought back from another place when there is
+        room, or computed again."""
         request.metrics.preemptions += 1
         self.stats.preemptions += 1
+        if self.kv.transfers is not None:
+            self.kv.transfers.save(request)
         self.leave(request)
         if request.waits_for is Wait.ROUND:
             self.park(request, Wait.ROUND)
@@ -145,9 +156,14 @@ class Lifecycle:
         """The end, from any place. `report`: whoever waits hears of it outside of a commit."""
         if request.state is FINISHED:
             return
-        if request.state is RUNNING:
+        if request.state is RUNNING and request.keep and why in (Finish.STOP, Finish.LENGTH):
+            self._leave(request)
+            self.held.take_over(request)
+        elif request.state is RUNNING:
             self.leave(request)
         elif request.state is PARKED:
+            if request.waits_for is Wait.TRANSFER and self.kv.transfers is not None:
+                self.kv.transfers.gave_up(request)
             self._unpark(request)
         else:
             self.waiting.remove(request)
@@ -199,7 +215,12 @@ class Lifecycle:
 
     def check_integrity(self) -> None:
         """Prove that rows and blocks are all accounted for; cheap enough to run whenever the engine is idle."""
-        self.kv.check_integrity(self.running)
+        self.kv.check_integrity([*self.running, *self.held])
+        if self.kv.transfers is not None:
+            waiting = {id(request) for request in self.parked.values() if request.waits_for is Wait.TRANSFER}
+            self.kv.transfers.check_integrity(waiting)
+        if self.held.num_blocks != sum(len(one.blocks) for one in self.held):
+            raise AssertionError(f"held sequences have other blocks than the {self.held.num_blocks} that are counted")
         rows = sorted([*self.free_rows, *(request.row for request in self.running)])
         if rows != list(range(self.limits.max_rows)):
             raise AssertionError(f"rows lost or doubly owned: {len(self.free_rows)} free, {len(self.running)} running")

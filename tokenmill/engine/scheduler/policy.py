@@ -115,7 +115,7 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._lanes: dict[int, list[tuple[float, int, Request]]] = {}
+        self._lanes: dict[int, list[tuple[float, int, int, Request]]] = {}  # key, place, ticket
         self._entry: dict[str, int] = {}  # id -> ticket of its live heap entry; others are stale
         self._size: dict[str, int] = {}  # id -> tokens it had when it was queued
         self._ticket = 0
@@ -127,20 +127,28 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         for lane in self._lanes.values():
-            for _, ticket, request in lane:
+            for _, _, ticket, request in lane:
                 if self._entry.get(request.id) == ticket:
                     yield request
 
     def __contains__(self, request: Request) -> bool:
         return request.id in self._entry
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, place: int | None = None) -> None:
+        """place: the one that it had before, among requests of equal keys."""
         self._ticket += 1
         self._entry[request.id] = self._ticket
         lane = self._lanes.setdefault(self._policy.lane(request), [])
-        heapq.heappush(lane, (self._policy.key(request), self._ticket, request))
+        entry = self._policy.key(request), self._ticket if place is None else place, self._ticket, request
+        heapq.heappush(lane, entry)
         self._size[request.id] = len(request.tokens)
         self.num_tokens += len(request.tokens)
+
+    def place(self, request: Request) -> int:
+        """Of a request that has just been found at the front: where it stands among those of equal keys."""
+        lane = self._lanes[self._policy.lane(request)]
+        ticket = self._entry[request.id]
+        return next(place for _, place, one, _ in lane if one == ticket)
 
     def remove(self, request: Request) -> None:
         if self._entry.pop(request.id, None) is None:
@@ -152,7 +160,7 @@ class WaitingQueue:
 
     def _drop_stale(self) -> None:
         for lane, heap in self._lanes.items():
-            self._lanes[lane] = [entry for entry in heap if self._entry.get(entry[2].id) == entry[1]]
+            self._lanes[lane] = [entry for entry in heap if self._entry.get(entry[3].id) == entry[2]]
             heapq.heapify(self._lanes[lane])
         self._stale = 0
 
@@ -161,26 +169,26 @@ class WaitingQueue:
         best: tuple[int, float, int, Request] | None = None
         for lane in list(self._lanes):
             heap = self._lanes[lane]
-            while heap and self._entry.get(heap[0][2].id) != heap[0][1]:
+            while heap and self._entry.get(heap[0][3].id) != heap[0][2]:
                 heapq.heappop(heap)
             if not heap:
                 del self._lanes[lane]
                 continue
-            key, ticket, request = heap[0]
+            key, place, _, request = heap[0]
             risen = lane
             if may_promote and self._policy.promote_after:
                 risen = max(0, lane - int((now - request.arrival) / self._policy.promote_after))
-            if best is None or (risen, key, ticket) < best[:3]:
-                best = (risen, key, ticket, request)
+            if best is None or (risen, key, place) < best[:3]:
+                best = (risen, key, place, request)
         return (best[0], best[3]) if best else None
 
     def first(self, count: int, now: float, may_promote: bool) -> list[tuple[int, Request]]:
         """The next `count` requests and their effective lanes, in order; at most the very first one has risen."""
         found: list[tuple[int, Request]] = []
-        taken: list[tuple[float, int, Request]] = []
+        taken: list[tuple[float, int, int, Request]] = []
         while len(found) < count and (head := self.head(now, may_promote and not found)) is not None:
             found.append(head)
             taken.append(heapq.heappop(self._lanes[self._policy.lane(head[1])]))
         for entry in taken:
-            heapq.heappush(self._lanes.setdefault(self._policy.lane(entry[2]), []), entry)
+            heapq.heappush(self._lanes.setdefault(self._policy.lane(entry[3]), []), entry)
         return found

@@ -9,11 +9,13 @@ from tokenmill.engine.request import Finish, Request, Wait
 from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.commit import Commits
 from tokenmill.engine.scheduler.control import Pace
+from tokenmill.engine.scheduler.gate import Gate
 from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.lifecycle import PARKED, RUNNING, WAITING, Delta, Lifecycle, Limits
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
-from tokenmill.engine.step import Admission, Step, StepResult, is_speculative
+from tokenmill.engine.scheduler.stages import Sets
+from tokenmill.engine.step import DRAFTED, NODES, Admission, Loss, Step, StepResult, is_speculative
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.grammar import Constraint
@@ -48,20 +50,26 @@ class Scheduler:
         self.pace = pace or Pace(limits)
         self.batching = batching or Batching()
         self.isolation = Isolation()
+        self.sets = Sets(limits.stages)
         self.life = life = Lifecycle(limits, kv, self.policy, self.isolation)
         self.waiting, self.running, self.requests, self.stats = life.waiting, life.running, life.requests, life.stats
         self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
         self.drafting = False  # have steps that only decode end with drafts of the device's own
+        self.tree = False  # and have the device verify and draft trees
+        self._tree = False  # whether this step does, if it only decodes
+        self.room_ahead = 0  # positions behind what a step computes where these leave keys and values
         self.read_prompts = False  # whether the newest step reads any
         self._number = 0
         self._admitted = False  # rows changed since shared prefixes were last looked for
+        self.gate = Gate(life, self.batching, self.pace)
         self._commits = Commits(life, self.isolation, self.batching)
 
     def add(self, request: Request) -> None:
         """Queue a request, and with it the followers that will fork from its prompt."""
         queued, tokens = len(self.waiting) + self.life.num_compiling, self.waiting.num_tokens
+        queued += 0 if self.kv.transfers is None else len(self.kv.transfers.fetches)
         for what, count, limit in (
             ("requests", queued + 1, self.limits.max_queued_requests),
             ("tokens", tokens + len(request.tokens) if len(self.waiting) else 0, self.limits.max_queued_tokens),
@@ -72,6 +80,7 @@ class Scheduler:
                     f"{queued if what == 'requests' else tokens} {what} are waiting, the limit is {limit}; "
                     f"try again later or raise max_queued_{what}"
                 )
+        request.common_tokens = self.life.held.common_tokens(request)
         self.life.register(request)
         for follower in request.followers:
             self.life.register(follower)
@@ -104,15 +113,21 @@ class Scheduler:
             for request, why in self.batching.turn(self.running):
                 self.life.finish(request, why, now)
         self._promised = 0
+        self._tree = False
+        self.sets.open(self._number - self.kv.pool.settled)
         step = Step(number=self._number + 1)
+        self.gate.step = step.number
         shares: list[Share] = []
         if self.isolation.suspects:
             self._schedule_alone(step, shares)
         else:
             if self.running and len(self.waiting):
                 self._make_room(now)
+            if self.kv.transfers is not None and len(self.waiting):
+                self.gate.look_ahead(now)
             if self.limits.whole_prompts:  # in steps of their own, before anybody decodes
-                unread = [request for request in self.running if request.work() > 1 + request.num_drafts]
+                ready = self.sets.ready(self.running)
+                unread = [request for request in ready if request.work() > 1 + request.num_drafts]
                 for request in unread:
                     request.drafts = []  # as in _deal_decodes
                 self._deal_prefills(step, shares, unread, self.pace.step_tokens, now)
@@ -137,9 +152,9 @@ class Scheduler:
             self.pace.committed(step, deltas, now)
         return deltas
 
-    def fail(self, steps: Iterable[Step], cause: str, now: float) -> list[Delta]:
-        """These launched steps are void: their requests start over from the tokens they have."""
-        return self._commits.fail(steps, cause, now)
+    def fail(self, steps: Iterable[Step], cause: str, now: float, loss: Loss | None = None) -> list[Delta]:
+        """These launched steps are void: their requests start over from the tokens they have; after a loss, all do."""
+        return self._commits.fail(steps, cause, now, loss)
 
     def drain_events(self) -> list[Delta]:
         """Requests that ended outside of a commit (cancelled, expired)."""
@@ -154,6 +169,14 @@ class Scheduler:
         return bool(self.requests or self.life.events)  # an end that nobody has heard of is work, too
 
     @property
+    def has_free_row(self) -> bool:
+        return self.gate.has_free_row
+
+    def take_in_transfers(self) -> None:
+        """Copies of blocks have ended, well or not: whoever waited for them is queued again."""
+        self.gate.take_in_transfers()
+
+    @property
     def finds_shared_prefixes(self) -> bool:
         return self._shared_prefixes is not None
 
@@ -165,23 +188,15 @@ class Scheduler:
             victims = [r for r in self.running if r.lane > lane or _waits_for_others(r)]
             if not victims:
                 return
-            rows, blocks = rows + 1, blocks + self._admission_need(request)[1]
+            rows, blocks = rows + 1, blocks + self.gate.admission_need(request)[1]
             kept = {block for r in self.running if r not in victims for block in r.blocks}
             if blocks + len(kept) > self.kv.pool.num_blocks:  # it waits for its own class: nobody else can help
                 return
             withheld = self.limits.max_rows - self.pace.rows
-            while victims and not self._fits(rows + withheld, blocks, self.kv.pool.num_free + self.kv.pool.num_fenced):
-                self.life.preempt(victims.pop())
+            while victims and not self.gate.fits(rows + withheld, blocks, self.gate.free_soon()):
+                if not self.life.held.give_up_oldest():
+                    self.life.preempt(victims.pop())
             self._promised, self._promised_above = blocks, lane
-
-    @property
-    def has_free_row(self) -> bool:
-        return bool(self.life.free_rows) and len(self.running) < self.pace.rows
-
-    def _fits(self, rows: int, blocks: int, free: int) -> bool:
-        """Whether newcomers leave enough blocks for those who run to grow."""
-        watermark = int(self.limits.watermark * self.kv.pool.num_blocks) if self.running else 0
-        return rows <= len(self.life.free_rows) and blocks + watermark <= free
 
     def _deal_decodes(self, step: Step, shares: list[Share]) -> tuple[list[Request], int]:
         """One token (and drafts) to every running request that is through its prompt; the others are returned."""
@@ -190,7 +205,8 @@ class Scheduler:
         for_drafts = max(self.limits.max_rows, self.limits.max_verified) - running
         for_drafts = min(for_drafts, self.limits.max_step_tokens - running)
         prefilling: list[Request] = []
-        for request in list(self.running):
+        self._tree = self.tree and self._room_for_trees()
+        for request in self.sets.ready(self.running):
             work, drafts = request.work(), 0
             if work == 0 or request.state is not RUNNING:
                 continue
@@ -217,6 +233,25 @@ class Scheduler:
         spare = max(0, self.kv.pool.num_free - len(self.running))
         return (len(request.blocks) + spare) * self.kv.block_size - request.num_computed - 1 - request.unsure
 
+    def _room_for_trees(self) -> bool:
+        """Nodes are cached behind each other, also those of one depth: more than the row may ever have tokens for."""
+        need = 0
+        for one in self.running:
+            if not one.drafts:
+                continue
+            furthest = one.num_computed + one.unsure + 1 + NODES
+            if one.num_drafts > DRAFTED or furthest > (self.limits.max_len or one.prompt_len + one.max_tokens):
+                return False
+            need += max(0, self.kv.blocks_for(furthest) - len(one.blocks))
+        return need <= max(0, self.kv.pool.num_free - len(self.running))
+
+    def _with_room_ahead(self, request: Request, furthest: int) -> int:
+        """Up to where a request that drafts on the device holds blocks: nobody gives up one for that."""
+        wanted = min(furthest + self.room_ahead, request.prompt_len + request.max_tokens)
+        missing = self.kv.blocks_for(wanted) - len(request.blocks)
+        spare = self.kv.pool.num_free - len(self.running) - self._promised
+        return max(furthest, wanted) if missing <= 0 or missing <= spare else furthest
+
     def _deal_prefills(
         self,
         step: Step,
@@ -226,10 +261,15 @@ class Scheduler:
         now: float,
     ) -> None:
         queue = deque(request for request in prefilling if request.state is RUNNING)
-        while budget > 0:
+        enough = budget
+        if self.sets.stages > 1:
+            enough = self.sets.prompt_tokens(self.waiting.num_tokens + sum(request.work() for request in queue))
+        while budget > 0 and enough > 0:
             head = self.waiting.head(now, self.life.may_promote())
             if queue and (head is None or queue[0].lane <= head[0]):
                 request = queue.popleft()
+            elif head is not None and self.gate.has_free_row and self.gate.fetch(head[1], self.kv.pool.num_free):
+                continue
             elif head is not None and self._admit(step, head[1], head[0], now):
                 request = head[1]
             elif queue:  # the head does not fit: nobody overtakes it, but those inside go on
@@ -237,16 +277,22 @@ class Scheduler:
             else:
                 return
             count = min(request.work(), budget)
-            if self.limits.whole_prompts and shares and count < request.work():
-                return
+            if self.limits.whole_prompts:
+                if shares and count < request.work():
+                    return
+            else:
+                count = min(count, enough)
             if count and self._deal(step, shares, request, count):
                 budget -= count
+                enough -= count
 
     def _deal(self, step: Step, shares: list[Share], request: Request, count: int) -> bool:
         """Give the request `count` tokens of this step, if their blocks can be had."""
         start = request.num_computed
         end = start + count
-        furthest = end + request.unsure
+        furthest = (start + 1 + NODES if self._tree and request.drafts else end) + request.unsure
+        if self.drafting and self.room_ahead:
+            furthest = self._with_room_ahead(request, furthest)
         if furthest > len(request.blocks) * self.kv.block_size and not self._grow(step, request, furthest):
             return False
         shares.append((request, start, count))
@@ -263,10 +309,14 @@ class Scheduler:
         if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
             return
         if suspect.state is WAITING and not suspect.awaits_mask:
-            hits, need = self._admission_need(suspect)
+            hits, need = self.gate.admission_need(suspect)
+            while need > self.kv.pool.num_free and self.life.held.give_up_oldest():
+                hits, need = self.gate.admission_need(suspect)
             while (need > self.kv.pool.num_free or not self.life.free_rows) and self.running:
                 self.life.preempt(self.running[-1])
-                hits, need = self._admission_need(suspect)
+                hits, need = self.gate.admission_need(suspect)
+            if need > self.kv.pool.num_free:  # until transfers that hold blocks have ended
+                return
             self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
         suspect.drafts = []
         count = min(suspect.work(), self.limits.max_step_tokens)
@@ -279,7 +329,9 @@ class Scheduler:
         need = self.kv.blocks_for(tokens) - held
         if request.lane > self._promised_above:
             need += self._promised
-        missing = need - pool.num_free - pool.num_fenced
+        missing = need - self.gate.free_soon()
+        while missing > 0 and self.life.held.give_up_oldest():
+            missing = need - self.gate.free_soon()
         while missing > 0:
             victim = self.running[-1]
             missing -= sum(1 for block in victim.blocks if pool.references[block] == 1)  # those come free
@@ -292,33 +344,23 @@ class Scheduler:
         step.blocks.append((request.row, held, fresh))
         return True
 
-    def _admission_need(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks to start from, and free blocks needed for what it starts with."""
-        room = max(len(request.tokens), self.limits.reserved_tokens)
-        if request.fork_from is not None and self._can_fork(request, request.fork_from):
-            return [], self.kv.blocks_for(room) - request.fork_tokens // self.kv.block_size
-        reads_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
-        hits = [] if reads_all or request.avoids_cache else self.kv.match(request)
-        return hits, self.kv.needed(hits, room)
-
-    def _can_fork(self, request: Request, parent: Request) -> bool:
-        if parent.state is not RUNNING or request.avoids_cache:
-            return False
-        if request.beams is None and not self.batching.may_share:  # a parent that writes its prompt again
-            return False
-        # Copies come first in a step, so what the parent computes in this very step cannot be copied yet.
-        dealt_now = parent.last_step == self._number + 1
-        return (parent.last_start if dealt_now else parent.num_computed) >= request.fork_tokens
-
     def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
         """The capacity gate."""
         if not self.life.free_rows or request.in_flight or request.awaits_mask:
             return False
         if len(self.running) >= self.pace.rows and not self._is_stuck():
             return False
-        hits, need = self._admission_need(request)
-        if not self._fits(1, need, self.kv.pool.num_free):
-            return False
+        hits, need = self.gate.admission_need(request)
+        before = 0 if self.kv.transfers is None else self.kv.transfers.expected_before(self.gate.rank(request))
+        held, pool = self.life.held, self.kv.pool
+        continued = held.find(request.continues)
+        while not self.gate.fits(1, need + before, pool.num_free):
+            if self.gate.fits(1, need + before, pool.num_free + pool.num_fenced):
+                return False  # until a launched step is committed
+            # What it continues goes last, and only where nobody else will ever give anything back.
+            if not held.give_up_oldest(continued) and not (self._is_stuck() and held.give_up_oldest()):
+                return False
+            hits, need = self.gate.admission_need(request)  # what was given up may be what it starts on
         admits = self.policy.admits(request, need, self.running, self.kv) and (
             self.batching.is_continuous or self.batching.admits(request, self.running, now)
         )
@@ -334,13 +376,17 @@ class Scheduler:
         """Give the request a row, its cached or forked prefix, and blocks for what it starts with."""
         self.life.start(request, lane)
         parent = request.fork_from
-        if parent is not None and self._can_fork(request, parent):
+        if parent is not None and self.gate.can_fork(request, parent):
             step.moves += self.kv.fork(parent, request, request.fork_tokens)
             parent.fence = step.number  # this step copies from it, whether it runs in it or not
             request.in_float32 |= parent.in_float32
         else:
             self.kv.admit(request, hits)
         request.fork_from = None
+        if self.kv.transfers is not None:
+            request.failed_fetches, request.looked_ahead = 0, False
+            again = len(request.tokens) - request.num_computed > self.kv.block_size
+            self.kv.transfers.recomputed += request.metrics.preemptions > 0 and again
         request.started_on_others = request.num_computed > 0
         if request.num_computed == 0 and request.id not in self.batching.done:
             request.prompt_logprobs = []  # they come again
@@ -358,6 +404,7 @@ class Scheduler:
                 num_computed=request.num_computed,
             )
         )
+        request.told = len(request.tokens)
 
     def _compose(self, step: Step, shares: list[Share]) -> None:
         """Write the shares into the step, single tokens first.
@@ -412,11 +459,15 @@ class Scheduler:
                 request.drafts = []
             if beams is not None and count == 1:
                 step.chosen.append((request.row, start, request.tokens[start]))
+            if self.sets.stages > 1:
+                self._tell(step, request, start + count)
             wanted = request.params.prompt_logprobs
-            if wanted is not None and start < request.prompt_len > len(request.prompt_logprobs) + 1:
+            scored = request.scored_from + len(request.prompt_logprobs)
+            if wanted is not None and start < request.prompt_len > scored:
                 step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
         self.read_prompts = bool(chunks)
         step.drafting = self.drafting and not (chunks or step.chosen)
+        step.tree = self._tree and step.drafting
         self._admitted |= bool(step.admissions)
         if self._shared_prefixes is not None and not is_speculative(step):
             together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
@@ -424,6 +475,12 @@ class Scheduler:
             self._admitted = False
         self.stats.steps += 1
         self.stats.tokens += step.num_tokens
+
+    def _tell(self, step: Step, request: Request, end: int) -> None:
+        """Tokens before `end` that the last stage has sampled: the others know none but those they are told."""
+        known = min(end, len(request.tokens))
+        step.told += [(request.row, at, request.tokens[at]) for at in range(request.told, known)]
+        request.told = max(request.told, known)
 
     def _is_stuck(self) -> bool:
         """Whether all who run wait for one who does not (beams for a sibling): whoever can has to come in."""

@@ -12,7 +12,10 @@ import torch
 from tokenmill.config import EngineConfig, parse_speculation
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES, TorchRunner
+from tokenmill.engine.speculation.device_draft_model import DeviceDraftModel, DeviceDrafts
+from tokenmill.engine.speculation.device_eagle import DeviceEagle
 from tokenmill.engine.speculation.draft_model import DraftModel, DraftModelProposer
+from tokenmill.engine.speculation.eagle import EagleProposer, EagleRunner
 from tokenmill.engine.speculation.early_layers import EarlyLayersProposer, early_layers
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
@@ -22,7 +25,9 @@ from tokenmill.engine.speculation.recorded_head import RecordedHead
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
 from tokenmill.errors import ConfigError
+from tokenmill.model.decoder import Decoder
 from tokenmill.model.draft_head import DraftHead, shipped_head
+from tokenmill.model.eagle import EagleHead, is_eagle
 from tokenmill.model.medusa import MedusaHeads, is_medusa
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
@@ -32,6 +37,7 @@ from tokenmill.ops.native.recording import NotRecordableError
 from tokenmill.quant.schemes.choose import ComputeTarget
 
 UNASKED_ROWS = 4  # that nobody's answer becomes slower with more is not shown, so it is left to those who ask for it
+DRAFTERS = ("head", "draft", "layers")  # which compute; at the end of a GPU's step there is room for one of them
 # What a token more costs, in shares of a step of one token, before anything was measured
 PER_TOKEN = {"cpu": 0.2, "cuda": 0.02}
 
@@ -46,10 +52,10 @@ def draft_model_for(
 ) -> DraftModel | None:
     """The draft model that is asked for, opened before memory is planned."""
     asked = parse_speculation(config.speculation)
-    if target.device.type in ASYNC_DEVICES and any(kind in ("draft", "layers") for kind, _ in asked):
+    if target.device.type in ASYNC_DEVICES and sum(kind in DRAFTERS for kind, _ in asked) > 1:
         raise ConfigError(
-            f"speculation is {config.speculation!r}, but a draft model, and the model's own layers, draft on CPUs only "
-            "so far; use head:FILE or suffix"
+            f"speculation is {config.speculation!r}, but only one of head, draft and layers drafts on a GPU; leave the "
+            "others out"
         )
     paths = [path for kind, path in asked if kind == "draft"]
     if not paths:
@@ -59,10 +65,36 @@ def draft_model_for(
     return DraftModel.open(config, paths[0], spec, tokenizer, target, kv_dtype, tell)
 
 
+def eagle_head_for(config: EngineConfig, spec: DecoderSpec) -> EagleHead | None:
+    """The EAGLE-3 head that is asked for, loaded before memory is planned."""
+    paths = [path for kind, path in parse_speculation(config.speculation) if kind == "head" and is_eagle(path)]
+    return EagleHead.load(paths[0], spec) if paths else None
+
+
+def no_drafts_in_stages(config: EngineConfig) -> str:
+    """Why nothing is drafted for a pipeline: its steps have rows of their own, and drafts would make them longer where
+    they fill it; and the ranks that would draft do not know what the last stage found.
+    """
+    if config.speculation not in (None, "off"):
+        raise ConfigError(
+            f"speculation is {config.speculation!r} and parallel {config.parallel!r}, but stages verify no drafts; "
+            "leave one of the two out"
+        )
+    return "off (stages verify no drafts)"
+
+
 def speculation_for(
-    config: EngineConfig, runner: TorchRunner, recorded: bool, max_tokens: int, draft: DraftModel | None = None
+    config: EngineConfig,
+    runner: TorchRunner,
+    recorded: bool,
+    max_tokens: int,
+    draft: DraftModel | None = None,
+    eagle: EagleHead | None = None,
+    alone: bool = True,
 ) -> tuple[Speculation | None, str]:
-    """Also says what was chosen and why. `recorded`: steps that only decode are; `max_tokens`: that those may have."""
+    """Also says what was chosen and why. `recorded`: steps that only decode are; `max_tokens`: that those may have;
+    `alone`: the runner is all there is, and none of several ranks.
+    """
     device = runner.device
     if config.speculation == "off":
         return None, "off (as set)"
@@ -84,12 +116,13 @@ def speculation_for(
     spec, final_norm = runner.decoder.spec, runner.decoder.weights.final_norm
     if config.speculation in (None, "on"):
         _add_suffix(speculation, config, device)
-        shipped = shipped_head(spec, final_norm) if recorded else None
+        shipped = shipped_head(spec, final_norm) if recorded and alone else None
         if shipped is not None:
             speculation.add(_head(shipped, runner, max_tokens))
         when = "where they make answers faster"
         if config.speculation is None:
             speculation.most_rows, when = UNASKED_ROWS, f"while at most {UNASKED_ROWS} requests decode"
+        speculation.tree_rows = runner.tree_rows
         return speculation, f"suffix{' and head' if shipped else ''} ({when})"
     names = parse_speculation(config.speculation)
     for kind, path in names:
@@ -97,9 +130,11 @@ def speculation_for(
             _add_suffix(speculation, config, device)
         elif kind == "draft":
             assert draft is not None
-            speculation.add(DraftModelProposer(draft.runner_beside(runner, recorded), runner.max_tokens))
+            speculation.add(_draft_model(config, draft, runner, recorded, max_tokens))
         elif kind == "layers":
-            speculation.add(EarlyLayersProposer(early_layers(runner, path, recorded), runner.max_tokens))
+            speculation.add(_early_layers(config, path, runner, recorded, max_tokens))
+        elif eagle is not None and (recorded or device.type not in ASYNC_DEVICES):
+            speculation.add(_eagle(eagle, runner, max_tokens))
         elif recorded:
             speculation.add(_head(_load_head(path, spec, final_norm), runner, max_tokens))
         else:
@@ -107,7 +142,44 @@ def speculation_for(
                 f"speculation is {config.speculation!r}, but a head drafts in recorded steps only: it needs "
                 "cuda_graphs, and on a CPU dtype float32 and the native library; use suffix, or leave it out"
             )
-    return speculation, f"{' and '.join(kind for kind, _ in names)} (drafts, where they make answers faster)"
+    speculation.tree_rows = runner.tree_rows
+    kinds = " and ".join("EAGLE-3 head" if eagle is not None and kind == "head" else kind for kind, _ in names)
+    return speculation, f"{kinds} (drafts, where they make answers faster)"
+
+
+def _draft_model(
+    config: EngineConfig, draft: DraftModel, runner: TorchRunner, recorded: bool, max_tokens: int
+) -> Proposer:
+    if runner.device.type not in ASYNC_DEVICES:
+        return DraftModelProposer(draft.runner_beside(runner, recorded), runner.max_tokens)
+    beside = draft.runner_beside(runner, graphs=False)
+    _check_recordable(config, beside.decoder, recorded)
+    on_device = DeviceDraftModel(beside, runner.state, _most(runner, max_tokens))
+    runner.draft_with(on_device, runner=beside)
+    return on_device
+
+
+def _early_layers(config: EngineConfig, count: str, runner: TorchRunner, recorded: bool, max_tokens: int) -> Proposer:
+    if runner.device.type not in ASYNC_DEVICES:
+        return EarlyLayersProposer(early_layers(runner, count, recorded), runner.max_tokens)
+    _check_recordable(config, runner.decoder, recorded)
+    first = early_layers(runner, count, graphs=False)
+    on_device = DeviceDrafts("layers", first, runner.state, _most(runner, max_tokens))
+    runner.draft_with(on_device)
+    return on_device
+
+
+def _check_recordable(config: EngineConfig, decoder: Decoder, recorded: bool) -> None:
+    if not (recorded and decoder.recordable):
+        raise ConfigError(
+            f"speculation is {config.speculation!r}, but on a GPU models draft in recorded steps only: it needs "
+            "cuda_graphs, and kernels that can be recorded for both models; use suffix, or leave it out"
+        )
+
+
+def _most(runner: TorchRunner, max_tokens: int) -> int:
+    """Tokens of a step that only decodes, drafts included."""
+    return max(max_tokens, len(runner.state.tokens))
 
 
 def _load_head(path: str, spec: DecoderSpec, final_norm: torch.Tensor) -> DraftHead | MedusaHeads:
@@ -123,8 +195,9 @@ def _head(head: DraftHead | MedusaHeads, runner: TorchRunner, max_tokens: int) -
     else:
         ready = HeadRunner(head, decoder, runner.sampler, native, runner.state.kv)
     if runner.device.type in ASYNC_DEVICES:
-        on_device = DeviceHead(ready, runner.state, max(max_tokens, len(runner.state.tokens)))
-        runner.draft_with(on_device)
+        on_device = DeviceHead(ready, runner.state, _most(runner, max_tokens))
+        branches = on_device.branches and decoder.ops.chosen["attention"].tails
+        runner.draft_with(on_device, on_device if branches else None)
         return on_device
     runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
     recorded = None
@@ -132,6 +205,17 @@ def _head(head: DraftHead | MedusaHeads, runner: TorchRunner, max_tokens: int) -
         with contextlib.suppress(NotRecordableError):  # then neither are decode steps, which say so
             recorded = RecordedHead(ready, decoder, len(head.out_norm), runner.state)
     return HeadProposer(ready, runner.state, runner.sampler, recorded)
+
+
+def _eagle(head: EagleHead, runner: TorchRunner, max_tokens: int) -> Proposer:
+    if runner.device.type in ASYNC_DEVICES:
+        on_device = DeviceEagle(head, runner, max(max_tokens, len(runner.state.tokens)))
+        runner.draft_with(on_device)
+        runner.read_with(on_device)
+        return on_device
+    proposer = EagleProposer(EagleRunner(head, runner), runner.sampler)
+    runner.read_with(proposer)
+    return proposer
 
 
 def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.device) -> None:

@@ -8,7 +8,7 @@ both. What it reads wrongly (a block that it has not filled, say) costs drafts, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from tokenmill.engine.request import Request
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.speculation.proposer import Draft
+from tokenmill.engine.speculation.read_records import ReadRecords
 from tokenmill.engine.step import Step
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.decoder import Decoder
@@ -44,6 +45,7 @@ class DraftModel:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     sizes: ModelBytes
+    ops: dict[str, str] | str | None  # that were asked for
 
     @classmethod
     def open(
@@ -57,7 +59,8 @@ class DraftModel:
         tell: Progress,
     ) -> DraftModel:
         """Refuses a model that cannot draft for the other."""
-        own = replace(config, model=path, quantization=None, speculation=None)
+        form = "dummy" if config.load_format == "dummy" else "auto"  # files of one format may draft for another's
+        own = replace(config, model=path, quantization=None, speculation=None, load_format=form)
         try:
             files = resolve(path, progress=tell, cache_dir=config.cache_dir)
         except ModelError as error:
@@ -75,7 +78,7 @@ class DraftModel:
         kv_dtype = target.dtype if form_for(kv_dtype) is not None else kv_dtype  # of its own few heads, as they are
         sizes = model_bytes(drafter, target.dtype, schemes, checkpoint, kv_dtype)
         weights = load(own, drafter, checkpoint, target.dtype, target.device, schemes, tell)
-        return cls(drafter, weights, target.dtype, kv_dtype, sizes)
+        return cls(drafter, weights, target.dtype, kv_dtype, sizes, config.ops)
 
     def beside(self, sizes: ModelBytes) -> ModelBytes:
         """Of both models, for the memory plan."""
@@ -94,7 +97,7 @@ class DraftModel:
         """
         other = runner.state
         need = Need(runner.device.type, self.dtype, self.spec.attention_head_dim, other.block_size)
-        decoder = Decoder(self.spec, self.weights, select(need), max_len=other.max_len)
+        decoder = Decoder(self.spec, self.weights, select(need, self.ops), max_len=other.max_len)
         state = DeviceState(
             self.spec,
             max_rows=other.scratch_row,
@@ -112,16 +115,6 @@ class DraftModel:
         )  # fmt: skip
 
 
-@dataclass
-class _Record:
-    """What the draft model has computed of a running request."""
-
-    salt: str
-    blocks: list[int] = field(default_factory=list)  # that it was computed in
-    known: int = 0  # leading tokens
-    drafted: list[int] = field(default_factory=list)  # and behind them these, which may have held
-
-
 class DraftModelProposer:
     """Reads what requests gained, then writes on for a few steps of its own."""
 
@@ -134,9 +127,7 @@ class DraftModelProposer:
         self._block_size = runner.state.block_size
         self._longest = runner.decoder.spec.max_positions
         self._tokens = runner.state.tokens.numpy()
-        self._records: dict[str, _Record] = {}
-        # block -> identity of the tokens whose keys and values are there, and whose they are
-        self._filled: dict[int, tuple[bytes, str]] = {}
+        self._records = ReadRecords(self._block_size)
         self._steps = 0
 
     def prior(self, kind: int, depth: int) -> float:
@@ -162,8 +153,7 @@ class DraftModelProposer:
             for i, token in zip(going, self._run(at), strict=True):
                 found[i].append(token)
         for i, tokens in found.items():
-            if (record := self._records.get(requests[i].id)) is not None:
-                record.drafted = tokens[:-1]  # of the last one nothing was computed
+            self._records.of(requests[i]).drafted = tokens[:-1]  # of the last one nothing was computed
             drafts[i] = Draft(tokens, [0] * len(tokens))
         return drafts
 
@@ -189,39 +179,11 @@ class DraftModelProposer:
         return told
 
     def _known(self, request: Request) -> int:
-        """Leading tokens whose keys and values are there; never all: the last is read for what comes next."""
-        record = self._records.setdefault(request.id, _Record(request.salt))
-        same = 0
-        for was, now in zip(record.blocks, request.blocks):
-            if was != now:
-                break
-            same += 1
-        known = min(record.known, same * self._block_size)
-        if known == record.known:
-            for token, drafted in zip(request.tokens[known:], record.drafted):
-                if token != drafted:
-                    break
-                known += 1
-        whole = known // self._block_size  # what others computed of the same beginning
-        while (
-            whole < min(len(request.identities), len(request.blocks))
-            and self._filled.get(request.blocks[whole], (b"",))[0] == request.identities[whole]
-        ):
-            whole += 1
-            known = max(known, whole * self._block_size)
-        return min(known, len(request.tokens) - 1)
+        """Never all: the last is read for what comes next."""
+        return min(self._records.known(request), len(request.tokens) - 1)
 
     def _note(self, request: Request, known: int) -> None:
-        """So many leading tokens are being computed."""
-        record = self._records[request.id]
-        first = record.known // self._block_size if record.blocks == request.blocks[: len(record.blocks)] else 0
-        record.blocks, record.known, record.drafted = list(request.blocks), known, []
-        whole = min(known // self._block_size, len(request.identities))
-        for i in range(first, -(-known // self._block_size)):
-            if i < whole:
-                self._filled[request.blocks[i]] = request.identities[i], request.salt
-            else:  # not for others, whatever was there before
-                self._filled.pop(request.blocks[i], None)
+        self._records.note(request, known)
 
     def _run(self, work: list[tuple[int, int, int, int]]) -> list[int]:
         """Compute tokens of rows, and sample behind those that say so; those that decode come first."""
@@ -235,8 +197,7 @@ class DraftModelProposer:
         return tokens
 
     def ended(self, request: Request) -> None:
-        self._records.pop(request.id, None)
+        self._records.ended(request)
 
     def forget(self, salt: str | None = None) -> None:
-        self._records = {name: one for name, one in self._records.items() if salt is not None and one.salt != salt}
-        self._filled = {block: one for block, one in self._filled.items() if salt is not None and one[1] != salt}
+        self._records.forget(salt)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tokenmill.engine.request import Request
+from tokenmill.engine.runner.drafters import Verified, VerifiedTrees
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.speculation.head_runner import Behind, DraftingHead, single_queries
 from tokenmill.engine.speculation.proposer import Draft
@@ -15,8 +16,8 @@ from tokenmill.engine.speculation.recorded_head import RecordedHead, chances
 from tokenmill.engine.step import DRAFTED
 from tokenmill.errors import ModelError
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.sampling.settings import Traits
 
+FEW_ENTRIES = 16  # of a step, that a head drafts behind as fast as it is found out which of them count
 LEAST = 0.2  # a chain that the head itself believes in no more than this is not drafted further
 CONFIDENCE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # below each a kind of its own
 
@@ -110,6 +111,8 @@ class DeviceHead:
         self._last_position = torch.full((len(state.tokens),), state.max_len - 1, device=device)
         self._last_position[state.scratch_row] = 0
         self.on_device = min(DRAFTED, head.length)
+        self.failure: Exception | None = None
+        self.branches = head.branches and self.on_device == DRAFTED
         self.kind = f"head of {head.shape}, {self.on_device} tokens"
 
     def prior(self, kind: int, depth: int) -> float:
@@ -118,14 +121,12 @@ class DeviceHead:
     def propose(self, requests: Sequence[Request], length: int) -> list[Draft | None]:
         return [None] * len(requests)  # nobody on the host knows them
 
-    def draft(
-        self,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        traits: Traits,
-    ) -> None:
+    def draft(self, verified: Verified) -> None:
+        hidden, tokens, rows = verified.hidden, verified.tokens, verified.rows
+        positions, traits = verified.positions, verified.traits
+        if verified.queries > 1 and len(rows) > FEW_ENTRIES:
+            at = verified.newest(self._state.scratch_row)
+            hidden, tokens, rows, positions = (one.index_select(0, at) for one in (hidden, tokens, rows, positions))
         state = self._head.enter(hidden)
         behind = self._behind(rows, positions) if self._head.attends else None
         for depth in range(self.on_device):
@@ -135,6 +136,15 @@ class DeviceHead:
                 continue
             tokens = self._head.choose(logits, None, rows, positions + 1 + depth, traits)
             self._state.drafts[rows, depth] = tokens
+
+    def grow(self, verified: VerifiedTrees) -> None:
+        tokens, rows, positions = verified.tokens, verified.rows, verified.positions
+        state, scores = self._head.enter(verified.hidden), None
+        behind = self._behind(rows, positions) if self._head.attends else None
+        noise = self._head.noise(rows, positions, verified.traits)
+        for depth in range(DRAFTED):
+            state, logits = self._head.step(state, tokens, behind if depth == 0 else None)
+            tokens, state, scores = self._head.branch(logits, state, scores, rows, self._state, depth, noise)
 
     def _behind(self, rows: torch.Tensor, positions: torch.Tensor) -> Behind:
         """As many tokens are cached before a position as it says."""

@@ -11,7 +11,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.model.decoder import Decoder, LayerKV
 from tokenmill.model.draft_head import EPS, DraftHead
 from tokenmill.model.medusa import MedusaHeads
-from tokenmill.ops.types import AttentionBatch
+from tokenmill.ops.types import AttentionBatch, TreeNoise
 from tokenmill.quant.forms import parse_form
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.handover import gate_up_for
@@ -60,6 +60,7 @@ class DraftingHead(ABC):
     shape: list[list[int]]  # of the matrices: equal for heads that launch the same kernels
     length = LENGTH  # tokens that are drafted at most
     attends = False  # to what its target has cached
+    branches = False  # a step depends on its state and token alone: several tokens may continue one state
 
     def __init__(self, decoder: Decoder, sampler: Sampler, ids: torch.Tensor) -> None:  # [draft vocabulary]
         self._decoder, self._sampler = decoder, sampler
@@ -102,7 +103,26 @@ class DraftingHead(ABC):
             return self.ids[logits.argmax(-1) if best is None else best]
         whole = logits.new_full((len(rows), self._decoder.spec.vocab_size), -torch.inf)
         whole[:, self.ids] = logits
-        return self._sampler.sample(whole, rows, positions, Traits(True, traits.filtered, False, None)).tokens
+        sampled = self._sampler.sample(whole, rows, positions, Traits(True, traits.filtered, False, None))
+        return sampled.tokens.clamp_min(0)  # of logits that are no numbers any token will do
+
+    def branch(
+        self,
+        logits: torch.Tensor,  # [n * parents, draft vocabulary]
+        states: torch.Tensor,  # [n * parents, state]
+        scores: torch.Tensor | None,  # [n * parents]
+        rows: torch.Tensor,  # [n]
+        state: DeviceState,
+        depth: int,
+        noise: TreeNoise | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The nodes of the next depth of the rows' trees: their tokens, their parents' states, and their scores."""
+        grow = self._decoder.ops.grow_tree
+        return grow(logits, self.ids, states, scores, state.trees, state.drafts, rows, depth, noise)
+
+    def noise(self, rows: torch.Tensor, positions: torch.Tensor, traits: Traits) -> TreeNoise | None:
+        """positions [n]: of the rows' newest tokens."""
+        return TreeNoise(*self._sampler.noise(rows), positions) if traits.warm else None
 
     def _linear(self, weight: torch.Tensor, native: bool, bias: torch.Tensor | None = None) -> Linear:
         """native: packed for the native CPU library."""
@@ -116,6 +136,8 @@ class DraftingHead(ABC):
 
 class HeadRunner(DraftingHead):
     """Drafts one token after the other, each from the state that the ones before it left."""
+
+    branches = True
 
     def __init__(
         self, head: DraftHead, decoder: Decoder, sampler: Sampler, native: bool, kv: list[LayerKV] | None = None
@@ -182,6 +204,8 @@ class HeadRunner(DraftingHead):
 
 class MedusaRunner(DraftingHead):
     """Every token from the same hidden state, each by a head of its own."""
+
+    branches = True
 
     def __init__(self, heads: MedusaHeads, decoder: Decoder, sampler: Sampler, native: bool) -> None:
         super().__init__(decoder, sampler, torch.arange(decoder.spec.vocab_size))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tokenmill.engine.request import Request
+from tokenmill.engine.step import Step, StepResult
 
 MAX_DRAFTS = 16  # tokens that a step verifies for one row
 
@@ -44,4 +45,41 @@ class Proposer(Protocol):
 
     def forget(self, salt: str | None = None) -> None:
         """Nothing that was learned of any text, or of those with this cache salt, may be used any more."""
+        ...
+
+
+@runtime_checkable
+class DraftsOnDevice(Proposer, Protocol):
+    """A proposer whose drafts are made at the end of steps: what goes wrong there is found here."""
+
+    failure: Exception | None
+
+
+@runtime_checkable
+class WritesAhead(Proposer, Protocol):
+    """A proposer on a device that leaves keys and values of its drafts in the rows' blocks."""
+
+    room_ahead: int  # at how many positions behind the last one that a step computes
+
+
+@runtime_checkable
+class KeepsUp(WritesAhead, Protocol):
+    """A proposer on a device with keys and values of its own, which are to be there of all that requests have."""
+
+    def catch_up(self, requests: Sequence[Request]) -> int:
+        """Before a step at whose end the device drafts: launch what reads what is missing. How many tokens that is."""
+        ...
+
+    def follows(self, request: Request) -> bool:
+        """Whether what the newest step drafted for it was drafted from all that it has."""
+        ...
+
+    def launched(self, step: Step) -> None: ...
+
+    def committed(self, step: Step, result: StepResult) -> None:
+        """Before its tokens are added to the requests'."""
+        ...
+
+    def reset(self) -> None:
+        """Launched steps have failed."""
         ...

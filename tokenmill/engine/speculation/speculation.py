@@ -17,18 +17,23 @@ from tokenmill.engine.speculation.calibration import Calibration, Floats, Reques
 from tokenmill.engine.speculation.device_budget import SETTLE, DeviceBudget
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.payoff import Payoff
-from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, Proposer
-from tokenmill.engine.step import ON_DEVICE, Step, StepResult
+from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, DraftsOnDevice, KeepsUp, Proposer, WritesAhead
+from tokenmill.engine.step import DRAFTED, NODES, ON_DEVICE, ON_TREE, Step, StepResult
+from tokenmill.errors import ModelError
 from tokenmill.sampling.grammar import Constraint
 from tokenmill.step_time import Facts, FittedStepTime
 
 log = logging.getLogger("tokenmill.engine")
 
 FEW = 4  # rows: with more, a GPU would wait for a host that asks about each
-ASKING_SHARE = 0.1  # of a step, that asking may take beside it; so many turns later it is tried again
+ASKING_SHARE = 0.3  # of a step, that asking may take beside it; so many turns later it is tried again
 ASK_AGAIN = 512
 CHECKED_PER_TURN = 32  # drafts that grammars are asked about: masks take the engine's own time
 MANY = 32  # rows: with so many, those for which nothing was found are asked about less often
+# Times that a device's drafts were verified and not one held: its head is another model's, or what it computes is no
+# number, which nobody sees who only hears of what held
+NEVER_HELD = 2048
+ENOUGH = 2.5  # tokens that a draft is expected to bring, with which no other proposer is asked: heads take their time
 
 
 @dataclass
@@ -38,6 +43,9 @@ class DraftStats:
     drafted: int = 0  # tokens that steps verified
     accepted: int = 0  # and that held
     steps: int = 0  # rows of steps that verified any
+
+
+_Found = tuple[Draft, int, Floats]  # who made it, and the chances of what a step could verify
 
 
 @dataclass
@@ -63,11 +71,20 @@ class Speculation:
         # not learned: beside them no drafts are verified.
         self.time = FittedStepTime(per_token=per_token)
         self.drafting_time = FittedStepTime(per_token=per_token)  # of steps at whose end the device drafts
+        self.tree_time = FittedStepTime(per_token=per_token)  # of those that verify and draft trees
+        self.tree_rows = 0  # up to so many rows may do that
+        self.tree = False  # whether they do in the next step
         self.drafting = False  # whether the next step has the device draft for the one after it
         self.budget: DeviceBudget | None = None  # of what it drafts
+        self.room_ahead = 0  # positions behind a step's last one where that leaves keys and values
         self._drafter: int | None = None  # number of the proposer that does
+        self._drafts: DraftsOnDevice | None = None  # the same, where something can go wrong
+        self._keeps_up: KeepsUp | None = None  # and where it reads what steps compute
+        self._read: dict[int, int] = {}  # launched steps: tokens that were read for them
+        self._reading = 0  # for the next one
         self._asks_host = False  # whether others than grammars are asked by the host
-        self._drafting_steps: deque[int] = deque(maxlen=8)  # numbers of the newest steps at whose end it did
+        # Numbers of the newest steps at whose end it did, and whether it drafted trees
+        self._drafting_steps: deque[tuple[int, bool]] = deque(maxlen=8)
         self._asked_steps: dict[int, bool] = {}  # launched steps: whether proposers were asked for them
         self._plain_steps: dict[int, int] = {}  # by the logarithm of their rows: timed steps without drafts
         self.payoff = Payoff()
@@ -94,7 +111,10 @@ class Speculation:
         self._calibrations.append(Calibration(proposer))
         if proposer.on_device:
             self._drafter = len(self.proposers) - 1
-            self.budget = self.budget or DeviceBudget(proposer.on_device, self.time, self.drafting_time)
+            self._drafts = proposer if isinstance(proposer, DraftsOnDevice) else None
+            self._keeps_up = proposer if isinstance(proposer, KeepsUp) else None
+            self.room_ahead = proposer.room_ahead if isinstance(proposer, WritesAhead) else 0
+            self.budget = self.budget or DeviceBudget(proposer.on_device, self.time, self.drafting_time, self.tree_time)
         elif not isinstance(proposer, GrammarProposer):
             self._asks_host = True
         self._records.clear()
@@ -107,7 +127,7 @@ class Speculation:
         if self.budget is not None and rows > FEW and not constrained:
             idle |= 2 * rows > self._max_tokens or self.budget.rests(rows)
         if idle:
-            self.drafting = self._watching = self._on = False
+            self.drafting = self.tree = self._watching = self._on = False
         return idle
 
     def propose(self, requests: Sequence[Request]) -> None:
@@ -120,6 +140,8 @@ class Speculation:
         self._watching = True
         if self.coming:
             self._take_in_proposers()
+        if self._failed:
+            self._drop_failed()
         if not self.proposers or not requests:
             return
         rows = len(requests)
@@ -147,17 +169,20 @@ class Speculation:
         if not asked:
             return
         ahead = max(request.pending + request.unsure for request, _ in asked)
-        found = [
-            [] if one.on_device else self._ask(one, [request for request, _ in asked], MAX_DRAFTS + ahead)
-            for one in self.proposers
-        ]
+        found: list[_Found | None] = [None] * len(asked)
+        for index, one in enumerate(self.proposers):
+            open_ = [i for i, best in enumerate(found) if best is None or best[2].sum() < ENOUGH]
+            if one.on_device or not open_:
+                continue
+            drafts = self._ask(one, [asked[i][0] for i in open_], MAX_DRAFTS + ahead)
+            for i, draft in zip(open_, drafts, strict=True):
+                found[i] = self._better(*asked[i], index, draft, found[i])
         if self._failed:
             self._drop_failed()
             return
-        least = float(self.budget.chances.sum()) if self.budget is not None and self.drafting else 0.0
+        least = self.budget.expects if self.budget is not None and self.drafting else 0.0
         chosen, chances = [], []
-        for index, (request, record) in enumerate(asked):
-            best = self._best(request, record, [drafts[index] if drafts else None for drafts in found])
+        for (request, record), best in zip(asked, found, strict=True):
             if best is not None and best[2].sum() > least:
                 chosen.append((request, record, *best[:2]))
                 chances.append(best[2])
@@ -176,9 +201,17 @@ class Speculation:
         """Of few rows the others are asked first. What they have no better draft for verifies what the device drafted;
         only its number is known here, so not under a grammar.
         """
+        if self._drafts is not None and self._drafts.failure is not None:
+            self._fails(self._drafts, self._drafts.failure)
+            self._drop_failed()
+            return
         rows = len(requests)
-        length = budget.turn(rows, self._max_tokens) if rows <= self.most_rows else 0
+        branches = rows <= self.tree_rows and not any(
+            one.grammar is not None or one.params.shapes_logits for one in requests
+        )
+        length = budget.turn(rows, self._max_tokens, branches) if rows <= self.most_rows else 0
         self.drafting = length > 0
+        self.tree = self.drafting and budget.tree
         constrained = [one for one in requests if one.grammar is not None]
         if rows <= FEW and self._asks_host:
             self._ask_beside(requests)
@@ -186,10 +219,23 @@ class Speculation:
             self._propose(constrained, rows)
         if not length:
             return
-        newest = set(self._drafting_steps)
+        keeps_up = self._catch_up(requests)
+        newest = dict(self._drafting_steps)
         for request in requests:
+            if keeps_up is not None and not keeps_up.follows(request):
+                continue
             if request.last_step in newest and request.grammar is None and not request.drafts:
-                request.drafts = [ON_DEVICE] * (request.unsure + length)
+                kind = ON_TREE if self.tree and newest[request.last_step] else ON_DEVICE
+                request.drafts = [kind] * (request.unsure + length)
+
+    def _catch_up(self, requests: Sequence[Request]) -> KeepsUp | None:
+        if self._keeps_up is not None:
+            try:
+                self._reading = self._keeps_up.catch_up(requests)
+            except Exception as error:
+                self._fails(self._keeps_up, error)
+                self._drop_failed()
+        return self._keeps_up
 
     def _ask_beside(self, requests: Sequence[Request]) -> None:
         """Ask on the host, while a GPU computes a step: where that takes long beside it, the next step would wait."""
@@ -207,7 +253,11 @@ class Speculation:
     def launched(self, step: Step) -> None:
         """A step is on its way."""
         if step.drafting:
-            self._drafting_steps.append(step.number)
+            self._drafting_steps.append((step.number, step.tree))
+        if self._keeps_up is not None:
+            self._keeps_up.launched(step)
+            if self._reading:
+                self._read[step.number], self._reading = self._reading, 0
         if self.budget is None:
             if len(self._asked_steps) > MANY:  # steps that failed
                 self._asked_steps.clear()
@@ -216,12 +266,19 @@ class Speculation:
     def committed(self, step: Step, result: StepResult, seconds: float) -> None:
         """A step was computed, in so many seconds."""
         asked = self._asked_steps.pop(step.number, self._on)
+        read = self._read.pop(step.number, 0)
+        if self._keeps_up is not None and step.drafting:
+            self._keeps_up.committed(step, result)
         if not (self._watching or step.drafts or step.drafting):
             return
         if len(step.rows) == len(step.drafts) + step.num_singles:
             if self.budget is None:
                 self._weigh(step, result, asked, seconds)
-            if step.drafting:
+            if step.tree:
+                self.tree_time.learn(Facts(decode_rows=len(step.rows) * (1 + NODES)), seconds)
+            elif step.drafting and read > step.num_tokens:
+                pass  # a beginning is read once, for many steps
+            elif step.drafting:
                 self.drafting_time.learn(Facts(decode_rows=step.num_tokens), seconds)
             elif step.drafts or not (step.slack if self.budget is not None else asked and self.beside):
                 self.time.learn(Facts(decode_rows=step.num_tokens), seconds)
@@ -233,8 +290,10 @@ class Speculation:
 
     def _count(self, step: Step, result: StepResult) -> None:
         """Which drafts held."""
+        trees: list[int] = []  # drafts that held
         verified, held = [], []  # of the device's own: what it proposed is known to be this only now
-        for request, start, samples, tokens in zip(step.requests, step.starts, step.samples, result.tokens):
+        rows = zip(step.requests, step.rows, step.starts, step.samples, result.tokens)
+        for request, row, start, samples, tokens in rows:
             if samples < 2 or request.finish is not None:  # of those that ended it is not known any more who proposed
                 continue
             record = self._records.get(request.id)
@@ -245,11 +304,22 @@ class Speculation:
             stats.steps += 1
             stats.drafted += samples - 1
             stats.accepted += after
-            if source == self._drafter:
+            if source != self._drafter:
+                continue
+            if step.tree and samples == 1 + DRAFTED and step.drafts[row][-1] == ON_TREE:
+                trees.append(after)
+            else:
                 verified.append(samples - 1)
                 held.append(after)
         if self.budget is not None and verified:
             self.budget.count(verified, held)
+        if self.budget is not None and trees:
+            self.budget.count_trees(trees)
+        if self._drafter is not None and not self._failed:
+            drafter = self.proposers[self._drafter]
+            stats = self.stats[drafter.name]
+            if stats.steps >= NEVER_HELD and not stats.accepted:
+                self._fails(drafter, ModelError(f"none of {stats.drafted} was what the model said"))
 
     def _weigh(self, step: Step, result: StepResult, asked: bool, seconds: float) -> None:
         """Whether the step's drafts were worth their time, and that of proposing them."""
@@ -273,6 +343,13 @@ class Speculation:
         for one in self.proposers:
             one.forget(salt)
 
+    def reset(self) -> None:
+        """Launched steps have failed."""
+        self._read.clear()
+        self._reading = 0
+        if self._keeps_up is not None:
+            self._keeps_up.reset()
+
     def _take_in_proposers(self) -> None:
         for one in [one for one in self.coming if one.done()]:
             self.coming.remove(one)
@@ -285,17 +362,20 @@ class Speculation:
         try:
             return proposer.propose(requests, length)
         except Exception as error:  # a proposer may fail in its own way: that costs its drafts, and no answer
-            log.warning("drafts of %s are not used any more: %s", proposer.name, error)
-            self._failed.append(proposer)
+            self._fails(proposer, error)
             return [None] * len(requests)
+
+    def _fails(self, proposer: Proposer, error: Exception) -> None:
+        log.warning("drafts of %s are not used any more: %s", proposer.name, error)
+        self._failed.append(proposer)
 
     def _drop_failed(self) -> None:
         left = [one for one in self.proposers if one not in self._failed]
         if any(one.on_device for one in self._failed):
-            self.budget = None
+            self.budget, self._drafts, self._keeps_up, self.room_ahead = None, None, None, 0
         self._failed, self.proposers, self._calibrations = [], [], []
         self._drafter, self._asks_host = None, False
-        self.drafting = False
+        self.drafting = self.tree = False
         self._records.clear()
         for one in left:
             self.add(one)
@@ -308,21 +388,19 @@ class Speculation:
             self._records[request.id] = record
         return record
 
-    def _best(
-        self, request: Request, record: _Record, drafts: Sequence[Draft | None]
-    ) -> tuple[Draft, int, Floats] | None:
-        """The draft from which most is to be expected, who made it, and the chances of what a step could verify."""
-        best: tuple[Draft, int, Floats] | None = None
-        for index, draft in enumerate(drafts):
-            if draft is None:
-                continue
-            chances = self._calibrations[index].chances(draft, record.own[index])
-            if record.probes[index] is None:
-                record.probes[index] = len(request.tokens), draft
-            chances = chances[request.pending + request.unsure :]
-            is_better = len(chances) and (best is None or chances.sum() > best[2].sum())
-            if is_better and (request.grammar is None or request.grammar.may_begin(draft.tokens)):
-                best = draft, index, chances
+    def _better(
+        self, request: Request, record: _Record, index: int, draft: Draft | None, best: _Found | None
+    ) -> _Found | None:
+        """The draft of this proposer, if more is to be expected from it than from the best one so far."""
+        if draft is None:
+            return best
+        chances = self._calibrations[index].chances(draft, record.own[index])
+        if record.probes[index] is None:
+            record.probes[index] = len(request.tokens), draft
+        chances = chances[request.pending + request.unsure :]
+        is_better = len(chances) and (best is None or chances.sum() > best[2].sum())
+        if is_better and (request.grammar is None or request.grammar.may_begin(draft.tokens)):
+            return draft, index, chances
         return best
 
     def _check(self, grammar: Constraint, tokens: list[int]) -> int:

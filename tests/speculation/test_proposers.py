@@ -1,4 +1,4 @@
-"""Every proposer leaves every answer as it is: suffix, head and draft model, in all ways of sampling and of running."""
+"""What proposers do besides leaving answers as they are: what they save, read and plan, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tiny import TINY, write_tiny
 from tiny_drafts import drafted, made_head, make_drafts_free
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.engine.request import Request
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.head import HeadProposer
 from tokenmill.errors import ConfigError, ModelError
@@ -26,28 +27,10 @@ pytestmark = pytest.mark.skipif(not isinstance(load(), Library), reason="needs t
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 16, "max_model_len": 256,
 }  # fmt: skip
+SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
 # What is repeated is drafted; what is sampled at random is not
 PROMPTS = [[3 + (7 * i + j) % (5 + i) for j in range(12 + 9 * i)] for i in range(6)]
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.4, "seed": 7},
-    "filters": {"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 3},
-    "penalties": {"temperature": 0.0, "repetition_penalty": 1.02, "frequency_penalty": 0.01},
-    "logprobs": {"temperature": 0.0, "logprobs": 3},
-    "bias": {"temperature": 0.0, "logit_bias": {5: 1.0}, "min_tokens": 20, "bad_words": None},
-    "several": {"temperature": 0.4, "n": 3, "seed": 5},
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "one row": {"max_num_seqs": 1},
-    "chunked": {"max_num_batched_tokens": 20},
-    "preempted": {"kv_cache_memory": 24 * 8192},  # of 8192 bytes a block
-    "int8 keys": {"kv_cache_dtype": "int8"},
-    "int8 weights": {"quantization": "int8"},
-    "no cache": {"enable_prefix_caching": False},
-    "overlap": {"overlap": True},
-    "plain steps": {"cuda_graphs": False},
-}
+GREEDY = {"temperature": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -57,18 +40,12 @@ def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tiny(tmp_path_factory.mktemp("model"), hidden_size=64, head_dim=16, intermediate_size=96)
+    return write_tiny(tmp_path_factory.mktemp("model"), **SHAPE)
 
 
 @pytest.fixture(scope="module")
 def head(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_head(model, tmp_path_factory.mktemp("heads") / "head.safetensors", OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that knows the same tokens and little else of what the other says."""
-    return write_tiny(tmp_path_factory.mktemp("stranger"), hidden_size=32, head_dim=8, num_hidden_layers=1)
 
 
 def answers(llm: LLM, way: dict[str, Any], tokens: int = 60, prompts: list[list[int]] = PROMPTS) -> list[Any]:
@@ -82,47 +59,11 @@ def answers(llm: LLM, way: dict[str, Any], tokens: int = 60, prompts: list[list[
 
 
 @pytest.fixture(scope="module")
-def engines(model: str, head: Path, stranger: str) -> Iterator[dict[str, LLM]]:
+def engines(model: str) -> Iterator[dict[str, LLM]]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setitem(choose.PER_TOKEN, "cpu", 0.0)
-        names = {"off": "off", "suffix": "suffix", "head": f"head:{head}", "both": f"suffix,head:{head}"}
-        names |= {"itself": f"draft:{model}", "stranger": f"suffix,draft:{stranger}", "layers": "layers:1"}
+        names = {"off": "off", "suffix": "suffix", "itself": f"draft:{model}"}
         yield {name: stack.enter_context(LLM(model, speculation=value, **OPTIONS)) for name, value in names.items()}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("proposer", ["suffix", "head", "both", "itself", "stranger", "layers"])
-def test_no_way_of_sampling_is_changed(engines: dict[str, LLM], proposer: str, way: str) -> None:
-    before = drafted(engines[proposer])
-    assert answers(engines[proposer], WAYS[way]) == answers(engines["off"], WAYS[way])
-    assert drafted(engines[proposer]) > before + 20
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_no_way_of_running_is_changed(model: str, head: Path, stranger: str, run: str) -> None:
-    """Preemption, chunked prefill, a warm prefix cache, int8 keys and values, int8 weights, with every proposer."""
-    shorter = 40, PROMPTS[:2] if run == "one row" else PROMPTS
-    with LLM(model, **(OPTIONS | RUNS[run] | {"speculation": "off"})) as llm:
-        plain = [answers(llm, WAYS[way], *shorter) for way in ("greedy", "several")]
-        steps = llm._built.engine.scheduler.stats.steps
-    drafting = ["suffix", f"suffix,head:{head}", f"draft:{model}", "layers:1"]
-    if run in ("as it is", "preempted"):
-        drafting += [f"head:{head}", f"draft:{stranger}"]
-    for speculation in drafting:
-        if run == "plain steps" and "head" in speculation:
-            continue  # a head drafts in recorded steps alone
-        options = OPTIONS | RUNS[run] | {"speculation": speculation}
-        if "kv_cache_memory" in options and "draft" in speculation:  # blocks hold both models' keys and values
-            options["kv_cache_memory"] = 24 * (8192 + 8192 * (model in speculation) + 2048 * (stranger in speculation))
-        with LLM(model, **options) as llm:
-            assert [answers(llm, WAYS[way], *shorter) for way in ("greedy", "several")] == plain
-            stats = llm._built.engine.scheduler.stats
-            if run == "overlap" and "suffix" not in speculation:
-                assert not drafted(llm)  # on a CPU others wait for the newest token, which is on its way
-                continue
-            assert drafted(llm) > 20 and (stats.steps < steps or speculation != "suffix")
-            assert run != "preempted" or stats.preemptions
-            assert run == "no cache" or llm._built.engine.scheduler.kv.stats.hit
 
 
 def test_a_head_without_recorded_steps_is_refused(model: str, head: Path) -> None:
@@ -130,25 +71,24 @@ def test_a_head_without_recorded_steps_is_refused(model: str, head: Path) -> Non
         LLM(model, **OPTIONS, speculation=f"head:{head}", cuda_graphs=False)
 
 
-@pytest.mark.parametrize("proposer", ["suffix", "head", "both", "itself"])
-def test_beams_have_no_drafts_and_stay_as_they_are(engines: dict[str, LLM], proposer: str) -> None:
-    beams = {"temperature": 0.0, "beam_width": 3, "n": 3}
-    before = drafted(engines[proposer])
-    assert answers(engines[proposer], beams, tokens=20) == answers(engines["off"], beams, tokens=20)
-    assert drafted(engines[proposer]) == before
-
-
-def test_hits_of_the_prefix_cache_are_those_without_drafts(engines: dict[str, LLM]) -> None:
-    hits = []
-    for name in ("off", "suffix"):
-        llm = engines[name]
-        llm.reset_prefix_cache()
-        stats = llm._built.engine.scheduler.kv.stats
-        before = stats.hit, stats.queried
-        answers(llm, WAYS["greedy"])
-        hits.append((stats.hit - before[0], stats.queried - before[1]))
-        llm._built.engine.scheduler.check_integrity()
-    assert hits[0] == hits[1] and hits[0][0]
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("speculation", ["off", "suffix"])
+def test_who_is_cancelled_leaves_as_soon_with_drafts_as_without(model: str, speculation: str, overlap: bool) -> None:
+    """At once, or behind the step that is on its way; its blocks are free then, and nothing more is said."""
+    with LLM(model, **(OPTIONS | {"speculation": speculation, "overlap": overlap})) as llm:
+        engine = llm._built.engine
+        free = engine.scheduler.kv.pool.num_free
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        one = Request("one", PROMPTS[2], params, max_tokens=150, seed=1)
+        engine.add(one)
+        while one.num_output < 60:
+            engine.step()
+        assert speculation == "off" or drafted(llm) > 20
+        engine.cancel(one.id)
+        said = engine.step()
+        assert not engine.has_work and not any(delta.tokens for delta in said)
+        assert engine.scheduler.kv.pool.num_free == free
+        engine.scheduler.check_integrity()
 
 
 def test_a_long_repetition_takes_far_fewer_steps(engines: dict[str, LLM]) -> None:
@@ -156,7 +96,7 @@ def test_a_long_repetition_takes_far_fewer_steps(engines: dict[str, LLM]) -> Non
     for name in ("off", "suffix"):
         stats = engines[name]._built.engine.scheduler.stats
         before = stats.steps
-        answers(engines[name], WAYS["greedy"], tokens=150)
+        answers(engines[name], GREEDY, tokens=150)
         taken[name] = stats.steps - before
     assert taken["off"] > 1.5 * taken["suffix"]
 
@@ -188,7 +128,7 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
     model: str, head: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(model, speculation=f"suffix,head:{head}", **OPTIONS) as llm:
-        plain = answers(llm, WAYS["greedy"])
+        plain = answers(llm, GREEDY)
         speculation = llm._built.engine.speculation
         assert speculation is not None
         proposer = next(one for one in speculation.proposers if one.name == "head")
@@ -196,7 +136,7 @@ def test_a_head_that_goes_bad_is_switched_off_and_the_answer_stands(
         assert proposer._recorded is not None
         enter = proposer._recorded.enter
         monkeypatch.setattr(proposer._recorded, "enter", lambda hidden, *rest: enter(hidden * torch.nan, *rest))
-        assert answers(llm, WAYS["greedy"]) == plain
+        assert answers(llm, GREEDY) == plain
         assert proposer not in speculation.proposers and speculation.proposers
     assert "drafts of head are not used any more" in caplog.text and "not finite" in caplog.text
 
@@ -254,6 +194,16 @@ def test_draft_models_that_do_not_fit_are_refused_in_a_sentence(model: str, tmp_
     for layers in ("0", str(TINY["num_hidden_layers"]), "some"):
         with pytest.raises(ConfigError, match=f"layers:{layers}, but this model has"):
             LLM(model, **OPTIONS, speculation=f"layers:{layers}")
+
+
+@pytest.mark.parametrize("memory", [{}, {"kv_cache_memory": 64 * 8192}])
+def test_drafts_take_no_block_of_the_memory_plan(model: str, head: Path, memory: dict[str, int]) -> None:
+    """But for models that draft, whose keys and values lie in the same blocks."""
+    blocks = []
+    for speculation in ("off", "suffix", f"suffix,head:{head}", "layers:1"):
+        with LLM(model, **(OPTIONS | memory | {"speculation": speculation})) as llm:
+            blocks.append(llm._built.settings.num_blocks)
+    assert len({*blocks}) == 1
 
 
 def test_the_memory_plan_has_both_models(model: str) -> None:

@@ -1,0 +1,242 @@
+"""The processes of all ranks but the first, seen from the engine: started, told what to do, missed when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.engine.checkpoints import Progress
+from tokenmill.engine.ranks.orders import Order, receive_order, send_order
+from tokenmill.errors import ConfigError, ModelError, TokenmillError
+from tokenmill.parallel.communicator import PeerLostError
+
+log = logging.getLogger("tokenmill.ranks")
+
+SERVER = (sys.executable, "-m", "tokenmill.engine.ranks.fork_server")
+LAST_WORDS = 0.1  # seconds in which it becomes known how a process ended
+LOOK = 0.1  # seconds between looks how far ranks have loaded
+TELL_EVERY = 0.2  # seconds between words of it
+GRACE = 5.0  # seconds in which a fork server has to be gone
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One rank's process, and what is known of it."""
+
+    rank: int
+    socket: socket.socket
+    pid: int | None = None
+    generation: int = 0  # that it was told of last
+    ready: int = 0  # the newest one that it takes part in
+    failed: tuple[str, str] | None = None  # kind of error, and its text: why it takes part in none
+    progress: tuple[int, int, str] | None = None
+    lost: Callable[[int], None] = lambda rank: None  # told when it is gone
+    gone: bool = False
+    code: int | None = None  # it ended with
+
+
+class RankProcesses:
+    """Ranks 1, 2, ... are forked by a server that has imported the engine. A thread listens to each of them."""
+
+    def __init__(self, ranks: int, command: Sequence[str] = SERVER) -> None:
+        """Another `command` may stand in for the real server."""
+        self.ranks, self._command = ranks, command
+        self._peers: dict[int, _Peer] = {}
+        self._changed = threading.Condition()
+        self._closed = self._server_ready = False
+        self._server, self._to_server = self._start_server()
+
+    def ensure(self, rank: int) -> None:
+        """There is a process for the rank."""
+        peer = self._peers.get(rank)
+        if peer is not None and not peer.gone:
+            return
+        ours, theirs = socket.socketpair()
+        peer = _Peer(rank, ours)
+        with theirs:
+            try:
+                send_order(self._to_server, {"fork": rank}, [theirs.fileno()])
+            except OSError:  # then all ranks are gone, too
+                self._server.kill()
+                self._server.wait()
+                self._server, self._to_server = self._start_server()
+                send_order(self._to_server, {"fork": rank}, [theirs.fileno()])
+        with self._changed:
+            self._peers[rank] = peer
+        threading.Thread(target=self._listen, args=(peer,), name=f"rank-{rank}", daemon=True).start()
+
+    def order(self, rank: int, order: Order, files: Sequence[int], lost: Callable[[int], None]) -> None:
+        """`lost`: called, by any thread, when the process that was told this is gone."""
+        peer = self._peers[rank]
+        with self._changed:
+            peer.generation, peer.failed, peer.progress, peer.lost = order["generation"], None, None, lost
+            gone = peer.gone
+        if gone:
+            lost(rank)
+        with contextlib.suppress(OSError):  # whoever listens to it knows that it is gone
+            send_order(peer.socket, order, files)
+
+    def wait_ready(self, generation: int, patience: float, tell: Progress) -> None:
+        """Until all ranks take part; `patience`: seconds in which one that does not yet computes or says something."""
+        heard = told = time.monotonic()
+        seen: object = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_settled(generation), LOOK)
+                peers = list(self._peers.values())
+            for peer in peers:
+                if peer.failed is not None:
+                    raise _error(peer)
+                if peer.gone:
+                    raise PeerLostError(self.why_gone(peer.rank))
+            waiting = [peer for peer in peers if peer.ready < generation]
+            if not waiting:
+                return
+            now = time.monotonic()
+            if now - told > TELL_EVERY:  # who waits for this hears that it goes on
+                told = now
+                known = [peer.progress for peer in waiting if peer.progress is not None]
+                here = len(peers) - len(waiting), len(peers), "waiting for other ranks"
+                tell(*min(known, key=_share, default=here))
+            state = [(peer.progress, peer.pid and cpu_seconds(peer.pid)) for peer in waiting]
+            if state != seen:
+                heard, seen = now, state
+            elif now - heard > patience:
+                for peer in waiting:
+                    self.kill(peer.rank)
+                raise PeerLostError(f"rank {waiting[0].rank} hung while it was made ready, for {patience:g} s")
+
+    def _is_settled(self, generation: int) -> bool:
+        peers = self._peers.values()
+        return all(one.ready >= generation for one in peers) or any(one.failed or one.gone for one in peers)
+
+    def why_gone(self, rank: int) -> str:
+        """In words; how it ended becomes known a moment after it did."""
+        peer = self._peers[rank]
+        with self._changed:
+            self._changed.wait_for(lambda: peer.code is not None, LAST_WORDS)
+        if peer.code is None:
+            return f"rank {rank} is gone"
+        if peer.code < 0:
+            return f"rank {rank} was killed by {_signal_name(-peer.code)}"
+        return f"rank {rank} ended with status {peer.code}"
+
+    def was_killed(self, rank: int) -> bool:
+        """By somebody outside, or the system for want of memory."""
+        return self._peers[rank].code == -signal.SIGKILL
+
+    def pid(self, rank: int) -> int | None:
+        return self._peers[rank].pid
+
+    def kill(self, rank: int) -> None:
+        """End a rank that does not answer."""
+        peer = self._peers[rank]
+        if peer.pid is not None:
+            with contextlib.suppress(OSError):
+                send_order(self._to_server, {"kill": peer.pid})
+
+    def close(self) -> None:
+        """End them all. Nothing of them is left when this returns."""
+        if self._closed:
+            return
+        self._closed = True
+        for peer in self._peers.values():
+            _hang_up(peer.socket)
+        _hang_up(self._to_server)
+        if not self._server_ready:  # it still imports, and has forked nobody
+            self._server.kill()
+        try:
+            self._server.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def _start_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        self._server_ready = False
+        with theirs:
+            server = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        threading.Thread(target=self._listen_to_server, args=(ours,), name="rank-server", daemon=True).start()
+        return server, ours
+
+    def _listen_to_server(self, server: socket.socket) -> None:
+        while (received := receive_order(server)) is not None:
+            order = received[0]
+            with self._changed:
+                self._server_ready = True
+                if "forked" in order:
+                    self._peers[order["forked"]].pid = order["pid"]
+                elif "ended" in order:
+                    for peer in self._peers.values():
+                        if peer.pid == order["ended"]:
+                            peer.code = order["code"]
+                self._changed.notify_all()
+
+    def _listen(self, peer: _Peer) -> None:
+        while (received := receive_order(peer.socket)) is not None:
+            order = received[0]
+            with self._changed:
+                if "ready" in order:
+                    peer.ready = order["ready"]
+                elif "progress" in order:
+                    done, total, what = order["progress"]
+                    peer.progress = done, total, what
+                elif "failed" in order and order["generation"] == peer.generation:  # the one before has ended anyway
+                    peer.failed = order["failed"], order["why"]
+                self._changed.notify_all()
+        with self._changed:
+            peer.gone = True
+            lost = peer.lost  # of an older generation, where this process was replaced in the meantime
+            self._changed.notify_all()
+        lost(peer.rank)
+        peer.socket.close()
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """That a process has computed so far; None where that cannot be known."""
+    try:
+        parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(parts[11]) + int(parts[12])) / 100
+
+
+def _share(progress: tuple[int, int, str]) -> float:
+    done, total, _ = progress
+    return done / total if total else 0.0
+
+
+def _hang_up(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+
+
+def _error(peer: _Peer) -> TokenmillError:
+    assert peer.failed is not None
+    kind, why = peer.failed
+    if kind == PeerLostError.__name__:  # while it was made ready; who that was is found out, or has been
+        return PeerLostError(why)
+    kinds: dict[str, type[TokenmillError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
+    if kind in kinds:
+        return kinds[kind](why)
+    return RankFailedError(f"rank {peer.rank} could not be made ready: {kind}: {why}")
+
+
+class RankFailedError(TokenmillError):
+    """A rank could not load its part of the model."""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,65 @@
+"""Whether an engine has several ranks, what each of them loads, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from tokenmill.config import EngineConfig, parse_speculation
+from tokenmill.engine.rank_model import Prepared, settings_text
+from tokenmill.engine.ranks.processes import RankProcesses
+from tokenmill.errors import ConfigError
+from tokenmill.parallel.layout import parse_layout
+from tokenmill.parallel.segment import MAX_RANKS
+from tokenmill.plan.solve.settings import SolvedSettings
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | None:
+    """None: the engine has one rank."""
+    layout = parse_layout(config.parallel)
+    if layout.ranks == 1:
+        return None
+    if device.type != "cpu":
+        seen = torch.cuda.device_count()
+        why = f"torch sees {seen} of the GPUs" if seen < layout.ranks else "ranks on GPUs are not there yet"
+        raise ConfigError(
+            f"parallel is {config.parallel!r}, which is {layout.ranks} ranks, but {why}; use device='cpu', or leave "
+            "parallel out"
+        )
+    if layout.ranks > MAX_RANKS:
+        raise ConfigError(
+            f"parallel is {config.parallel!r}, which is {layout.ranks} ranks; an engine has {MAX_RANKS} at most"
+        )
+    if any(kind != "suffix" for kind, _ in parse_speculation(config.speculation)):
+        raise ConfigError(
+            f"speculation is {config.speculation!r} and parallel {config.parallel!r}, but heads, draft models and "
+            "layers draft beside one rank only; use suffix, or leave one of the two out"
+        )
+    return RankProcesses(layout.ranks)
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Ranks divide what one rank would have had, so that they do not fight for cores."""
+    return max(1, torch.get_num_threads() // ranks)
+
+
+def load_order(config: EngineConfig, made: Prepared, settings: SolvedSettings) -> dict[str, Any]:
+    """What every rank loads: nothing is fetched or solved again."""
+    there = replace(config, model=str(made.files.path), skip_tokenizer_init=True)
+    return {"config": asdict(there), "settings": settings_text(settings), "threads": torch.get_num_threads()}
+
+
+def group_lines(config: EngineConfig, made: Prepared, ranks: RankProcesses | None) -> list[str]:
+    if ranks is None:
+        return []
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    each = f"{threads} thread{'s' * (threads > 1)} each"
+    lines = [f"ranks        {ranks.ranks} ({parse_layout(config.parallel)}), {each}"]
+    if ranks.ranks * threads > cores:
+        lines.append(f"ranks        there are {cores} cores for {ranks.ranks * threads} threads, so they take turns")
+    if config.adaptive_precision and made.dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant:
+        lines.append("ranks        adaptive_precision is off: it is for one rank only")
+    return lines
