@@ -21,6 +21,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.load import stored_forms
 from tokenmill.model.weights.source import resolve
+from tokenmill.parallel.layout import parse_layout, why_not
 from tokenmill.plan.planner.calibrate import CPU_START, calibrate, kept_at
 from tokenmill.plan.planner.candidates import GpuFleet
 from tokenmill.plan.planner.configfile import ConfigFile, read_config_file, write_config
@@ -69,8 +70,31 @@ def test_what_is_not_available_yet_is_not_applied(tmp_path):
     target = tmp_path / "served.json"
     words = [str(folder), "--gpu", "h200x4", "--rate", "0.2", "--quality", "exact", "--apply", str(target)]
     done = run(*words)
-    assert done.exit_code == 2 and "not available yet" in done.output and not target.exists()
+    assert done.exit_code == 2 and "ranks on GPUs are not there yet" in done.output and not target.exists()
     assert "fits in no way" in run(*words, "--available").output
+
+
+def test_a_divided_model_is_one_line_that_an_engine_takes(tmp_path, monkeypatch):
+    """As soon as what the plan is for can run it."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(plan_models._COMMON | plan_models.CONFIGS["llama3-70b"]))
+    target = tmp_path / "served.toml"
+    monkeypatch.setattr(GpuFleet, "device", "cpu")
+    words = [str(folder), "--gpu", "h200x4", "--quality", "exact"]
+    done = run(*words, "--apply", str(target))
+    assert done.exit_code == 0, done.output
+    settings = read_config_file(target, []).engine
+    found = json.loads(run(*words, "--json").stdout)["plan"]
+    assert found["parallel"] == settings["parallel"] == str(parse_layout(settings["parallel"]))
+    assert f"parallel               {settings['parallel']}  (" in done.output and "not there yet" not in done.output
+    assert parse_layout(EngineConfig.from_options(**settings).parallel).ranks == found["gpus"] // found["copies"]
+
+
+def test_what_no_version_runs_is_said_by_the_layout():
+    assert why_not(parse_layout("tp2,pp2"), "cpu") is None
+    assert "ranks on GPUs are not there yet" in str(why_not(parse_layout("tp2"), "cuda"))
+    assert "(dp)" in str(why_not(parse_layout("dp2,pp2"), "cpu"))
 
 
 @pytest.fixture
@@ -208,7 +232,7 @@ def test_an_unknown_setting_names_the_closest(tmp_path):
         ("s.toml", "engine = 5\n", "engine is 5; it must be a table"),
         ("s.json", "[1]", "must hold the tables engine and serve"),
         ("s.toml", "[engines]\n", "has a table 'engines'"),
-        ("s.toml", "[engine]\ntensor_parallel_size = 2\n", "s.toml: tensor_parallel_size=2 .* one device is used"),
+        ("s.toml", "[engine]\nenable_lora = true\n", "s.toml: enable_lora=True .* adapters are not supported"),
     ],
 )
 def test_what_stands_in_the_wrong_place_is_told_where_it_belongs(tmp_path, name, text, said):

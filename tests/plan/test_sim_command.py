@@ -23,7 +23,7 @@ def run(*words):
 
 
 @pytest.mark.parametrize(
-    "what, rows", [("policies", 5), ("routers", 4), ("splits", 7), ("failures", 4), ("budgets", 9)]
+    "what, rows", [("policies", 5), ("routers", 5), ("splits", 7), ("failures", 4), ("budgets", 9), ("evictions", 4)]
 )
 def test_comparisons_make_a_row_each(trace, tmp_path, what, rows):
     out, plot = tmp_path / "out.json", tmp_path / "plot.svg"

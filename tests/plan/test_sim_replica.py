@@ -22,8 +22,8 @@ from tokenmill.step_time import LinearStepTime
 COST = LinearStepTime(4e-3, 1e-4, 1e-6, 5e-5, 1e-8)
 
 
-def machine(overlap, rows=8, tokens=2000, step_tokens=64):
-    return Machine("toy", COST, 1, tokens, 1000, rows, step_tokens, overlap)
+def machine(overlap, rows=8, tokens=2000, step_tokens=64, stages=1):
+    return Machine("toy", COST, 1, tokens, 1000, rows, step_tokens, overlap, stages)
 
 
 def serve_alone(spec, jobs):
@@ -85,28 +85,31 @@ def test_leaps_are_taken():
 
 
 class Ending(SimulatedRunner):
-    """Says stop when the answer has its length."""
+    """Says stop when the answer has its length, and never before."""
 
     def _sample(self, step, index, row, hashes, result):
         held = super()._sample(step, index, row, hashes, result)
         request = step.requests[index]
-        if held and step.starts[index] + step.counts[index] + 1 - request.prompt_len >= self.ends[request.id]:
-            row.tokens[-1] = STOP
-            return [STOP]
-        return [max(token, 1) for token in held]
+        if not held:
+            return []
+        ends = step.starts[index] + step.counts[index] + 1 - request.prompt_len >= self.ends[request.id]
+        row.tokens[-1] = STOP if ends else max(held[0], STOP + 1)
+        return row.tokens[-1:]
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=ROWS, overlap=st.booleans())
-def test_replica_keeps_the_times_of_the_engine(rows, overlap):
+@example([(0.0, 1, 1, 0), (0.0, 106, 10, 1)], False, 2)  # the runner itself samples STOP in the middle
+@given(rows=ROWS, overlap=st.booleans(), stages=st.sampled_from([1, 1, 2, 4]))
+def test_replica_keeps_the_times_of_the_engine(rows, overlap, stages):
     """The engine's own loop over the runner that keeps a shadow of memory says the same, token for token."""
-    spec = ReplicaSpec(machine(overlap), block_size=8, policy=Fcfs)
+    spec = ReplicaSpec(machine(overlap, stages=stages), block_size=8, policy=Fcfs)
     expected, _ = serve_alone(spec, make_jobs(rows))
     clock = SimulatedClock()
     ends = {str(job.number): job.output for job in make_jobs(rows)}
-    runner = Ending(250, 8, clock, vocab=1000, step_time=COST)
+    runner = Ending(250, 8, clock, vocab=1000, step_time=COST, stages=[1 / stages] * stages)
     runner.ends = ends
-    engine = Engine(Scheduler(Limits(8, 64), KVManager(250, 8), Fcfs()), runner, overlap=overlap, clock=clock)
+    scheduler = Scheduler(Limits(8, 64, stages=stages), KVManager(250, 8), Fcfs())
+    engine = Engine(scheduler, runner, overlap=overlap, clock=clock)
     coming, requests = make_jobs(rows), []
     while coming or engine.has_work:
         if not engine.has_work:

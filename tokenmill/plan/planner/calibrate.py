@@ -80,8 +80,8 @@ class MachineCalibration:
 
 def calibrate(config: EngineConfig, tell: Tell | None = None, *, again: bool = False) -> MachineCalibration:
     """The kept calibration of this machine, model and settings, or a new one (which takes about a minute)."""
-    from tokenmill.engine.build import build, choose_device
-    from tokenmill.engine.choices import hardware_of
+    from tokenmill.engine.build import build
+    from tokenmill.engine.choices import choose_device, hardware_of
 
     hardware = hardware_of(choose_device(config.device))
     path = kept_at(config, hardware)

@@ -67,6 +67,11 @@ class Fleet(Protocol):
     def name(self) -> str: ...
 
     @property
+    def device(self) -> str:
+        """What computes: cpu or cuda."""
+        ...
+
+    @property
     def gpus(self) -> int: ...
 
     @property
@@ -102,6 +107,10 @@ class GpuFleet:
     @property
     def name(self) -> str:
         return f"{self.gpus} x {self.gpu.name}" if self.gpus > 1 else self.gpu.name
+
+    @property
+    def device(self) -> str:
+        return "cuda"
 
     @property
     def link(self) -> Link:
@@ -157,6 +166,10 @@ class LocalFleet:
     @property
     def name(self) -> str:
         return f"this machine ({self.hardware.name})"
+
+    @property
+    def device(self) -> str:
+        return self.hardware.device
 
     @property
     def link(self) -> Link:

@@ -12,14 +12,9 @@ from typing import Any
 from tokenmill.compat import did_you_mean, translate
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
+from tokenmill.parallel.layout import why_not
 from tokenmill.plan.planner.search import Plan
 
-# What a plan may ask for that an engine has no setting for yet, by the name that it will have.
-SPLIT_SETTINGS = {
-    "tensor_parallel_size": "dividing every layer over GPUs (tensor parallelism)",
-    "pipeline_parallel_size": "dividing the layers over GPUs (pipeline parallelism)",
-    "expert_parallel_size": "dividing experts over GPUs (expert parallelism)",
-}
 # Settings of an engine that a server's own replace.
 SERVERS_OWN = ("max_queued_requests", "max_queued_tokens")
 
@@ -35,7 +30,7 @@ def engine_settings(plan: Plan, model: str) -> tuple[dict[str, Any], list[str]]:
 
     Raises ConfigError where what is missing is what makes the model fit.
     """
-    best, known = plan.best, {one.name for one in fields(EngineConfig)}
+    best = plan.best
     layout, room = best.layout, best.placement.room
     settings: dict[str, Any] = {
         "model": model,
@@ -49,18 +44,13 @@ def engine_settings(plan: Plan, model: str) -> tuple[dict[str, Any], list[str]]:
         settings["quantization"] = layout.weights.quantization
     if layout.kv.dtype != "auto":
         settings["kv_cache_dtype"] = layout.kv.dtype
-    degrees = (layout.split.tensor, layout.split.pipeline, layout.split.expert)
-    missing = []
-    for (name, what), degree in zip(SPLIT_SETTINGS.items(), degrees):
-        if degree > 1 and name in known:
-            settings[name] = degree
-        elif degree > 1:
-            missing.append(f"{what} is not available yet ({name} = {degree})")
-    if missing:
-        raise ConfigError(
-            f"the plan cannot be applied as it is: {'; '.join(missing)}; "
-            "plan with --available for what this version can run"
-        )
+    if layout.split.gpus > 1:
+        settings["parallel"] = str(layout.split.layout)
+        if (missing := why_not(layout.split.layout, plan.ask.fleet.device)) is not None:
+            raise ConfigError(
+                f"the plan cannot be applied as it is: parallel is {settings['parallel']!r}, and {missing}; "
+                "plan with --available for what this version can run"
+            )
     notes = []
     if best.prefill_copies:
         notes.append("separate copies for prompts and for decoding are not available yet: every copy does both")

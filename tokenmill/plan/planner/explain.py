@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tokenmill.parallel.layout import why_not
 from tokenmill.plan.planner.search import BETTER, RESERVE, Choice, Plan
 from tokenmill.plan.solve.drafts import Drafts, verifying
 
@@ -55,6 +56,7 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
             "more rows fit, and less is read per token" if layout.kv.loss else _unrounded(plan, kv_losses),
         ),
         ("GPUs per copy", str(split.gpus), _split_reason(plan)),
+        *([("parallel", str(split.layout), _parallel_reason(plan))] if split.gpus > 1 else []),
         ("copies", str(best.copies), _copies_reason(plan)),
         ("max_num_seqs", str(room.max_rows), f"{best.estimate.rows_high:.0f} rows decode at once at p{_share(plan)}"),
         ("max_num_batched_tokens", str(room.step_tokens), _budget_reason(plan)),
@@ -139,6 +141,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "tensor_parallel": layout.split.tensor,
             "pipeline_parallel": layout.split.pipeline,
             "expert_parallel": layout.split.expert,
+            "parallel": str(layout.split.layout) if layout.split.gpus > 1 else None,
             "dtype": layout.dtype,
             "quantization": layout.weights.quantization,
             "stored": layout.weights.stored or None,
@@ -221,6 +224,18 @@ def _split_reason(plan: Plan) -> str:
         return f"{split.name}: it fits into no fewer"
     slow = "too slow for the promise" if plan.ask.slo.promises else "slower"
     return f"{split.name}: fewer GPUs per copy are {slow}, or take more in all"
+
+
+def _parallel_reason(plan: Plan) -> str:
+    """What its ranks have, and whether this version can run them."""
+    split = plan.best.layout.split
+    has = [
+        f"{split.pipeline} stages of layers, with as many steps in flight" if split.pipeline > 1 else "",
+        f"heads and columns in {split.tensor}" if split.tensor > 1 else "",
+        f"whole experts over {split.tensor * split.expert} ranks" if split.expert > 1 else "",
+    ]
+    missing = why_not(split.layout, plan.ask.fleet.device)
+    return ", ".join(filter(None, has)) + (f"; {missing}" if missing is not None else "")
 
 
 def _copies_reason(plan: Plan) -> str:

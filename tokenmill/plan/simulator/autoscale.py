@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tokenmill.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Autoscale:
@@ -25,3 +27,15 @@ class Autoscale:
         if calm + 1 < self.patience:
             return present, calm + 1
         return max(need, present - max(1, present // 10)), 0  # a tenth at a time: load comes back faster than machines
+
+
+def autoscale_from(text: str, startup: float) -> Autoscale:
+    """LEAST:MOST:PER as it is written for commands. Raises ConfigError."""
+    try:
+        least, most, per = text.split(":")
+        found = Autoscale(int(least), int(most), float(per), startup=startup)
+    except ValueError:
+        raise ConfigError(f"--autoscale is {text!r}; it is written as LEAST:MOST:PER, such as 4:64:32") from None
+    if not (1 <= found.least <= found.most and found.per_replica > 0):
+        raise ConfigError(f"--autoscale is {text!r}; LEAST is 1 or more, MOST no fewer, and PER above 0")
+    return found

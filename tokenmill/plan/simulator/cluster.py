@@ -10,9 +10,8 @@ from tokenmill.plan.simulator.autoscale import Autoscale
 from tokenmill.plan.simulator.faults import Failures
 from tokenmill.plan.simulator.replica import Replica, ReplicaSpec, SimulatedJob
 from tokenmill.plan.simulator.result import SimulationResult
-from tokenmill.plan.simulator.router import LeastLoaded, Router, router_named
-
-TYPICAL_OUTPUT = 256  # tokens that a router books for an answer whose length nobody knows
+from tokenmill.plan.simulator.router import SimulatedRouter
+from tokenmill.routing.routers import TYPICAL_OUTPUT
 
 TOLD_EVERY = 256  # events
 
@@ -47,8 +46,10 @@ class Cluster:
         self._prompt_of = prompt_of
         self.replicas = [Replica(number, spec.replica) for number in range(spec.replicas)]
         self.outcome = SimulationResult(gpus_per_replica=spec.replica.machine.gpus)
-        self._router: Router = router_named(spec.router, spec.seed)
-        self._second: Router = LeastLoaded()  # for the decode pool
+        self._router = SimulatedRouter(spec.router, spec.seed, spec.replica.block_size)
+        self._second = SimulatedRouter("least-loaded")  # for the decode pool
+        for replica in self.replicas:
+            self._router.watch(replica)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._sequence = 0
         self._open = [True] * spec.replicas  # takes new work
@@ -160,6 +161,7 @@ class Cluster:
         lost = replica.die(now)
         replica.load = 0
         self._router.forget(replica)
+        self._router.watch(replica)
         assert self.spec.failures is not None
         self._at(now + self.spec.failures.repair_seconds, lambda moment: self._start(number, moment))
         for job in lost:
@@ -201,6 +203,7 @@ class Cluster:
         self._starting -= 1
         number = len(self.replicas)
         self.replicas.append(Replica(number, self.spec.replica, now))
+        self._router.watch(self.replicas[number])
         self._open.append(True)
         self._up_since.append(None)
         self._link_free.append(0.0)

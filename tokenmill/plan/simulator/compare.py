@@ -10,6 +10,7 @@ from functools import partial
 from tokenmill.bench.plot import Series, chart
 from tokenmill.engine.scheduler.policy import Fcfs, Policy, ShortestFirst
 from tokenmill.errors import ConfigError
+from tokenmill.kv.eviction import EVICTION
 from tokenmill.plan.demand.slo import Slo
 from tokenmill.plan.demand.workload import Workload, percentile
 from tokenmill.plan.simulator.cluster import ClusterSpec, Report
@@ -83,12 +84,18 @@ def _budgets(spec: ClusterSpec, slo: Slo) -> Rows:
     yield "controller", replace(spec, replica=spec.replica.led_by(slo)), 0.0
 
 
+def _evictions(spec: ClusterSpec, slo: Slo) -> Rows:
+    for name in EVICTION:
+        yield name, replace(spec, replica=replace(spec.replica, eviction=name)), 0.0
+
+
 COMPARISONS = {
     "policies": _policies,
     "routers": _routers,
     "splits": _splits,
     "failures": _failures,
     "budgets": _budgets,
+    "evictions": _evictions,
 }
 
 

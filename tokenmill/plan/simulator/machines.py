@@ -20,6 +20,7 @@ class Machine:
     max_rows: int
     step_tokens: int
     overlap: bool  # a step is launched before the one before it is committed
+    stages: int = 1  # of a pipeline, each with the same share of a step's time and a step of its own
 
     def line(self) -> str:
         price = str(self.step_time) if isinstance(self.step_time, LinearStepTime) else "model"

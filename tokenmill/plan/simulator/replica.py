@@ -16,6 +16,7 @@ from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.step import Step, StepResult
 from tokenmill.errors import ConfigError
+from tokenmill.kv.events import CacheLog
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
 from tokenmill.plan.demand.slo import Slo
@@ -29,6 +30,7 @@ OUTPUT = 1 << 31  # answers are made of this plus the job's number: nobody else'
 SHORTEST_LEAP = 2  # steps for which a leap is worth its books
 MAX_TOKENS = 1 << 20  # users leave max_tokens at what the model can: nobody knows the length before it is there
 PARAMS = SamplingParams(temperature=0, max_tokens=None)
+CacheListener = Callable[[list[bytes], list[bytes]], None]  # identities that were stored, and that were evicted
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +58,7 @@ class ReplicaSpec:
     block_size: int = 16
     policy: Callable[[], Policy] | None = None  # None: first come, first served by class
     prefix_caching: bool = True
+    eviction: str = "lru"
     watermark: float = 0.01
     slo_itl_ms: float | None = None
     slo_ttft_ms: float | None = None
@@ -88,27 +91,47 @@ class Replica:
         self.spec = spec
         self.now = now
         self.wake: float | None = None
-        self.busy = 0.0  # seconds that its device worked
+        self.busy = 0.0  # seconds that its device worked; of a pipeline's stages the mean
         self.policies: list[Policy] = []  # of each time that it was started: what all learned is counted at the end
         self._steps_before = 0  # it died last
-        self.load = 0  # tokens, kept by the router
+        self.open = True  # it takes new work; kept by the cluster
+        self.load = 0  # tokens, kept by the cluster
+        self.seconds_per_token = 1.0  # routers count in tokens here
+        self._tell: CacheListener | None = None
         self.jobs: dict[str, SimulatedJob] = {}  # by the id of the request that is the job's present life
         self.inbox: list[tuple[SimulatedJob, int]] = []  # and how many tokens this life is to have in all
         self.transferred: deque[SimulatedJob] = deque()  # keys and values are here; they wait for memory and a row
         self._ends: dict[str, int] = {}  # request id -> output tokens of this life
-        self._depth = 1 if spec.machine.overlap else 0
+        self._depth = max(spec.machine.stages - 1, int(spec.machine.overlap))
         self._in_flight: deque[tuple[Step, float]] = deque()
-        self._free_at = now
+        self._free_at = now  # its last stage
+        self._stages_free_at = [now] * spec.machine.stages
         self._plan: list[float] = []  # moments of the commits of a leap that is not taken yet
         self._finished: list[Request] = []  # in the step that is done at `now`
         self._random = random.Random(f"{number}/drafts")
         self.scheduler = self._build()
 
+    def on_cache_change(self, tell: CacheListener) -> None:
+        """From now on, and as long as it lives: identities that its prefix cache learned and forgot in a turn."""
+        self._tell = tell
+        self.scheduler.kv.index.log = CacheLog()
+
+    def _tell_changes(self) -> None:
+        log = self.scheduler.kv.index.log
+        if log and self._tell is not None:
+            self._tell(*log.take())
+
     def _build(self) -> Scheduler:
         spec, machine = self.spec, self.spec.machine
         verified = min(1 + MAX_DRAFTS, machine.step_tokens)
-        limits = Limits(machine.max_rows, machine.step_tokens, max_verified=verified, watermark=spec.watermark)
-        kv = KVManager(machine.kv_tokens // spec.block_size, spec.block_size, spec.prefix_caching)
+        limits = Limits(
+            machine.max_rows,
+            machine.step_tokens,
+            max_verified=verified,
+            watermark=spec.watermark,
+            stages=machine.stages,
+        )
+        kv = KVManager(machine.kv_tokens // spec.block_size, spec.block_size, spec.prefix_caching, spec.eviction)
         pace = pace_for(limits, spec.slo_itl_ms, spec.slo_ttft_ms)
         scheduler = Scheduler(limits, kv, spec.policy() if spec.policy is not None else None, pace=pace)
         self.policies.append(scheduler.policy)
@@ -153,17 +176,17 @@ class Replica:
         while self.scheduler.has_work or self._in_flight:
             if self._make_plan() or self._turn():
                 break
+        self._tell_changes()
         return ended
 
     def _turn(self) -> bool:
         """One turn of the engine's loop; whether it moved time (or has nothing to wait for)."""
-        if self.spec.drafts is not None:
+        if self.spec.drafts is not None and self.spec.machine.stages == 1:
             self._propose(self.spec.drafts)
         step = self.scheduler.schedule(self.now)
         if step is not None:
             seconds = self.spec.machine.step_time.seconds(facts_of(step))
-            self._free_at = max(self._free_at, self.now) + seconds
-            self.busy += seconds
+            self._pass_stages(seconds)
             self._in_flight.append((step, self._free_at))
         if not self._in_flight:
             raise AssertionError(f"{len(self.scheduler.requests)} requests, and none of them can run")
@@ -173,6 +196,15 @@ class Replica:
         self._finished += [delta.request for delta in self._commit(done) if delta.finished]
         self.wake = self.now
         return True
+
+    def _pass_stages(self, seconds: float) -> None:
+        """A step that takes so long in all begins as soon as the first stage is free."""
+        done, stages = self.now, self._stages_free_at
+        stages[-1] = self._free_at  # a leap moves it
+        for stage, free_at in enumerate(stages):
+            done = stages[stage] = max(done, free_at) + seconds / len(stages)
+        self._free_at = done
+        self.busy += seconds / len(stages)
 
     def _propose(self, drafts: Drafts) -> None:
         """As the engine's loop: nothing is drafted beside prompts, nor when some are about to be read."""
@@ -210,7 +242,9 @@ class Replica:
         running = self.scheduler.running
         if not self.spec.leaps or len(self._in_flight) != self._depth or self.spec.slo_itl_ms is not None:
             return False
-        if self.spec.drafts is not None:  # how far a step gets is drawn
+        if (
+            self.spec.drafts is not None or self.spec.machine.stages > 1
+        ):  # how far a step gets is drawn; or who is in it
             return False
         if self._depth and len(self._in_flight[0][0].requests) != len(running):  # somebody in it is gone already
             return False
@@ -305,6 +339,7 @@ class Replica:
         self._steps_before = self.steps
         self.scheduler = self._build()
         self.now = self._free_at = at
+        self._stages_free_at = [at] * self.spec.machine.stages
         return lost
 
 

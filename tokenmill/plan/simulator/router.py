@@ -1,107 +1,65 @@
-"""Routers: which replica gets a request. They know what a front process knows: prompts, and who was sent where."""
+"""Routers in simulated time: the routers of `tokenmill route`, which count a replica's work in tokens here."""
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tokenmill.errors import ConfigError
 from tokenmill.kv.prefix import IdentityChains
 from tokenmill.plan.simulator.replica import Replica, SimulatedJob
+from tokenmill.routing.cache_view import CacheEvent
+from tokenmill.routing.routers import Ask, CacheAware, LeastLoaded, RandomChoice, RoundRobin, Router
 
-CHUNK = 512  # tokens per identity in the router's map: coarser than blocks, so that the map stays small
-REMEMBERED = 1_000_000  # identities
-_load = attrgetter("load")
+CHUNK = 512  # tokens per identity where nobody tells what is cached: coarser than blocks, so that the map stays small
 
-
-class Router(Protocol):
-    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
-        """One of the replicas that take work (never none). `replica.load` is the tokens of all that is on it."""
-        ...
-
-    def forget(self, replica: Replica) -> None:
-        """What this replica had in its memory is gone."""
-        return
-
-
-class RandomChoice(Router):
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
-        return self._random.choice(replicas)
-
-
-class RoundRobin(Router):
-    def __init__(self, seed: int = 0) -> None:
-        self._turn = seed
-
-    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
-        self._turn += 1
-        return replicas[self._turn % len(replicas)]
-
-
-class LeastLoaded(Router):
-    """The fewest tokens outstanding; the first of equals."""
-
-    def __init__(self, seed: int = 0) -> None: ...
-
-    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
-        return min(replicas, key=_load)
-
-
-class PrefixAware(Router):
-    """Where the longest beginning of the prompt was sent before, unless that queue is longer by more than it saves.
-
-    Beginnings are named by the engine's own hash chain. The map holds where requests were sent, not what replicas
-    still have: a replica may have evicted it, and then the request is computed like any other.
-    """
-
-    def __init__(self, seed: int = 0) -> None:
-        self._chains = IdentityChains(CHUNK)
-        self._sent: OrderedDict[bytes, dict[int, None]] = OrderedDict()  # identity -> replicas, the latest last
-
-    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
-        chain: list[bytes] = []
-        self._chains.extend(chain, "", job.tokens, (len(job.tokens) - 1) // CHUNK)
-        best, job.found = min(replicas, key=_load), 0
-        holders, depth = self._holders(chain)
-        if holders:
-            near = min((one for one in replicas if one.number in holders), key=_load, default=None)
-            if near is not None and near.load - depth * CHUNK <= best.load:
-                best, job.found = near, depth * CHUNK
-        for identity in chain:
-            self._sent.setdefault(identity, {})[best.number] = None
-            self._sent.move_to_end(identity)
-        while len(self._sent) > REMEMBERED:
-            self._sent.popitem(last=False)
-        return best
-
-    def forget(self, replica: Replica) -> None:
-        for numbers in self._sent.values():
-            numbers.pop(replica.number, None)
-
-    def _holders(self, chain: list[bytes]) -> tuple[dict[int, None], int]:
-        """Who was sent the longest known beginning, and how many chunks it has."""
-        for depth in range(len(chain), 0, -1):
-            found = self._sent.get(chain[depth - 1])
-            if found:
-                return found, depth
-        return {}, 0
-
-
-ROUTERS: dict[str, type[RandomChoice | RoundRobin | LeastLoaded | PrefixAware]] = {
-    "random": RandomChoice,
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "prefix-aware": PrefixAware,
+# Names, and what makes the router of a seed and of blocks of so many tokens.
+ROUTERS: dict[str, Callable[[int, int], Router]] = {
+    "random": lambda seed, block: RandomChoice(seed),
+    "round-robin": lambda seed, block: RoundRobin(seed),
+    "least-loaded": lambda seed, block: LeastLoaded(seed),
+    # Remembers where prompts were sent.
+    "prefix-aware": lambda seed, block: CacheAware(seed, block_size=CHUNK, sticky=False),
+    # Is told what replicas have, as by their events.
+    "cache-aware": lambda seed, block: CacheAware(seed, block_size=block, sticky=False),
 }
 
 
-def router_named(name: str, seed: int = 0) -> Router:
-    if name not in ROUTERS:
-        raise ConfigError(f"there is no router {name!r}; it may be one of {', '.join(ROUTERS)}")
-    return ROUTERS[name](seed)
+class SimulatedRouter:
+    """A router before simulated replicas. A replica that is told to tell does so at once: events take no time here."""
+
+    def __init__(self, name: str, seed: int = 0, block_size: int = 16) -> None:
+        if name not in ROUTERS:
+            raise ConfigError(f"there is no router {name!r}; it may be one of {', '.join(ROUTERS)}")
+        self._router = ROUTERS[name](seed, block_size)
+        self._aware = self._router if isinstance(self._router, CacheAware) else None
+        self._chains = IdentityChains(self._aware.block_size if self._aware else block_size)
+        self.wants_events = name == "cache-aware"
+        self._sequences: dict[int, int] = {}
+
+    def watch(self, replica: Replica) -> None:
+        """A replica is there, or there again."""
+        if self._aware is not None and self.wants_events:
+            self._sequences[replica.number] = 0
+            view = self._aware.view(replica.number)
+            view.epoch, view.is_current = 1, True
+            replica.on_cache_change(partial(self._told, replica.number, view.take))
+
+    def _told(
+        self, number: int, take: Callable[[CacheEvent], bool], stored: Sequence[bytes], evicted: Sequence[bytes]
+    ) -> None:
+        self._sequences[number] += 1
+        take(CacheEvent(1, self._sequences[number], tuple(stored), tuple(evicted)))
+
+    def choose(self, job: SimulatedJob, replicas: Sequence[Replica]) -> Replica:
+        """One of the replicas that take work (never none)."""
+        chain: list[bytes] = []
+        if self._aware is not None:
+            self._chains.extend(chain, "", job.tokens, (len(job.tokens) - 1) // self._aware.block_size)
+        choice = self._router.choose(Ask(len(job.tokens), chain), replicas)
+        job.found = choice.found
+        return next(one for one in replicas if one.number == choice.number)
+
+    def forget(self, replica: Replica) -> None:
+        """What this replica had in its memory is gone."""
+        self._router.forget(replica.number)

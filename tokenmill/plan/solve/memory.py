@@ -145,7 +145,7 @@ def _refusal(
         f"the model does not fit: {_size(model.weights)} weights + {_size(activations)} activations + "
         f"{_size(workspace)} workspace + {_size(max(kv_bytes, smallest))} kv cache "
         f"(a request of full length takes {_size(smallest)}), but "
-        f"{_size(budget)} of {hardware.name}'s {_size(hardware.total_bytes)} may be used; {'; '.join(options)}"
+        f"{_size(budget)} of the {_size(hardware.total_bytes)} of {hardware.name} may be used; {'; '.join(options)}"
     )
 
 

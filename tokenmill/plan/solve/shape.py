@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class Split:
     def name(self) -> str:
         parts = [f"TP{self.tensor}", f"PP{self.pipeline}", f"EP{self.expert}"]
         return " x ".join(part for part in parts if not part.endswith("P1")) or "undivided"
+
+    @property
+    def layout(self) -> Layout:
+        """The same in ranks: those that share the experts have requests of their own."""
+        experts = self.tensor * self.expert if self.expert > 1 else 1
+        return Layout(tp=self.tensor, pp=self.pipeline, dp=self.expert, ep=experts)
 
 
 ONE_GPU = Split()

@@ -1,0 +1,1 @@
+"""Replays of block traces: what policies of eviction find again, beside what nobody could better."""
