@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "speculation"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "speculation")]
 from tiny_drafts import make_drafts_free
 
 from tokenmill.serve.engine.main import main

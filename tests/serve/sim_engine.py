@@ -85,7 +85,7 @@ def build(config: EngineConfig, tell: Callable[[int, int, str], None]) -> Loaded
     scheduler = Scheduler(limits, KVManager(BLOCKS, BLOCK))
     engine = Engine(scheduler, FaultyRunner(plan), overlap=bool(config.overlap))
     sizes = (VOCAB + 1, MAX_LEN, (2,), ROWS, STEP_TOKENS)
-    ready = wire.EngineReady(wire.VERSION, os.getpid(), *sizes, "sim", ["simulated"])
+    ready = wire.EngineReady(wire.VERSION, os.getpid(), *sizes, "sim", ["simulated"], BLOCK)
     return LoadedEngine(engine, ready)
 
 

@@ -94,6 +94,14 @@ def busy(url: str, seconds: float = 0.0) -> None:
 
 
 @pytest.fixture(scope="module")
+def server(chat_model: str) -> Iterator[Server]:
+    """One that has all that may be shown: tiers, too."""
+    server = Server.start(chat_model, "--kv-host-memory", "1000000")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
 def series(server: Server) -> dict[str, set[str]]:
     busy(server.url)
     return scraped(httpx.get(f"{server.url}/metrics").text)

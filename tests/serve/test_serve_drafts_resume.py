@@ -14,8 +14,8 @@ from sim_service import run, strike
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "sampling", "speculation")]
 import grammar_models
-from tiny import write_tiny
-from tiny_drafts import made_head
+from tiny import TINY, write_tiny
+from tiny_drafts import made_eagle, made_head
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.config import EngineConfig
@@ -30,6 +30,8 @@ COMMAND = (sys.executable, str(Path(__file__).with_name("drafting_engine.py")))
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 16, "max_model_len": 400,
 }  # fmt: skip
+SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+PROPOSERS = ["suffix", "head:HEAD", "head:EAGLE", "suffix,head:HEAD,draft:STRANGER,layers:1"]
 LENGTH = {"max_tokens": 300, "ignore_eos": True}
 CASES = [
     SamplingParams(temperature=0, **LENGTH),
@@ -57,11 +59,18 @@ def said(output: RequestOutput) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("speculation", ["suffix", "head", "suffix,head"])
+@pytest.mark.parametrize("speculation", PROPOSERS)
 def test_an_engine_killed_while_it_drafts_changes_no_token(tmp_path: Path, speculation: str) -> None:
-    model = write_tiny(tmp_path / "model", hidden_size=64, head_dim=16, intermediate_size=96)
-    head = made_head(model, tmp_path / "head.safetensors", OPTIONS)
-    killed_and_compared(model, speculation.replace("head", f"head:{head}"), OPTIONS, CASES)
+    model = write_tiny(tmp_path / "model", **SHAPE)
+    made = {
+        "HEAD": lambda: made_head(model, tmp_path / "head.safetensors", OPTIONS),
+        "EAGLE": lambda: made_eagle(tmp_path / "eagle", TINY | SHAPE, [0, 1]),
+        "STRANGER": lambda: write_tiny(tmp_path / "stranger", hidden_size=32, head_dim=8, num_hidden_layers=1),
+    }
+    for name, make in made.items():
+        if name in speculation:
+            speculation = speculation.replace(name, str(make()))
+    killed_and_compared(model, speculation, OPTIONS, CASES)
 
 
 def test_an_engine_killed_while_it_drafts_under_grammars_changes_no_token(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from starlette.routing import Route, request_response
 
 from tokenmill import __version__
 from tokenmill.errors import ConfigError, pip_install
-from tokenmill.serve.api import batches, health, message_batches, prefix_cache, responses_by_id, schemas, tokens
+from tokenmill.serve.api import (
+    batches,
+    cluster,
+    health,
+    message_batches,
+    prefix_cache,
+    responses_by_id,
+    schemas,
+    tokens,
+)
 from tokenmill.serve.api.chat import chat
 from tokenmill.serve.api.completions import complete
 from tokenmill.serve.api.embeddings import embed
@@ -97,6 +106,7 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
         ("/health/live", health.live),
         ("/health/ready", health.ready),
         ("/metrics", health.metrics),
+        ("/cluster/events", cluster.events),
     ):
         _add(app, path, "GET", read)
     add_pages(app)

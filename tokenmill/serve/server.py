@@ -6,25 +6,19 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import uvicorn
-
-from tokenmill.errors import ConfigError
 from tokenmill.serve.app import create_app
 from tokenmill.serve.engine import process_limits
 from tokenmill.serve.engine_client.remote_model import Progress
 from tokenmill.serve.engine_client.service import Service
-from tokenmill.serve.http.protocol import protocol_for
+from tokenmill.serve.http.listening import FLUSH_SECONDS, QuietServer, listen, shown
 from tokenmill.serve.http.server_state import ServerState
 from tokenmill.serve.settings import HttpSettings
 
 log = logging.getLogger("tokenmill.serve")
 
-FLUSH_SECONDS = 5.0  # for the last bytes of answers that have ended
 _SPARE_FILES = 256  # that are no connections
 
 
@@ -55,7 +49,7 @@ async def serve(
             server.app_state.batches.start()
             gc.collect()
             gc.freeze()  # what was loaded stays: later collections need not look at it, which takes them long
-            on_ready(f"http://{_shown(settings.host)}:{sock.getsockname()[1]}")
+            on_ready(f"http://{shown(settings.host)}:{sock.getsockname()[1]}")
             await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
             await _drain(server, serving, services, settings.drain_seconds)
     finally:
@@ -99,59 +93,8 @@ async def _drain(server: _Server, serving: asyncio.Task[None], services: list[Se
     log.info("drained", extra={"handed_back": handed_back})
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to us, and sleeps while there is nothing to do."""
-
+class _Server(QuietServer):
     def __init__(self, settings: HttpSettings, service: Service) -> None:
         app = create_app(service, settings)
         self.app_state: ServerState = app.state.server
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=protocol_for(settings),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=int(settings.idle_seconds),
-                backlog=2048,
-            )
-        )
-        self.leave = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        await self.leave.wait()
-
-    async def end(self, serving: asyncio.Task[None]) -> None:
-        """Drop whatever is still connected."""
-        self.leave.set()
-        self.force_exit = True
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(serving, FLUSH_SECONDS)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound. Named as TCP: asyncio sets TCP_NODELAY only on connections whose listener says so, and
-    without it the kernel holds every small event back until the client has acknowledged the one before (40 ms)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); choose another --host or --port"
-        ) from None
-    return sock
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+        super().__init__(app, settings)

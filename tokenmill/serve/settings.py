@@ -10,6 +10,7 @@ from tokenmill.config import command_defaults
 from tokenmill.errors import ConfigError
 
 MB = 1_000_000
+LEAST_SECRET = 16  # characters
 _QUEUE = command_defaults("serve")
 
 
@@ -62,6 +63,7 @@ class HttpSettings:
     response_seconds: float = 24 * 3600.0  # a stored response is forgotten when nobody asked for it for this long
     log_prompts: bool = False  # prompts and answers are written into the log
     otlp_endpoint: str | None = None  # a collector that is sent spans; None: nothing is traced
+    cluster_secret: str | None = None  # what routers must know; None: whoever may ask at all may also be a router
     trace_ratio: float = 1.0  # of requests whose client does not say whether they are traced
 
     def __post_init__(self) -> None:
@@ -75,6 +77,23 @@ class HttpSettings:
             raise ConfigError(
                 f"otlp_endpoint is {self.otlp_endpoint!r}; it must be an address such as http://localhost:4318"
             )
+
+
+def read_secret(path: Path | None) -> str | None:
+    """The secret that routers and replicas of a cluster share, from its file. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the cluster's secret cannot be read from {path} ({why}); give a file of text") from None
+    if len(secret) < LEAST_SECRET or not secret.isascii() or not secret.isprintable():
+        raise ConfigError(
+            f"the cluster's secret in {path} has {len(secret)} characters; it needs {LEAST_SECRET} or more, in one "
+            "line of ASCII: openssl rand -hex 32 makes a good one"
+        )
+    return secret
 
 
 def _check(settings: object, names: tuple[str, ...], wanted: str, fits: Callable[[float], bool]) -> None:

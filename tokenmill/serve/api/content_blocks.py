@@ -55,7 +55,8 @@ class ContentBlocks:
             yield from self._close()
 
     def _take(self, found: ToolDelta, logprobs: list[msgspec.Raw]) -> Iterator[BlockChange]:
-        if found.content:
+        # Tokens may have no text yet, parts of a character; what is told of them does not wait for it.
+        if found.content or (logprobs and self._parser is None):
             if self._open is None or self._open.name is not None:
                 yield from self._begin(ContentBlock(len(self.all)))
             yield self._grow(found.content, logprobs)

@@ -165,6 +165,7 @@ class Live:
             "degraded": service.route() is not service,
             **{name: getattr(stats, name) for name in _TOLD},
             "drafts": stats.engine.drafts,
+            "tiers": {name: one.read for name, one in stats.engine.tiers.items()},
             "evicted": stats.evicted_blocks,
             "memory": stats.engine.memory + stats.engine.device_memory,
             "pool": None if view is None else _pool(view.blocks, stats.engine.block_size),

@@ -154,7 +154,7 @@ def _message(context: RequestContext, content: list[dict[str, Any]]) -> dict[str
 
 def _ending(output: RequestOutput, blocks: ContentBlocks) -> dict[str, Any]:
     one = output.outputs[0]
-    if isinstance(one.stop_reason, str):
+    if isinstance(one.stop_reason, str) and one.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": one.stop_reason}
     reason = "max_tokens" if one.finish_reason == "length" else "tool_use" if blocks.called else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}

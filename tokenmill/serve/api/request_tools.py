@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from tokenmill.sampling.structured import StructuredOutput
@@ -28,6 +31,7 @@ class RequestTools:
         self._template = tokenizer.chat_template if tokenizer is not None else None
         self._parallel = parallel is not False
         self._tools: list[Tool] = []  # that may be called
+        self._parsers = 0
         self._only = False  # the model is told of tools that it may not call
         self._choice: Choice = "none"
         self.structured: StructuredOutput | None = None  # that the answer must have; None: any
@@ -55,4 +59,15 @@ class RequestTools:
     def parser(self) -> ToolCallParser | None:
         if not self._tools:
             return None
-        return parser_for(self._tools, self._choice, format_of(self._template), only=self._only)
+        self._parsers += 1
+        return parser_for(
+            self._tools, self._choice, format_of(self._template), self._ids(self._parsers), only=self._only
+        )
+
+    def _ids(self, parser: int) -> Callable[[], str] | None:
+        """Names of calls; through a router, those that every replica would give them. None: any."""
+        if self._context.route is None:
+            return None
+        numbers = count()
+        told = f"{self._context.id}/{parser}/"
+        return lambda: f"call_{hashlib.blake2b(f'{told}{next(numbers)}'.encode(), digest_size=12).hexdigest()}"

@@ -277,7 +277,6 @@ class _ResponseEncoder(SSEEncoder):
         self._builder = builder
         self._blocks, self._tracker = builder.blocks(), DeltaTracker(1)
         self._last: RequestOutput | None = None
-        self._count = 0
 
     def start(self) -> bytes:
         begun = self._builder.told([], None)
@@ -303,8 +302,8 @@ class _ResponseEncoder(SSEEncoder):
         return self.event(f"response.{ended['status']}", response=self._builder.keep(self._blocks.all, ended))
 
     def event(self, kind: str, **content: Any) -> bytes:
-        self._count += 1
-        return event({"type": kind, "sequence_number": self._count - 1, **content}, kind)
+        self.numbered += 1
+        return event({"type": kind, "sequence_number": self.numbered - 1, **content}, kind)
 
     def change(self, change: BlockChange) -> bytes:
         block = change.block

@@ -9,13 +9,16 @@ from itertools import repeat
 from pathlib import Path
 
 from tokenmill.engine.core import Engine
+from tokenmill.kv.manager import KVManager
 from tokenmill.kv.pool import BlockPool
+from tokenmill.kv.transfers import Tier
 from tokenmill.serve.engine import wire
 
 
 def stats_of(engine: Engine) -> wire.EngineStats:
     scheduler = engine.scheduler
     pool, cache, stats = scheduler.kv.pool, scheduler.kv.stats, scheduler.stats
+    transfers = scheduler.kv.transfers
     cached = sum(map(operator.gt, pool.has_content, pool.references))  # content and no reference: True > 0
     return wire.EngineStats(
         running=len(scheduler.running),
@@ -36,7 +39,31 @@ def stats_of(engine: Engine) -> wire.EngineStats:
             name: (one.drafted, one.accepted, one.steps)
             for name, one in (engine.speculation.stats.items() if engine.speculation is not None else ())
         },
+        eviction=_eviction_of(scheduler.kv),
+        tiers={} if transfers is None else {tier.transport.name: _tier(tier) for tier in transfers.tiers},
+        block_bytes=0 if transfers is None else transfers.block_bytes,
+        swapped=0 if transfers is None else transfers.swapped,
     )
+
+
+def _tier(tier: Tier) -> wire.TierReport:
+    stats = tier.stats
+    return wire.TierReport(
+        read=stats.read,
+        written=stats.written,
+        failed=stats.failed + stats.unwritten,
+        refused=stats.refused,
+        spared=stats.spared,
+        waiting=tier.waiting,
+        bandwidth=tier.bandwidth,
+    )
+
+
+def _eviction_of(kv: KVManager) -> tuple[str, int, int, int] | None:
+    if kv.eviction is None:
+        return None
+    stats = kv.eviction.stats
+    return kv.eviction.name, stats.hits, round(stats.shadow_hits), stats.takeovers
 
 
 def _late_kernels() -> int:

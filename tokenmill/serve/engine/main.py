@@ -29,8 +29,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
-from tokenmill.engine.step import Pending, Runner, Step, num_decodes
+from tokenmill.engine.step import Loss, Pending, Runner, Step, num_decodes
 from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.kv.events import CacheLog
 from tokenmill.serve.engine import process_limits, wire
 from tokenmill.serve.engine.in_flight import InFlightFile
 from tokenmill.serve.engine.introspection import stats_of, view_of
@@ -123,6 +124,7 @@ def ready_message(built: Built) -> wire.EngineReady:
         max_step_tokens=settings.max_step_tokens,
         model=built.files.name,
         report=built.report,
+        block_size=built.engine.scheduler.kv.block_size,
     )
 
 
@@ -158,8 +160,21 @@ class EngineLoop:
         updates = [self._update(delta) for delta in deltas]
         did, pairs = self._runner.composition, self._runner.prefill_pairs
         self._send(wire.StepDone(self._steps, now, now - began, *did, updates, admitted, pairs))
+        self._tell_cache()
         if now - self._last_heartbeat >= self._beat_seconds:
             self._send_heartbeat()
+
+    def _follow_cache(self, follow: bool) -> None:
+        index = self.engine.scheduler.kv.index
+        index.log = CacheLog() if follow else None
+        if follow:
+            self._send(wire.CacheChange(b"".join(index.identities()), b"", whole=True))
+
+    def _tell_cache(self) -> None:
+        """What the last step or wipe changed in the prefix cache, where somebody follows it."""
+        if log := self.engine.scheduler.kv.index.log:
+            stored, evicted = log.take()
+            self._send(wire.CacheChange(b"".join(stored), b"".join(evicted)))
 
     def _newly_admitted(self) -> list[wire.Admitted]:
         """Those whom the step launched in this turn is the first of."""
@@ -206,6 +221,9 @@ class EngineLoop:
                     self._send_heartbeat(message.view)
                 case wire.ResetPrefixCache():
                     self.engine.reset_prefix_cache(message.salt)
+                    self._tell_cache()
+                case wire.FollowCache():
+                    self._follow_cache(message.follow)
                 case wire.Stop():
                     return False
         return True
@@ -297,8 +315,8 @@ class _InFlightRunner:
             self.prefill_pairs = facts_of(step).prefill_pairs
         return self._inner.launch(step)
 
-    def reset(self) -> None:
-        self._inner.reset()
+    def reset(self) -> Loss | None:
+        return self._inner.reset()
 
     def close(self) -> None:
         self._inner.close()

@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 7  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 8  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -43,6 +43,18 @@ class Admitted(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int  # prompt tokens that the prefix cache supplied
 
 
+class TierReport(msgspec.Struct, array_like=True, frozen=True):
+    """Of a place beside the device that holds KV: host memory, disk. Blocks, since the engine process started."""
+
+    read: int = 0
+    written: int = 0
+    failed: int = 0  # neither arrived nor kept, though they were to be
+    refused: int = 0  # because too much was waiting
+    spared: int = 0  # not read, because to compute them was expected to be faster
+    waiting: int = 0  # under way now
+    bandwidth: float = 0.0  # bytes per second of reads, of late; 0: none yet
+
+
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """The engine's stats. Counters count since this engine process started."""
 
@@ -62,6 +74,12 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     late_kernels: int = 0  # compiled or loaded while requests waited for them
     # Proposer -> drafts that were verified, those that held, rows of steps that verified any
     drafts: dict[str, tuple[int, int, int]] = {}
+    # Of an eviction policy other than LRU: its name, cached blocks that newcomers found, those that LRU would have had,
+    # times that LRU took over
+    eviction: tuple[str, int, int, int] | None = None
+    tiers: dict[str, TierReport] = {}
+    block_bytes: int = 0  # of a block as tiers hold it; 0: there are none
+    swapped: int = 0  # preempted requests whose blocks were read back from a tier
 
 
 class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):
@@ -122,6 +140,12 @@ class ResetPrefixCache(msgspec.Struct, array_like=True, tag=4):
     salt: str | None = None
 
 
+class FollowCache(msgspec.Struct, array_like=True, tag=6):
+    """Tell what the prefix cache holds, and from then on what changes; or no longer."""
+
+    follow: bool = True
+
+
 class Stop(msgspec.Struct, array_like=True, tag=5):
     """Leave now; whoever wants requests finished waits for them first."""
 
@@ -149,6 +173,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=22):
     max_step_tokens: int
     model: str  # its name
     report: list[str]  # what was chosen and why, one line each
+    block_size: int = 0  # tokens per identity of the prefix cache
 
 
 class StepDone(msgspec.Struct, array_like=True, tag=23):
@@ -171,6 +196,15 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=24):
     view: EngineSnapshot | None = None
 
 
+class CacheChange(msgspec.Struct, array_like=True, tag=25):
+    """Identities that the prefix cache stored and evicted since the last of these messages, one behind the other. The
+    first one after FollowCache is `whole`: all that is there."""
+
+    stored: bytes
+    evicted: bytes
+    whole: bool = False
+
+
 class Fatal(msgspec.Struct, array_like=True, tag=26):
     """The last message of an engine that cannot go on."""
 
@@ -178,8 +212,8 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
     text: str
 
 
-ToEngine = Submit | Cancel | Ping | ResetPrefixCache | Stop
-FromEngine = Loading | EngineReady | StepDone | Heartbeat | Fatal
+ToEngine = Submit | Cancel | Ping | ResetPrefixCache | FollowCache | Stop
+FromEngine = Loading | EngineReady | StepDone | Heartbeat | CacheChange | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -11,6 +11,7 @@ from typing import Any
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import TokenmillError
+from tokenmill.kv.prefix import IdentityChains
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
@@ -18,9 +19,11 @@ from tokenmill.request_state import RequestState
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
 from tokenmill.serve.engine_client.admission import AdmissionControl, Backlog, CircuitBreaker, Unavailable
+from tokenmill.serve.engine_client.cache_feed import CacheFeed
 from tokenmill.serve.engine_client.events import EngineEvent, EventBus, RequestEvent, StatsEvent, StepEvent
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.remote_model import Progress, load_tokenizer
+from tokenmill.serve.engine_client.resume import ResumedSequence, resume
 from tokenmill.serve.engine_client.stats import ServiceCounters, ServiceStats
 from tokenmill.serve.engine_client.streams import Dispatcher, Stream, StreamState
 from tokenmill.serve.engine_client.supervisor import Supervisor
@@ -58,6 +61,7 @@ class Service:
         self._counters = ServiceCounters()
         self._dispatcher = Dispatcher(self._remote, self._ended, self._least_seconds)
         self._active = self._dispatcher.active
+        self.cache_feed = CacheFeed()
         self._events = EventBus()
         self.subscribe = self._events.subscribe
         self._views: list[asyncio.Future[wire.EngineSnapshot | None]] = []
@@ -133,11 +137,26 @@ class Service:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        resumed: Sequence[ResumedSequence | None] | None = None,
         **options: Any,
     ) -> Stream:
-        """Accept a request; `options` are those of `Processor.prepare`. Raises before anything runs: InvalidRequest
-        (400), Overloaded (429) and Unavailable (503), the last two with `.retry_after` in seconds (admission.py)."""
-        return (await self._accept([prompt], params, request_id, options))[0]
+        """Accept a request; `options` are those of `Processor.prepare`, and `resumed` is what its sequences have said
+        elsewhere. Raises before anything runs: InvalidRequest (400), Overloaded (429) and Unavailable (503), the last
+        two with `.retry_after` in seconds (admission.py)."""
+        return (await self._accept([prompt], params, request_id, options, resumed))[0]
+
+    async def identities(self, prompt: Prompt, salt: str) -> tuple[int, list[bytes]]:
+        """How many tokens a prompt has, and the names of its full blocks in the prefix cache. Raises InvalidRequest."""
+        self._check_open()
+        block, chain = self.facts.block_size, list[bytes]()
+
+        def name() -> int:
+            ids = self._processor.encode(prompt)["prompt_token_ids"]
+            if block:
+                IdentityChains(block).extend(chain, salt, ids, (len(ids) - 1) // block)
+            return len(ids)
+
+        return await self.texts.run(max(SHORT + 1, size_of(prompt)), name), chain
 
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "mean", *, request_id: str | None = None, **options: Any
@@ -147,7 +166,12 @@ class Service:
         return await self._accept(prompts, NO_ANSWER, request_id, options | {"pooling": pooling})
 
     async def _accept(
-        self, prompts: Sequence[Prompt], params: SamplingParams, request_id: str | None, options: dict[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        request_id: str | None,
+        options: dict[str, Any],
+        resumed: Sequence[ResumedSequence | None] | None = None,
     ) -> list[Stream]:
         began = self._remote.clock()
         try:
@@ -158,6 +182,8 @@ class Service:
                 id = f"{first}-{number}" if number else first
                 prepare = self._processor.prepare
                 request_states.append(await self.texts.run(size, prepare, prompt, params, request_id=id, **options))
+                if resumed is not None:
+                    await self.texts.run(SHORT + 1, resume, request_states[-1], resumed, self.facts.vocab_size)
             self._check_open()  # again: that may have taken its time
             for request_state in request_states:
                 if request_state.timeout is not None:
@@ -223,6 +249,16 @@ class Service:
             drain_seconds=self._admission.drain_seconds(self._current_load()),
         )
 
+    def seconds_ahead(self) -> float:
+        """Until a prompt that came now would begin to be read, as far as one can tell."""
+        return self._admission.prefill_seconds(self._remote.queued_tokens) or 0.0
+
+    def seconds_per_token(self) -> float | None:
+        """Of a prompt, in full steps; None: nothing measured yet."""
+        tokens = self._admission.max_step_tokens
+        seconds = self._admission.prefill_seconds(tokens)
+        return None if seconds is None else seconds / tokens
+
     async def view(self, timeout: float = 2.0) -> wire.EngineSnapshot | None:
         """The inside of the engine (every block, every request); None where it does not answer in time."""
         if self._state in ("starting", "stopped") or self._send is None:
@@ -267,6 +303,7 @@ class Service:
         self._send = send
         self._events.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
         self._remote.attach(send)
+        self.cache_feed.attach(send)
 
     def engine_stepped(self, message: wire.StepDone) -> None:
         for admitted in message.admitted:
@@ -293,9 +330,13 @@ class Service:
                     view.set_result(message.view)
         self._events.emit(StatsEvent(self._remote.clock(), message.stats))
 
+    def engine_cache_changed(self, message: wire.CacheChange) -> None:
+        self.cache_feed.take(message)
+
     def engine_lost(self, loss: EngineLoss) -> float:
         now = self._remote.clock()
         self._send = None
+        self.cache_feed.lost()
         if self._state == "ready":
             self._state = "restarting"
         self.startup.lost()

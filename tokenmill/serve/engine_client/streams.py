@@ -42,7 +42,14 @@ class Dispatcher:
 
     def open(self, request_state: RequestState, generation: int) -> Stream:
         """Hand a prepared request to the engine. Raises what `Processor.submit` raises."""
+        if request_state.finished:  # it was resumed behind its last token: there is nothing to do but to say so
+            over = StreamState(request_state, generation)
+            over.moved = True
+            return Stream(over, self.drop)
         self.processor.submit(request_state)
+        for sequence in request_state.sequences:
+            if sequence.finish is not None:  # resumed, and only its siblings go on
+                self._remote.cancel(sequence.request.id)
         state = self.active[request_state.id] = StreamState(request_state, generation)
         if request_state.timeout is not None and not self._looking:
             self._look_later()

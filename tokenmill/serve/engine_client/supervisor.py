@@ -45,6 +45,8 @@ class Owner(Protocol):
 
     def engine_heartbeat(self, message: wire.Heartbeat) -> None: ...
 
+    def engine_cache_changed(self, message: wire.CacheChange) -> None: ...
+
     def engine_lost(self, loss: EngineLoss) -> float:
         """The engine is gone. Returns the seconds to wait before the next one is started."""
         ...
@@ -183,6 +185,8 @@ class Supervisor:
                     self._owner.engine_stepped(message)
                 case wire.Heartbeat():
                     self._owner.engine_heartbeat(message)
+                case wire.CacheChange():
+                    self._owner.engine_cache_changed(message)
                 case wire.Loading():
                     self._owner.engine_loading(message)
                 case wire.EngineReady():

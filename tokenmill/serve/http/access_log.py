@@ -22,8 +22,8 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-
 class AccessRecord:
     """Begun with a request's head, ended once with its answer."""
 
-    def __init__(self, server: ServerState, request: Request) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, server: ServerState, request: Request, id: str | None = None) -> None:
+        self.id = id or uuid.uuid4().hex
         self.trace = None if server.tracing is None else server.tracing.begin(request, self.id, route_of(request))
         self._server = server
         self._request = request

@@ -33,7 +33,7 @@ T = TypeVar("T", bound=RequestBody)
 
 async def read_body(request: Request, settings: HttpSettings) -> bytes:
     """The whole body. Raises HttpError 413 and 408."""
-    limit = settings.max_body_bytes
+    limit = settings.max_body_bytes + request.scope.get("tokenmill.state_bytes", 0)
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
         await _discard(request)
@@ -71,6 +71,8 @@ async def _discard(request: Request) -> None:
 async def read_request(request: Request, kind: type[T], settings: HttpSettings) -> tuple[T, list[str]]:
     """The body as a request of this kind, and the names of what it says in vain. Raises HttpError."""
     body = await read_body(request, settings)
+    if state := request.scope.get("tokenmill.state_bytes", 0):  # a router's, before the client's
+        request.scope["tokenmill.state"], body = body[:state], body[state:]
     request.scope["tokenmill.size"] = len(body)  # for Call.aside
     if len(body) > _LARGE:
         await asyncio.to_thread(_check_parts, body)

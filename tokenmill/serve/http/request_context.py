@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -26,8 +28,11 @@ from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
 from tokenmill.serve.http.access_log import AccessRecord
 from tokenmill.serve.http.error_mapping import http_error_of
 from tokenmill.serve.http.request_body import RequestBody, read_request
+from tokenmill.serve.http.routed import Probed, Progress, Prompted, Route, progress_of, route_of
 from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http.tenants import Tenant
+
+SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of a request's prompts, where the router names one
 
 V = TypeVar("V")
 P = ParamSpec("P")
@@ -55,18 +60,23 @@ class RequestContext:
         self.shape = shape
         self.record = record
         self.id = record.id
+        self.route: Route | None = request.scope.get("tokenmill.route")
+        self.progress: Progress | None = None  # what a router says that was sent already
         self.problem: HttpError | None = None  # what the client was told of
         self.said: list[dict[str, Any]] = []  # prompts and answers, where the log wants them
-        self.created = int(time.time())
+        self.created = int(time.time()) if self.route is None else self.route.created
         self.service = server.service.route()
         self.ignored: list[str] = []
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.metrics: Metrics | None = None  # when things happened to the first prompt
         self.finish: str | None = None
         self._streams: list[Stream] = []
-        self._open = True
-        tenant.enter()
-        tenant.open_requests.add(self.id)
+        self._sequences = 0  # of all streams
+        # A router's own questions are not the client's: they count nowhere.
+        self._open = self.route is None or not (self.route.probe or self.route.prefill)
+        if self._open:
+            tenant.enter()
+            tenant.open_requests.add(self.id)
 
     @property
     def model(self) -> str:
@@ -74,20 +84,58 @@ class RequestContext:
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
+        await self._answer_probe(prompt, options)
+        if self.route is not None and self.route.prefill:
+            await self._prefill(prompt, options)
         if self.record.trace is not None:
             self.record.trace.asked(params, self.model)
+        number, resumed = len(self._streams), None
+        if self.route is not None and params.seed is None:
+            params = replace(params, seed=(self.route.seed + number * SEED_STEP) & (2**63 - 1))
+        if self.progress is not None:
+            said = self.progress.sequences
+            resumed = [said.get(self._sequences + index) for index in range(params.num_sequences)]
+        self._sequences += params.num_sequences
         stream = await self.service.submit(
             prompt,
             params,
-            request_id=f"{self.id}-{len(self._streams)}" if self._streams else self.id,
+            request_id=f"{self._engine_id}-{number}" if number else self._engine_id,
+            resumed=resumed,
             **self._scheduling(options),
         )
         self._streams.append(stream)
         return stream
 
+    @property
+    def _engine_id(self) -> str:
+        """Another attempt of a router's may come before the last one is over."""
+        return f"{self.id}.{self.route.attempt}" if self.route is not None and self.route.attempt else self.id
+
+    async def _answer_probe(self, prompt: Prompt, options: RequestOptions) -> None:
+        """Raises Probed where only the prompt's identities are wanted."""
+        if self.route is not None and self.route.probe:
+            tokens, chain = await self.service.identities(prompt, self.tenant.salt(options.cache_salt))
+            told = base64.b64encode(b"".join(chain)).decode()
+            raise Probed(Prompted(tokens, self.service.facts.block_size, told))
+
+    async def _prefill(self, prompt: Prompt, options: RequestOptions) -> None:
+        """Read a prompt for another server, which is sent its blocks meanwhile. Raises Probed."""
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+        id = f"{self._engine_id}-prefill"
+        stream = await self.service.submit(prompt, params, request_id=id, **self._scheduling(options))
+        self._streams.append(stream)
+        async with self.cancel_on_disconnect(self.request.receive):
+            output = await stream.last()
+        if output.error is not None:
+            raise HttpError(503, output.error, "unavailable")
+        raise Probed(Prompted(len(output.prompt_token_ids), self.service.facts.block_size, ""))
+
     async def embed(self, prompts: Sequence[Prompt], pooling: str, options: RequestOptions) -> list[Stream]:
         """Ask the engine for vectors of prompts. Raises what `Service.embed` raises."""
-        self._streams = await self.service.embed(prompts, pooling, request_id=self.id, **self._scheduling(options))
+        await self._answer_probe(prompts[0], options)
+        self._streams = await self.service.embed(
+            prompts, pooling, request_id=self._engine_id, **self._scheduling(options)
+        )
         return self._streams
 
     def _scheduling(self, options: RequestOptions) -> dict[str, Any]:
@@ -207,11 +255,18 @@ def endpoint(
         server = server_of(request)
         record, context = AccessRecord(server, request), None
         try:
+            if (route := route_of(request, server.settings)) is not None:
+                record.id = route.id
+                request.scope["tokenmill.route"], request.scope["tokenmill.state_bytes"] = route, route.state
             context = RequestContext(server, request, server.tenant_of(request), shape, record)
             body, context.ignored = await read_request(request, kind, server.settings)
+            if (state := request.scope.get("tokenmill.state")) is not None:
+                context.progress = progress_of(state)
             if (asked := getattr(body, "model", None)) is not None and asked not in server.names():
                 raise server.no_model(asked)
             response = await handler(context, body)
+        except Probed as probed:
+            return json_response(probed.prompted)
         except Exception as problem:
             error = logged_http_error(problem, record.id)
             if context is not None:

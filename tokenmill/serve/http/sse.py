@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.http.request_context import RequestContext, SelfClosingResponse, logged_http_error
+from tokenmill.serve.http.routed import FrameWriter, Told, framed
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": still here\n\n"
@@ -27,6 +28,7 @@ class SSEEncoder(Protocol):
     """Encodes what streams bring as events, in the format of one API. It never waits."""
 
     streams: list[Stream]
+    numbered: int = 0  # events so far, where they have numbers
 
     def start(self) -> bytes:
         """Before anything has come."""
@@ -58,6 +60,8 @@ class SSEResponse(SelfClosingResponse):
         del self.headers["content-length"]
         self._context = context
         self._encoder = encoder
+        # For a router, which may have another server go on.
+        self._frames = FrameWriter([one.request_state for one in encoder.streams]) if context.route else None
         self._last = last
         self._named = named
         self._connection: Any = None  # of GuardedProtocol, where it may be written to directly
@@ -76,15 +80,16 @@ class SSEResponse(SelfClosingResponse):
                 self._connection = scope.get("tokenmill.connection")
                 keep_alive = asyncio.create_task(self._keep_alive(send))
                 try:
-                    await self._send(send, self._encoder.start())
+                    await self._begin(send)
                     for number, stream in enumerate(self._encoder.streams):
                         stream.set_listener(partial(self._moved, number))
                     await self._tell(send)
-                    part = self._encoder.finish()
+                    part = self._whole(self._encoder.finish(), end=True)
                 except Exception as problem:
                     error = logged_http_error(problem, self._context.id)
                     status, self._context.problem = error.status, error
                     part = event(self._context.shape(error), "error" if self._named else None) + self._last
+                    part = self._whole(part, end=True, error=status)
                 finally:
                     keep_alive.cancel()
                 await self._send(send, part)
@@ -92,6 +97,25 @@ class SSEResponse(SelfClosingResponse):
         finally:
             self._open.clear()  # whatever still comes is for nobody
             self._context.close(status)
+
+    async def _begin(self, send: Send) -> None:
+        """Say what comes before the first token. What was sent elsewhere is gone through, and not sent again."""
+        progress, part = self._context.progress, self._whole(self._encoder.start(), start=True)
+        if progress is None or not progress.started:
+            await self._send(send, part)
+        if progress is not None:
+            first = 0
+            for number, stream in enumerate(self._encoder.streams):
+                count = len(stream.request_state.sequences)
+                if any(index in progress.sequences for index in range(first, first + count)):
+                    self._look(number)
+                first += count
+            self._encoder.numbered = max(self._encoder.numbered, progress.numbered)
+
+    def _whole(self, part: bytes, **facts: Any) -> bytes:
+        if self._frames is None:
+            return part
+        return framed(part, Told(numbered=self._encoder.numbered, **facts))
 
     def _moved(self, number: int) -> None:
         """A stream has news: tell them at once, or have the task do it."""
@@ -118,7 +142,8 @@ class SSEResponse(SelfClosingResponse):
         stream.mark_read()
         if stream.request_state.finished:
             self._open.discard(number)
-        return self._encoder.update(number)
+        part = self._encoder.update(number)
+        return part if self._frames is None else self._frames.update(number, part, self._encoder.numbered)
 
     async def _tell(self, send: Send) -> None:
         """Returns when every stream has ended; raises what one of them failed of."""
@@ -148,4 +173,4 @@ class SSEResponse(SelfClosingResponse):
             before = self._sent
             await asyncio.sleep(self._context.server.settings.beat_seconds)
             if self._sent == before:
-                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                await send({"type": "http.response.body", "body": self._whole(_COMMENT), "more_body": True})

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from tokenmill import __version__
 from tokenmill.engine.request import Finish
+from tokenmill.serve.engine import wire
 from tokenmill.serve.engine_client.events import EngineEvent, Event, RequestEvent, StepEvent
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import GONE
@@ -162,6 +163,8 @@ class _StatsCollector(Collector):
             yield GaugeMetricFamily(f"tokenmill_{name}", what, value=value)
         for name, (what, count) in counters.items():
             yield CounterMetricFamily(f"tokenmill_{name}", what, value=count)
+        if engine.eviction is not None:
+            yield from _eviction(*engine.eviction)
         drafted = CounterMetricFamily(
             "tokenmill_draft_tokens", "Drafts verified, since this engine process started", labels=["proposer"]
         )
@@ -173,6 +176,7 @@ class _StatsCollector(Collector):
             for family, figure in zip((drafted, accepted, verified), figures, strict=True):
                 family.add_metric([name], figure)
         yield from (drafted, accepted, verified)
+        yield from _tiers(engine)
         finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
         for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
             finished.add_metric([reason], count)
@@ -187,6 +191,47 @@ class _StatsCollector(Collector):
         model = self._service.facts.model if hasattr(self._service, "facts") else ""  # not before it is loaded
         build.add_metric([__version__, model], 1)
         yield build
+
+
+def _eviction(policy: str, found: int, shadow: int, takeovers: int) -> Iterable[Metric]:
+    """How an eviction policy other than LRU does, and what LRU would have done, since this engine process started."""
+    for name, what, count in (
+        ("eviction_found_blocks", "Cached blocks without a user that newcomers found", found),
+        ("eviction_shadow_found_blocks", "Those that LRU would have had (only a learned policy asks)", shadow),
+        ("eviction_takeovers", "Times that LRU took over from a learned policy, because it finds more", takeovers),
+    ):
+        family = CounterMetricFamily(f"tokenmill_{name}", what, labels=["policy"])
+        family.add_metric([policy], count)
+        yield family
+
+
+def _tiers(engine: wire.EngineStats) -> Iterable[Metric]:
+    """KV in host memory and on disk."""
+    counters = [
+        CounterMetricFamily(f"tokenmill_kv_tier_{name}", f"{what}, since this engine process started", labels=["tier"])
+        for name, what in (
+            ("read_bytes", "KV brought to the device"),
+            ("written_bytes", "KV brought from the device"),
+            ("failed_blocks", "Blocks that did not arrive or were not kept"),
+            ("refused_blocks", "Blocks not written because too much was waiting"),
+            ("spared_blocks", "Blocks computed again because that was expected to be faster than reading them"),
+        )
+    ]
+    waiting = GaugeMetricFamily("tokenmill_kv_tier_waiting_blocks", "Blocks under way", labels=["tier"])
+    bandwidth = GaugeMetricFamily(
+        "tokenmill_kv_tier_read_bytes_per_second", "Bandwidth of reads of late", labels=["tier"]
+    )
+    for name, tier in engine.tiers.items():
+        size = engine.block_bytes
+        figures = (tier.read * size, tier.written * size, tier.failed, tier.refused, tier.spared)
+        for family, figure in zip(counters, figures, strict=True):
+            family.add_metric([name], figure)
+        waiting.add_metric([name], tier.waiting)
+        bandwidth.add_metric([name], tier.bandwidth)
+    yield from (*counters, waiting, bandwidth)
+    yield CounterMetricFamily(
+        "tokenmill_requests_swapped", "Preempted requests whose KV was read back from a tier", value=engine.swapped
+    )
 
 
 class FastHistogram(Collector):

@@ -82,7 +82,8 @@ function show(now) {
   say("rate", count(output));
   say("rate-sub", `prefill ${count(prefilled)}`);
   say("hits", now.cache_queried ? `${Math.round((100 * now.cache_hit) / now.cache_queried)} %` : "-");
-  say("hits-sub", now.cache_queried ? `${count(now.cache_hit)} of ${many(now.cache_queried, "token")}` : "");
+  const tiers = Object.entries(now.tiers ?? {}).map(([name, read]) => `, ${many(read, "block")} from ${name}`).join("");
+  say("hits-sub", now.cache_queried ? `${count(now.cache_hit)} of ${many(now.cache_queried, "token")}${tiers}` : "");
   const drafts = Object.entries(now.drafts ?? {}).filter(([, [drafted]]) => drafted);
   const [drafted, held, rows] = drafts.reduce((sums, [, one]) => sums.map((sum, i) => sum + one[i]), [0, 0, 0]);
   say("drafts", drafted ? `${Math.round((100 * held) / drafted)} %` : "-");

@@ -1,0 +1,92 @@
+"""GET /cluster/events: how a replica fares and what its prefix cache holds, as a stream for routers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tokenmill import __version__
+from tokenmill.routing.cache_view import CacheSnapshot
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.errors import HttpError, openai_shape
+from tokenmill.serve.http.request_context import error_response
+from tokenmill.serve.http.routed import PROTOCOL, check_peer
+from tokenmill.serve.http.server_state import ServerState, server_of
+from tokenmill.serve.http.sse import event
+
+BEAT = 0.25  # seconds between two words of a replica that has nothing new
+TOGETHER = 0.02  # seconds in which events are collected: a step changes little
+
+
+async def events(request: Request) -> Response:
+    """What a router wants to know, as server-sent events: how the replica fares several times per second, and what
+    its prefix cache stores and evicts, numbered, after a snapshot."""
+    server = server_of(request)
+    try:
+        check_peer(request, server.settings)
+    except HttpError as error:
+        return error_response(error, openai_shape, {})
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(_told(server), headers=headers, media_type="text/event-stream")
+
+
+async def _told(server: ServerState) -> AsyncIterator[bytes]:
+    service, position = server.service, (0, 0)
+    with service.cache_feed.followed() as news:
+        while True:
+            news.clear()
+            parts = [event(status(server))]
+            for one in service.cache_feed.since(*position):
+                position = one.epoch, one.sequence
+                if isinstance(one, CacheSnapshot):
+                    changes = {"snapshot": _joined(one.identities)}
+                else:
+                    changes = {"stored": _joined(one.stored), "evicted": _joined(one.evicted)}
+                parts.append(event({"epoch": one.epoch, "sequence": one.sequence, **changes}))
+            yield b"".join(parts)
+            stats = service.stats()
+            if stats.state == "stopped" or (stats.state == "draining" and not stats.active):
+                return
+            await asyncio.sleep(TOGETHER)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), BEAT)
+
+
+def status(server: ServerState) -> dict[str, Any]:
+    """How the replica fares, and once its engine has been ready, what it serves."""
+    service = server.service
+    stats, facts = service.stats(), getattr(service, "facts", None)
+    told = {
+        "protocol": PROTOCOL,
+        "version": __version__,
+        "ready": service.route() is service and service.ready(),
+        "state": stats.state,
+        "active": stats.active,
+        "queued": stats.queued,
+        "ahead": service.seconds_ahead(),
+        "seconds_per_token": service.seconds_per_token(),
+    }
+    if facts is None:
+        return told
+    return told | {"model": server.name_of(service), "same": _answers(service), "block_size": facts.block_size}
+
+
+def _answers(service: Service) -> str:
+    """What replicas must have in common to give the same answers, as one word."""
+    facts, config = service.facts, service.config
+    same = (
+        *(facts.model, facts.vocab_size, facts.max_len, facts.eos_ids, facts.block_size),
+        *(config.dtype, str(config.quantization), config.kv_cache_dtype),
+    )
+    return hashlib.blake2b(repr(same).encode(), digest_size=8).hexdigest()
+
+
+def _joined(identities: tuple[bytes, ...]) -> str:
+    return base64.b64encode(b"".join(identities)).decode()

@@ -1,0 +1,1 @@
+"""`tokenmill route`: one address in front of many servers, which may die."""
