@@ -1,7 +1,8 @@
 """Runs every technique together with every way of scheduling, compares the answers, and writes docs/exactness.md.
 
     python scripts/exactness_matrix.py                      # the page, in about two minutes on two cores
-    python scripts/exactness_matrix.py --mixes 20 --only int8 "kv fp8" --no-change --page ""
+    python scripts/exactness_matrix.py --mixes 20 --only int8 "kv fp8" --no-change --no-drafts --page ""
+    python scripts/exactness_matrix.py --only --no-change   # the matrix of drafts alone, the rest stays
 
 Mixes and ways are those of tests/engine/test_exactness_quant.py. Exits with 1 where answers differ that must not.
 """
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "engine"))
+sys.path[:0] = [str(ROOT / "tests" / "speculation"), str(ROOT / "tests" / "engine")]
 
+from drafts_matrix import COLUMNS, Cell, Matrix, applies, drafts_nothing  # noqa: E402
+from drafts_matrix import ROWS as PROPOSERS  # noqa: E402
 from exactness_ways import QUANTIZED, WAYS, Engines, Outcome, Subject, write_model  # noqa: E402
 
 from tokenmill import LLM, SamplingParams  # noqa: E402
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--mixes", type=int, default=3, help="random mixes for each cell")
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--no-drafts", action="store_true", help="leave out the matrix of proposers of drafts")
     parser.add_argument("--no-change", action="store_true", help="leave out what needs the default model")
     parser.add_argument("--page", default=str(ROOT / "docs" / "exactness.md"), help="where to write; '' for nowhere")
     arguments = parser.parse_args()
@@ -91,6 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.workers, spawn, one_thread) as pool:
         model = write_model(Path(folder))
         jobs: dict[Future[Any], str] = {}
+        drafts = {name: pool.submit(draft_cells, name) for name in PROPOSERS} if not arguments.no_drafts else {}
         said = None if arguments.no_change else pool.submit(plain_answers)
         for name in arguments.only:
             if name != FILE_ONLY:
@@ -107,9 +112,16 @@ def main() -> None:
             for job in as_completed(jobs):
                 changes[jobs[job]] = job.result()
                 show(start, jobs[job], "{} of {} tokens, log-probability {:.3g}".format(*job.result()))
-    if arguments.page:
-        Path(arguments.page).write_text(page(cells, changes))
-    broken = [f"{name}: {way}" for name, row in cells.items() for way, cell in row.items() if cell.startswith("**")]
+        proposers = {name: job.result() for name, job in drafts.items()}
+    if arguments.page and arguments.only:
+        Path(arguments.page).write_text(page(cells, changes, proposers))
+    elif arguments.page:  # the rest of the page stays as it is
+        known = Path(arguments.page).read_text()
+        before, _, after = known.partition(CHANGES_TITLE)
+        text = before.partition(DRAFTS_TITLE)[0] + drafts_table(proposers) + "\n" + CHANGES_TITLE + after
+        Path(arguments.page).write_text(text)
+    every = [*cells.items(), *proposers.items()]
+    broken = [f"{name}: {way}" for name, row in every for way, cell in row.items() if cell.startswith("**")]
     if broken:
         sys.exit("answers differ: " + "; ".join(broken))
 
@@ -159,6 +171,33 @@ def differences(subject: Subject, way: str, outcomes: list[Outcome]) -> str:
     rounds = "=bf16" in str(subject.options.get("quantization"))  # sums of its products depend on the batch
     allowed = rounds or (WAYS[way].recomputes and not subject.recomputed)
     return text if allowed else f"**{text}**"
+
+
+# -- drafts --------------------------------------------------------------------------------------------------------
+
+
+def draft_cells(name: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = dict(Matrix(Path(folder)).row(name))
+    return {column: drafts_cell(name, column, found.get(column)) for column in COLUMNS}
+
+
+def drafts_cell(row: str, column: str, cell: Cell | None) -> str:
+    if cell is None:
+        return "-" if not applies(row, column) else "does not run"
+    if not cell.equal:
+        return "**differs**"
+    if drafts_nothing(row, column):
+        return "identical, no drafts"
+    return f"identical ({cell.drafts}{f', {cell.trees} trees' if cell.trees else ''})"
+
+
+def drafts_table(cells: dict[str, dict[str, str]]) -> str:
+    """A line for each way: there are more of them than proposers fit beside each other."""
+    lines = [DRAFTS_TITLE + DRAFTS + "| | " + " | ".join(cells) + " |", "|---" * (len(cells) + 1) + "|"]
+    for column in COLUMNS:
+        lines.append(f"| {column} | " + " | ".join(row[column] for row in cells.values()) + " |")
+    return "\n".join(lines) + "\n"
 
 
 # -- changes ------------------------------------------------------------------------------------------------------
@@ -228,7 +267,7 @@ compared, tokens and finish reasons, with those of one request at a time, whole 
 
 A mix counts only if what the column is named for happened in it: blocks were hit or copied, requests preempted, drafts
 verified, masks used, steps failed. *drafts* are those of an oracle that is wrong every other time; the engine's own
-proposers run in all these ways in `tests/speculation/`, and under a killed engine in `tests/serve/`. *structured
+proposers have [a matrix of their own](#drafts-by-who-proposes-them). *structured
 output* has the masks of a grammar that stands in for a real one (`tests/sampling/` has those). What is drawn without a
 seed has a claim on its distribution only, which `tests/sampling/` proves, and with drafts `tests/speculation/`.
 `tests/engine/test_exactness_quant.py` runs one mix per cell for the quantized rows (with weights and cache both
@@ -248,9 +287,27 @@ None of this is computed on a GPU. There, in 16 bits, only `batch_invariant` pro
 bounds.
 """
 
-CHANGES = """
-## What the bounded ones change
+DRAFTS_TITLE = "## Drafts, by who proposes them\n"
+DRAFTS = """
+Answers with drafts against those of the same engine without, from a random model of two layers: tokens, finish reasons
+and log-probabilities, twice, the second time with a warm prefix cache. Its hits are the same, too, but where preempted
+requests come back at other times. Proposers are bad on purpose (random heads, a stranger as draft model) or good (the
+model itself), and how many of their drafts are verified is not left to the budget. In brackets: drafts that were
+verified, and steps that verified trees. *as on a GPU* has the device's drafts: at the end of recorded steps, one step
+ahead of the host, up to four for each row, in all but each fifth step; here on stand-ins for the recordings, with every
+op computed by torch. Trees run nowhere else: CPUs verify chains, and so does a GPU where a row has penalties, a bias or
+a grammar. *grammar* has forced tokens, too. Beams have no drafts. **-**: our heads and Medusa's draft in recorded steps
+alone, and a GPU's steps are recorded and overlap anyway.
 
+`tests/speculation/test_drafts_matrix.py` holds every cell. Engines that are killed while they draft are in
+`tests/serve/test_serve_drafts_resume.py`, sampling without a seed in `tests/speculation/test_draft_distribution.py`,
+steps that fail in `tests/speculation/test_device_drafters.py`, what a real GPU does in `tests/gpu/`: in 16 bits sums of
+steps with drafts round otherwise there, and tokens are equal up to near ties only.
+
+"""
+
+CHANGES_TITLE = "## What the bounded ones change\n"
+CHANGES = """
 On the default model in float32, along {count} tokens that the plain path says to {prompts} prompts: how often the same
 token is likeliest, and by how much the log-probability of the plain path's token differs at most. Weights are rounded
 to nearest as they are loaded. So few tokens tell forms apart that are far from each other, and no more: a difference of
@@ -265,14 +322,21 @@ only.
 """
 
 
-def page(cells: dict[str, dict[str, str]], changes: dict[str, tuple[int, int, float]]) -> str:
+def page(
+    cells: dict[str, dict[str, str]],
+    changes: dict[str, tuple[int, int, float]],
+    proposers: dict[str, dict[str, str]],
+) -> str:
     lines = [INTRO + "| technique | claim | " + " | ".join(WAYS) + " |", "|---" * (len(WAYS) + 2) + "|"]
     for name in ROWS:
         if name in cells:
             lines.append(f"| {name} | {ROWS[name].claim} | " + " | ".join(cells[name][way] for way in WAYS) + " |")
     text = "\n".join(lines) + "\n" + PACKED
+    if proposers:
+        text += "\n" + drafts_table(proposers)
     if not changes:
         return text
+    text += "\n" + CHANGES_TITLE
     forms = {"mixed": PER_LAYER["quantization"], "halves": HALVES["quantization"]}
     text += CHANGES.format(count=len(PROMPTS) * ANSWER, prompts=len(PROMPTS), **forms)
     quality = perplexities(QUALITY.read_text())

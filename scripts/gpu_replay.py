@@ -19,13 +19,14 @@ from h200_workloads import SHAPES
 from tokenmill import LLM
 from tokenmill.bench import drafts
 from tokenmill.bench.workloads import Mix
+from tokenmill.model.decoder import Decoder
 from tokenmill.plan.demand.workload import fixed
 
 
 @torch.inference_mode()
-def make_steady(llm: LLM) -> None:
+def make_steady(decoder: Decoder) -> None:
     """What layers add is little beside a token's embedding, and that of each is the output weight of the next one."""
-    weights, spec = llm._built.engine.runner.decoder.weights, llm._built.spec
+    weights, spec = decoder.weights, decoder.spec
     for layer in (weights.layer(index) for index in range(spec.num_layers)):
         layer.attention.o.storage["weight"].mul_(0.02)
         layer.mlp.down.storage["weight"].mul_(0.02)
@@ -49,7 +50,7 @@ def main() -> None:
     rows = max(arguments.batch) * (1 + max(arguments.drafts))
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_seqs": rows}
     with LLM(model=str(folder), speculation="suffix", **options) as llm:
-        make_steady(llm)
+        make_steady(llm._built.engine.runner.decoder)
         for length in arguments.drafts:
             points = []
             for batch in arguments.batch:

@@ -26,7 +26,7 @@ from gpu_quantized import engine, run
 from h200_workloads import COMMON, SHAPES, Work, fixed
 
 from tokenmill import SamplingParams
-from tokenmill.engine.runner import cuda_graphs as recorded_steps
+from tokenmill.engine.runner import recordings as recorded_steps
 from tokenmill.plan.planner.probe import Probe, StepPoint
 
 FORMS = {

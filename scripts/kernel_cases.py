@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales
-from tokenmill.ops.triton import activation, decode_step, draft_head, norm, rope
+from tokenmill.ops.triton import activation, decode_step, draft_head, draft_loss, draft_tree, norm, rope, tree_step
 from tokenmill.ops.triton.attention import invariant as attention_invariant
 from tokenmill.ops.triton.attention.paged import attention
 from tokenmill.ops.triton.gemm import quantize as rows_of_eight_bits
@@ -38,6 +38,8 @@ from tokenmill.ops.types import (
     Mask,
     SampleBatch,
     ShapeBatch,
+    TreeNoise,
+    TreeTables,
     Unnormed,
 )
 
@@ -148,6 +150,9 @@ def attention_cases(model: Model) -> Iterator[Case]:
         for width in (2, 3, 5):
             rows = [1] * 8 * width, [1024] * 8 * width
             yield f"decode 8 chains of {width} {at}", partial(attend, model, *rows, form=form, queries=width)
+        for trees in (1, 8):
+            rows = [1] * 17 * trees, [1024] * 17 * trees
+            yield f"decode {trees} trees {at}", partial(attend, model, *rows, form=form, queries=17, fanout=4)
         yield f"decode 64 rows that share a prefix {at}", partial(attend, model, [1] * 64, [2048] * 64, form, shared=64)
         yield f"verify 5 tokens {at}", partial(attend, model, [5] * 8, [1024] * 8, form=form)
         yield f"chunk of 40 tokens {at}", partial(attend, model, [40], [300], form=form)
@@ -278,11 +283,14 @@ def attend(
     dtype: torch.dtype = BF16,
     op: Callable[..., Any] = attention,
     queries: int = 1,
+    fanout: int = 0,  # of the trees that these are, if they are
 ) -> None:
     fused = new(sum(counts), (model.heads + 2 * model.kv_heads) * model.dim, dtype=dtype)
     q = fused[:, : model.heads * model.dim].view(-1, model.heads, model.dim)
     keys, values, scales = caches(model.kv_heads, model.dim, form, dtype)
     batch = replace(batch_of(counts, contexts, shared), queries=queries)
+    if fanout:
+        batch = replace(batch, tails=new(len(counts), dtype=torch.int32), fanout=fanout)
     op(q, keys, values, batch, mask, model.dim**-0.5, scales)
 
 
@@ -404,6 +412,28 @@ def shape_logits(rows: int) -> None:
     shape(new(rows, 151936, dtype=FP32), batch)
 
 
+def tree_cases(tables: DecodeTables, rows: torch.Tensor) -> Iterator[Case]:
+    """Trees of 4 x 4 nodes: verified, kept, and grown by a depth."""
+    trees = TreeTables(new(513, 16, dtype=torch.int64), new(513, 16, dtype=torch.int64), 4)
+    for dtype, scales in ((BF16, None), (torch.int8, new(30, 2, 512, BLOCK_SIZE, 3, 1))):
+        arena = new(30, 2, 512, BLOCK_SIZE, 3, 64, dtype=dtype)
+
+        def step(arena: torch.Tensor = arena, scales: Any = scales) -> None:
+            told, proposed = new(6, 8, dtype=torch.int64), new(80, dtype=torch.int64)
+            inputs = tree_step.tree_inputs(tables, trees, told, proposed)
+            kept = tree_step.keep_tree(tables, rows, inputs, new(8 * 17, dtype=torch.int64), 4, -2)
+            tree_step.move_kv(arena, scales, tables, rows, kept)
+
+        yield f"step that verifies trees {dtype}", step
+    noise = TreeNoise(new(8, dtype=FP32), new(8, dtype=torch.int64), rows)
+    names = new(8192, dtype=torch.int64)
+    for depth, heat in ((0, None), (1, None), (3, None), (0, noise), (3, noise)):
+        parents = 8 * (1 if depth == 0 else 4)
+        scores = None if depth == 0 else new(parents, dtype=FP32)
+        grown = new(parents, 8192), names, new(parents, 576), scores, trees, tables.drafts, rows, depth, heat
+        yield f"tree grown by depth {depth}, {'warm' if heat else 'greedy'}", partial(draft_tree.grow_tree, *grown)
+
+
 def decode_step_cases() -> Iterator[Case]:
     """What stands around a decode step, and around a draft head."""
     tables = DecodeTables(
@@ -419,9 +449,13 @@ def decode_step_cases() -> Iterator[Case]:
             decode_step.keep_sampled(tables, rows, inputs, rows, numbers, -2)
 
         yield f"decode step {'with' if drafts else 'without'} drafts", both
+    yield from tree_cases(tables, rows[:8])
     state, embed, weight = new(8, 576), new(49152, 576), new(1152)
     yield "input of a draft head", partial(draft_head.head_input, state, rows[:8], embed, weight, 1e-5)
     turn = partial(rope.rope, new(8, 9, 64), new(4096, 64, dtype=FP32), new(8, dtype=torch.int32))
     yield "queries of a draft head, turned", turn
     names, drafts = new(8192, dtype=torch.int64), tables.drafts
+    sampled, warm, shares = new(8, dtype=torch.int64), new(8, dtype=torch.bool), new(8, dtype=FP32)
+    trained = new(8, 8192), new(8, 8192), sampled, warm, shares, 0.3, 1.0, 1e-9
+    yield "loss of a draft head", partial(draft_loss.draft_loss_rows, *trained)
     yield "pick of a draft head", partial(draft_head.head_pick, new(8, 8192), names, rows[:8], drafts, 1)

@@ -19,7 +19,7 @@ from tokenmill import SamplingParams
 from tokenmill.bench.drafts import Replay
 from tokenmill.cli import bench_offline
 from tokenmill.cli.app import app
-from tokenmill.engine import build
+from tokenmill.engine import choices
 from tokenmill.engine.request import Request
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS
@@ -133,7 +133,7 @@ def test_a_gpu_records_steps_with_drafts_before_the_first_one(tiny_model: str, m
         raise ConfigError("that is enough")
 
     monkeypatch.setattr(bench_offline, "_opened", opened)
-    monkeypatch.setattr(build, "choose_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr(choices, "choose_device", lambda wanted: torch.device("cuda"))
     assert "that is enough" in latency(tiny_model, "--draft-acceptance", "0.8", code=2)
     assert found["speculation"] == "suffix"
 

@@ -17,6 +17,7 @@ class StubLLM:
         self.opened_with: dict[str, Any] = {}
         self.cancelled = 0
         self.shut_down = 0
+        self.stop_reason: str | None = None  # of every answer
         self.error: str | None = None  # what goes wrong at the end of each answer
 
     def open(self, model: str, **settings: Any) -> StubLLM:
@@ -37,6 +38,7 @@ class StubLLM:
                     text=" ".join(words[:count]),
                     token_ids=list(range(count)),
                     finish_reason=self.reason(count, params) if finished else None,
+                    stop_reason=self.stop_reason,
                 )
                 error = self.error if finished else None
                 yield SimpleNamespace(outputs=[completion], prompt_token_ids=[1, 2, 3], finished=finished, error=error)

@@ -39,11 +39,27 @@ finally:
     assert "HEAVY []" in result.stderr
 
 
-@pytest.mark.parametrize("args", [["run", "--no-such-option"], ["dance"], ["run", "hi", "--seed", "x"]])
-def test_wrong_use_exits_2_without_a_traceback(args):
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["run", "--no-such-option"], "--no-such-option"),
+        (["--no-such-option"], "--no-such-option"),
+        (["dance"], "'dance'"),
+        (["bench", "dance"], "'dance'"),
+        (["run", "hi", "--seed", "x"], "'--seed'"),
+        (["run", "hi", "--seed"], "'--seed'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(args, named):
     result = tokenmill(*args)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert named in result.stderr and "--help" in result.stderr
+
+
+def test_a_group_without_a_command_shows_its_help():
+    result = tokenmill("bench")
+    assert result.returncode == 2 and "Usage" in result.stdout + result.stderr
 
 
 def test_version_is_that_of_the_package():

@@ -124,6 +124,13 @@ def test_a_cut_answer_says_how_to_get_more(invoke):
     assert "--max-tokens" in result.stderr
 
 
+def test_an_answer_cut_by_the_models_length_says_so(invoke):
+    stub = StubLLM("one two three")
+    stub.stop_reason = "max_model_len"
+    result = invoke(stub, "run", "Count", "--max-tokens", "3")
+    assert "3 tokens: prompt and answer together may have 6; --max-model-len" in result.stderr
+
+
 def test_ctrl_c_cancels_the_request_and_exits_130(invoke):
     stub = StubLLM("one two three", between=lambda: os.kill(os.getpid(), signal.SIGINT))
     result = invoke(stub, "run", "Count")

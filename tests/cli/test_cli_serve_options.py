@@ -156,3 +156,19 @@ def test_the_load_test_starts_a_server_that_understands_what_it_is_given(monkeyp
     done, service = served(*command[4:])
     assert done.exit_code == 0, done.output
     assert {name: getattr(service.config, name) for name in TYPED} == TYPED
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--replicas", "2"], "--replicas is for several replicas; say where they run, too, as in --cluster local"),
+        (["--autoscale", "1:2:8"], "--autoscale is for several replicas"),
+        (["--replica-gpus", "1"], "--replica-gpus is for several replicas"),
+        (["--port", "many"], "invalid value for '--port': "),
+        (["--cluster-secret", "no-such-file"], "cannot be read from no-such-file (No such file or directory)"),
+    ],
+)
+def test_what_serve_would_have_to_ignore_or_guess_is_refused_in_one_line(served, words, said):
+    done, service = served("some/model", *words)
+    assert done.exit_code == 2 and service is None
+    assert said in done.output and done.output.count("\n") == 1 and "Input should" not in done.output

@@ -8,7 +8,7 @@ import pytest
 from tiny import write_tiny
 
 from tokenmill.cli import options
-from tokenmill.engine import build
+from tokenmill.engine import choices
 from tokenmill.ops.native.library import Library, load
 
 
@@ -28,7 +28,7 @@ def test_half_precision_that_was_asked_for_is_slower(tmp_path: Path, capsys: pyt
 def test_a_missing_library_is_told_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "load_native", lambda *_: "there is no C++ compiler")
+    monkeypatch.setattr(choices, "load_native", lambda *_: "there is no C++ compiler")
     found = told(capsys, tmp_path)
     assert "library is not there, so this is slower than it could be: there is no C++ compiler" in found
 

@@ -93,9 +93,16 @@ def measure_roof(config: EngineConfig) -> Roof:
 
 def _roof(config: EngineConfig) -> Roof:
     from tokenmill.bench.timing import ceilings
-    from tokenmill.engine.build import choose_device, choose_dtype, choose_kv_dtype, native_for
     from tokenmill.engine.checkpoints import open_checkpoint
-    from tokenmill.engine.choices import matrix_bytes, model_bytes, schemes_for
+    from tokenmill.engine.choices import (
+        choose_device,
+        choose_dtype,
+        choose_kv_dtype,
+        matrix_bytes,
+        model_bytes,
+        native_for,
+        schemes_for,
+    )
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
     from tokenmill.ops.native.library import Library

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.cli.terminal import write
 from tokenmill.errors import TokenmillError
+from tokenmill.outputs import MODEL_LENGTH
 
 if TYPE_CHECKING:
     from tokenmill import LLM, SamplingParams
@@ -29,12 +30,22 @@ class StreamedAnswer:
     first_token_s: float = 0.0
     total_s: float = 0.0
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     interrupted: bool = False
     error: str | None = None
 
     @property
     def cut_short(self) -> bool:
         return self.finish_reason == "length"
+
+    def cut(self, setting: str) -> str:
+        """What to say of an answer that was cut short; `setting` is what allows more tokens."""
+        if self.stop_reason == MODEL_LENGTH:
+            return (
+                f"(stopped after {self.tokens} tokens: prompt and answer together may have "
+                f"{self.prompt_tokens + self.tokens}; --max-model-len allows more, up to what the model was made for)"
+            )
+        return f"(stopped after {self.tokens} tokens; {setting} allows more, up to the model's length)"
 
     def speed(self) -> str:
         text = f"{self.prompt_tokens} prompt tokens, first token after {self.first_token_s:.2f} s; {self.tokens} tokens"
@@ -63,6 +74,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> StreamedA
                     first_token_s=answer.first_token_s or (now if tokens else 0.0),
                     total_s=now,
                     finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
                     interrupted=interrupted(),
                     error=output.error,
                 )

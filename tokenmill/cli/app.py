@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, run, serve, simulate, train_draft
+from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, route, run, serve, simulate, train_draft
 from tokenmill.cli.engine_options import ALL_OPTIONS
 from tokenmill.cli.options import option
 from tokenmill.cli.settings_file import CommandWithFile
@@ -23,6 +24,21 @@ WRONG_USE = 2
 FAILED = 1
 
 
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer has it from click, or a click of its own
+
+
+def _refuse(error: Any) -> NoReturn:
+    """One line about words that are no command's. Who says nothing at all is shown the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        raise error
+    said = re.sub(", unable to parse string as an? [a-z]+", "", error.format_message()).replace(
+        "Input should", "it must"
+    )
+    where = error.ctx.command_path if error.ctx is not None else "tokenmill"
+    note(f"error: {said[:1].lower()}{said[1:].rstrip('.')}; `{where} --help` shows what it takes")
+    raise typer.Exit(WRONG_USE) from None
+
+
 class QuietGroup(TyperGroup):
     """Turns what a user can cause into one line and an exit code; a bug keeps its traceback."""
 
@@ -30,11 +46,16 @@ class QuietGroup(TyperGroup):
         """Let --debug stand anywhere: people add it at the end of the command that failed."""
         end = args.index("--") if "--" in args else len(args)
         words = sorted(args[:end], key=lambda word: word != "--debug")  # stable: the others keep their order
-        return super().parse_args(ctx, [*words, *args[end:]])
+        try:
+            return super().parse_args(ctx, [*words, *args[end:]])
+        except UsageError as error:
+            _refuse(error)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except UsageError as error:  # of the command that was asked for
+            _refuse(error)
         except TokenmillError as error:
             if ctx.params.get("debug"):
                 raise
@@ -80,6 +101,7 @@ def tokenmill(
 app.command(name="run", cls=CommandWithFile, epilog=ALL_OPTIONS)(run.run)
 app.command(name="chat", cls=CommandWithFile, epilog=ALL_OPTIONS)(chat.chat)
 app.command(name="serve", cls=CommandWithFile)(serve.serve)
+app.command(name="route")(route.route)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(models.pull)
 app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(models.warm)

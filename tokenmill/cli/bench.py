@@ -26,8 +26,8 @@ bench.command()(cpu)
 def ops(model: Model = DEFAULT_MODEL, device: Device = None, dtype: Dtype = None, cache_dir: CacheDir = None) -> None:
     """Time every op at the model's shapes, against this machine's measured ceilings. Reads only the model's config."""
     from tokenmill.bench.ops import bench_ops
-    from tokenmill.engine.build import choose_device, choose_dtype
     from tokenmill.engine.checkpoints import open_checkpoint
+    from tokenmill.engine.choices import choose_device, choose_dtype
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.source import resolve
 

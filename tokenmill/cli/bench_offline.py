@@ -101,7 +101,7 @@ def latency(
     from tokenmill.bench.cost import cost, parse_price
     from tokenmill.bench.latency import MIN_TOKENS, figures, lines, repeated
     from tokenmill.bench.workloads import Mix
-    from tokenmill.engine.build import choose_device
+    from tokenmill.engine.choices import choose_device
     from tokenmill.engine.runner.torch_runner import ASYNC_DEVICES
     from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 

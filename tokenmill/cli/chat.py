@@ -109,6 +109,6 @@ class Chat:
         if answer.interrupted:
             note("(stopped)")
         elif answer.cut_short:
-            note(f"(stopped after {answer.tokens} tokens; /set max_tokens allows more, up to the model's length)")
+            note(answer.cut("/set max_tokens"))
         if self.verbose:
             note(f"({answer.speed()})")

@@ -99,8 +99,8 @@ def _planned(
     """The ladder for this model and machine, the requests, the vocabulary's size, and the dtype's name."""
     from tokenmill.bench.ladder import LadderPlan, fitted, requests
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import choose_device, choose_dtype
     from tokenmill.engine.checkpoints import open_checkpoint
+    from tokenmill.engine.choices import choose_device, choose_dtype
     from tokenmill.model.families import spec_from_config
     from tokenmill.model.weights.checkpoint import BlockCheckpoint
     from tokenmill.model.weights.source import resolve

@@ -101,8 +101,7 @@ def _workload(path: Path | None, requests: str, rate: float | None) -> Workload:
 def _fleet(model: str, gpu: str | None, available: bool, again: bool) -> tuple[ModelShape, Fleet]:
     """The model's counts, and the machines: by their figures, or this one by measurement."""
     from tokenmill.config import EngineConfig
-    from tokenmill.engine.build import choose_device
-    from tokenmill.engine.choices import hardware_of
+    from tokenmill.engine.choices import choose_device, hardware_of
     from tokenmill.model.weights.source import resolve
     from tokenmill.plan.planner.calibrate import calibrate
     from tokenmill.plan.planner.candidates import GpuFleet, LocalFleet

@@ -107,7 +107,7 @@ def _write(
 ) -> None:
     import torch
 
-    from tokenmill.engine.build import choose_device
+    from tokenmill.engine.choices import choose_device
     from tokenmill.quant.rounding import INPUTS
     from tokenmill.quant.tool.quantize import METHODS, Method, plan_forms, quantize_model
     from tokenmill.quant.tool.write import new_folder, write_model, write_tokenizer

@@ -45,7 +45,7 @@ def run(
     with options.opened_llm(model, verbose, **engine) as llm:
         answer = stream_answer(llm, question, params)
         if answer.cut_short:
-            note(f"(stopped after {answer.tokens} tokens; --max-tokens allows more, up to the model's length)")
+            note(answer.cut("--max-tokens"))
         if verbose:
             note(answer.speed())
     if answer.interrupted:

@@ -15,10 +15,11 @@ from tokenmill.cli.options import option
 from tokenmill.cli.terminal import EVERY, note, progress
 from tokenmill.config import LOAD, OPTIONS, EngineConfig, command_defaults
 from tokenmill.errors import ConfigError, pip_install
-from tokenmill.serve.settings import MB, HttpSettings, ServeSettings
+from tokenmill.serve.settings import MB, HttpSettings, ServeSettings, read_secret
 
 _NET = "Who may ask"
 _WATCH = "What it tells"
+_MANY = "Many replicas"
 HOUR = 3600.0  # seconds
 
 
@@ -28,6 +29,9 @@ def serve(
     host: Annotated[str, option("Address to listen at; 0.0.0.0: all.", panel=_NET)] = HttpSettings.host,
     port: Annotated[int, option("0: any free one.", panel=_NET)] = HttpSettings.port,
     keys: Annotated[Path | None, option("File of API keys (see `tokenmill keys`).", panel=_NET)] = None,
+    cluster_secret: Annotated[
+        Path | None, option("File with the secret that routers must know (see `tokenmill route`).", panel=_NET)
+    ] = None,
     origin: Annotated[list[str] | None, option("Web pages of this origin may ask; * for all.", panel=_NET)] = None,
     allowed_host: Annotated[
         list[str] | None, option("A name that browsers may know this server by; * for any.", panel=_NET)
@@ -51,6 +55,15 @@ def serve(
     response_hours: Annotated[
         float, option("A stored response is forgotten when unused for this long.", panel=LOAD)
     ] = HttpSettings.response_seconds / HOUR,
+    cluster: Annotated[
+        str | None, option("Where to run replicas: local, auto, or a Ray cluster's address.", panel=_MANY)
+    ] = None,
+    replicas: Annotated[int, option("How many, where --cluster is given.", panel=_MANY)] = 1,
+    autoscale: Annotated[
+        str | None, option("LEAST:MOST:PER, replicas and requests per replica, such as 2:16:32.", panel=_MANY)
+    ] = None,
+    replica_cpus: Annotated[float, option("CPUs of one replica; local: its threads, 0: any.", panel=_MANY)] = 0,
+    replica_gpus: Annotated[int, option("GPUs of one replica.", panel=_MANY)] = 0,
     log_format: Annotated[
         str | None, option("json or plain; unset: plain at a terminal.", panel=_WATCH, show_default=False)
     ] = None,
@@ -104,6 +117,7 @@ def serve(
         log_prompts=log_prompts,
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,
+        cluster_secret=read_secret(cluster_secret),
     )
     settings = ServeSettings(
         max_queued_tokens=config.max_queued_tokens,
@@ -111,10 +125,28 @@ def serve(
         hang_seconds=hang_seconds,
     )
 
+    if cluster is not None:
+        if degrade is not None:
+            raise ConfigError("--degrade is for one server; a cluster sends requests to another replica instead")
+        from tokenmill.cli.serve_cluster import ClusterOptions, serve_cluster
+
+        wanted = ClusterOptions(cluster, replicas, autoscale, replica_cpus, replica_gpus)
+        asyncio.run(serve_cluster(wanted, config, http, settings, log_level))
+        return
+    many = {
+        "replicas": replicas != 1,
+        "autoscale": autoscale,
+        "replica-cpus": replica_cpus,
+        "replica-gpus": replica_gpus,
+    }
+    if (first := next((name for name, given in many.items() if given), None)) is not None:
+        raise ConfigError(f"--{first} is for several replicas; say where they run, too, as in --cluster local")
+
     async def main() -> None:
         second = None
         if degrade is not None:
-            alike = {name: value for name, value in chosen.items() if name not in ("load_format", "quantization")}
+            own = ("load_format", "quantization", "kv_listen", "kv_push_to")  # of the first model alone
+            alike = {name: value for name, value in chosen.items() if name not in own}
             second = Service(EngineConfig.from_options(model=degrade, **alike), settings)
         service = Service(config, settings, second)
         with ExitStack() as stack:

@@ -26,8 +26,9 @@ def simulate(
     seconds: Annotated[
         float | None, option("With --rate: overlay copies of the trace instead, for so many seconds.", min=1)
     ] = None,
-    router: Annotated[str, option("random, round-robin, least-loaded, prefix-aware.")] = "least-loaded",
+    router: Annotated[str, option("random, round-robin, least-loaded, prefix-aware, cache-aware.")] = "least-loaded",
     policy: Annotated[str, option("fcfs, priority, sjf.")] = "fcfs",
+    eviction: Annotated[str, option("Which cached block goes first: lru, lfu, cost, learned.")] = "lru",
     prefill: Annotated[int, option("Replicas that only read prompts; the others decode.", min=0)] = 0,
     link: Annotated[float, option("GB/s out of one prefill replica.", min=0.1)] = 50.0,
     fail_every: Annotated[float | None, option("Mean seconds between failures of one replica.", min=1)] = None,
@@ -44,7 +45,9 @@ def simulate(
     controller: Annotated[bool, option("Lead tokens per step by --slo.", "--controller")] = False,
     block_size: Annotated[int, option("Tokens per KV block; larger is simulated faster.", min=1)] = 16,
     slo: Annotated[str, option("What makes a request good.")] = "ttft=2s,itl=100ms",
-    compare: Annotated[str | None, option("Vary one thing: policies, routers, splits, failures, budgets.")] = None,
+    compare: Annotated[
+        str | None, option("Vary one thing: policies, routers, splits, failures, budgets, evictions.")
+    ] = None,
     then: Annotated[
         Path | None, option("A second trace: the load shifts to it, then to both; --rate is FIRST.")
     ] = None,
@@ -57,6 +60,7 @@ def simulate(
     """Replay a trace on replicas that are a cost model under the real scheduler, memory and prefix cache."""
     from tokenmill.engine.scheduler.policy import POLICIES
     from tokenmill.engine.speculation.proposer import MAX_DRAFTS
+    from tokenmill.kv.eviction import EVICTION
     from tokenmill.plan.demand.slo import parse_slo
     from tokenmill.plan.demand.traces import read_trace
     from tokenmill.plan.simulator.cluster import ClusterSpec
@@ -70,6 +74,8 @@ def simulate(
     check_writable(plot, out)
     if policy not in POLICIES:
         raise ConfigError(f"there is no policy {policy!r}; it may be one of {', '.join(POLICIES)}")
+    if eviction not in EVICTION:
+        raise ConfigError(f"there is no eviction {eviction!r}; it may be one of {', '.join(EVICTION)}")
     if seconds is not None and rate is None:
         raise ConfigError("--seconds overlays copies of the trace until --rate is reached; give both")
     if not prefill < replicas:
@@ -88,6 +94,7 @@ def simulate(
         policy=POLICIES[policy],
         prefix_caching=work.hash_ids is not None or prefill > 0 or compare == "splits",
         drafts=drafts,
+        eviction=eviction,
     ).with_limits(rows, step_tokens)
     if controller:
         one = one.led_by(promise)
@@ -124,15 +131,6 @@ def simulate(
 
 
 def _autoscale(text: str | None, startup: float) -> Autoscale | None:
-    from tokenmill.plan.simulator.autoscale import Autoscale
+    from tokenmill.plan.simulator.autoscale import autoscale_from
 
-    if text is None:
-        return None
-    try:
-        least, most, per = text.split(":")
-        found = Autoscale(int(least), int(most), float(per), startup=startup)
-    except ValueError:
-        raise ConfigError(f"--autoscale is {text!r}; it is written as LEAST:MOST:PER, such as 4:64:32") from None
-    if not (1 <= found.least <= found.most and found.per_replica > 0):
-        raise ConfigError(f"--autoscale is {text!r}; LEAST is 1 or more, MOST no fewer, and PER above 0")
-    return found
+    return None if text is None else autoscale_from(text, startup)
