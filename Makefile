@@ -25,7 +25,7 @@ help:
 	@echo "make run        set up, get the default model and answer a prompt (PROMPT='...')"
 	@echo "make chat       the same, as a conversation"
 	@echo "make test       set up and run the tests"
-	@echo "make test-slow  the tests that take more than a minute each"
+	@echo "make test-slow  the tests that take more than a minute each, and property-based ones on new examples"
 	@echo "make test-avx2  the tests with the CPU held down to AVX2; test-baseline: to SSE4"
 	@echo "make sanitize   the native library's tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make check      ruff, and mypy --strict on the package"
@@ -46,7 +46,7 @@ test: $(venv)/.installed-dev
 	$(python) -m pytest -n $(WORKERS)
 
 test-slow: $(venv)/.installed-dev
-	$(python) -m pytest -n $(WORKERS) -m slow
+	$(python) -m pytest -n $(WORKERS) -m 'slow or hypothesis' --hypothesis-profile=new
 
 # What only holds on the builder's CPU fails in one of these: torch, numpy and the native library use no more than this.
 test-avx2 test-baseline: $(venv)/.installed-dev

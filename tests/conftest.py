@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 
 import pytest
+import torch
+from hypothesis import settings
 from tiny import write_tiny
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"  # read while triton is imported, whichever test does so first
 
 # A shell starts what runs in the background with Ctrl-C ignored, and every program that a test starts would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What decides whether a change goes in looks at the same examples each time; `make test-slow` looks at new ones.
+settings.register_profile("same", settings.get_profile("ci"))
+settings.register_profile("new", print_blob=True)
 
 
 @pytest.fixture(scope="session")
