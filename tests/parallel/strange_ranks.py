@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from tokenmill.engine import rank_model
-from tokenmill.engine.ranks import fork_server
+from tokenmill.engine.ranks import fork_server, orders
 from tokenmill.engine.step import Pending, Step
 
 RAISES, DIES = 101, 103  # tokens
 
 COMMAND = (sys.executable, __file__)
+LATE = (*COMMAND, "late")  # its ranks are ready before it says which processes they are
 
 
 class Strange:
@@ -29,7 +31,15 @@ class Strange:
         return self._inner.launch(step)
 
 
+def say_late(*said: Any) -> None:
+    if "forked" in said[1]:
+        time.sleep(3)
+    orders.send_order(*said)
+
+
 def main() -> int:
+    if "late" in sys.argv:
+        fork_server.send_order = say_late
     original = rank_model.RankModel.runner
     rank_model.RankModel.runner = lambda self, *args, **more: Strange(original(self, *args, **more))  # type: ignore
     return fork_server.main()

@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 from rank_groups import THREE, children, gone, group_of, mixed, opened, prompts, said
-from strange_ranks import COMMAND, DIES, RAISES
+from strange_ranks import COMMAND, DIES, LATE, RAISES
 from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
@@ -218,6 +218,13 @@ def test_ranks_that_cannot_be_started_are_said_so(tiny_model: str, monkeypatch: 
     with pytest.raises(TokenmillError, match="the ranks did not get ready in 5 tries: rank 1 is gone"):
         opened(tiny_model, 2, skip_tokenizer_init=True)
     assert set(children()) == before
+
+
+def test_a_rank_is_ready_when_it_is_known_which_process_it_is(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that hangs could not be killed."""
+    monkeypatch.setattr("tokenmill.engine.ranks.start.RankProcesses", partial(RankProcesses, command=LATE))
+    with opened(tiny_model, 2, skip_tokenizer_init=True) as llm:
+        assert len(group_of(llm).pids) == 1
 
 
 def test_a_loss_is_told_to_the_generation_that_the_process_knew_of() -> None:

@@ -62,6 +62,8 @@ class RankProcesses:
             return
         ours, theirs = socket.socketpair()
         peer = _Peer(rank, ours)
+        with self._changed:  # before the server can answer, which says which process it is
+            self._peers[rank] = peer
         with theirs:
             try:
                 send_order(self._to_server, {"fork": rank}, [theirs.fileno()])
@@ -70,8 +72,6 @@ class RankProcesses:
                 self._server.wait()
                 self._server, self._to_server = self._start_server()
                 send_order(self._to_server, {"fork": rank}, [theirs.fileno()])
-        with self._changed:
-            self._peers[rank] = peer
         threading.Thread(target=self._listen, args=(peer,), name=f"rank-{rank}", daemon=True).start()
 
     def order(self, rank: int, order: Order, files: Sequence[int], lost: Callable[[int], None]) -> None:
@@ -98,7 +98,7 @@ class RankProcesses:
                     raise _error(peer)
                 if peer.gone:
                     raise PeerLostError(self.why_gone(peer.rank))
-            waiting = [peer for peer in peers if peer.ready < generation]
+            waiting = [peer for peer in peers if not _takes_part(peer, generation)]
             if not waiting:
                 return
             now = time.monotonic()
@@ -117,7 +117,7 @@ class RankProcesses:
 
     def _is_settled(self, generation: int) -> bool:
         peers = self._peers.values()
-        return all(one.ready >= generation for one in peers) or any(one.failed or one.gone for one in peers)
+        return all(_takes_part(one, generation) for one in peers) or any(one.failed or one.gone for one in peers)
 
     def why_gone(self, rank: int) -> str:
         """In words; how it ended becomes known a moment after it did."""
@@ -199,6 +199,11 @@ class RankProcesses:
             self._changed.notify_all()
         lost(peer.rank)
         peer.socket.close()
+
+
+def _takes_part(peer: _Peer, generation: int) -> bool:
+    """It said so, and the server, which may be slower, said which process it is: one that hangs can be killed."""
+    return peer.ready >= generation and peer.pid is not None
 
 
 def cpu_seconds(pid: int) -> float | None:
