@@ -137,8 +137,8 @@ static inline __m512i zero_term(int32_t minus) {
 
 // Adds one group to the sums of ROWS rows.
 template <class C, int ROWS>
-static inline void add_group(const __m512i* codes, __m512 scale, __m512 other, const InputBlock* blocks,
-                             __m512 sums[ROWS]) {
+[[gnu::always_inline]] static inline void add_group(const __m512i* codes, __m512 scale, __m512 other,
+                                                    const InputBlock* blocks, __m512 sums[ROWS]) {
     __m512i dot[ROWS];
     if constexpr (C::SCALES == K_SIXTEENTHS) {
         __m512i rest[ROWS];
@@ -216,7 +216,7 @@ static inline void add_outliers(const uint8_t* panel, const Rows& rows, __m512 s
 // sums[row] = a panel times ROWS rows.
 template <class C, int ROWS>
 static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& rows, __m512 sums[ROWS]) {
-    constexpr int TURNS = ROWS % 3 == 0 ? 3 : ROWS < 4 ? ROWS : 4;
+    constexpr int TURNS = ROWS <= 8 ? ROWS : 8;  // more would not fit into registers
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) sums[row] = _mm512_setzero_ps();
     const uint8_t* at = panel;

@@ -160,7 +160,9 @@ static Product product_for(int rows) {
         case 3: return product<C, 3>;
         case 4: return product<C, 4>;
 #if TM_LEVEL >= TM_AVX512
+        case 5: return product<C, 5>;
         case 6: return product<C, 6>;
+        case 7: return product<C, 7>;
         case 8: return product<C, 8>;
         default: return product<C, 16>;
 #else
@@ -211,9 +213,9 @@ static int dense_rows_at_once(int64_t left) {
     return rows;
 }
 
-// A draft or two more than a power of two must not cost a second pass over the codes.
+// A few drafts more than a power of two must not cost a second pass over the codes.
 static int rows_at_once(int64_t left) {
-    if (left == 3 || (left == 6 && MAX_ROWS > 6)) return static_cast<int>(left);
+    if (left <= 4 || (left <= 8 && MAX_ROWS > 8)) return static_cast<int>(left);
     int rows = MAX_ROWS;
     while (rows > left) rows /= 2;
     return rows;
