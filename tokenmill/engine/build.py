@@ -12,7 +12,7 @@ import torch
 from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
 from tokenmill.engine.checkpoints import Progress, load_tokenizer
-from tokenmill.engine.choices import choose_device, hardware_of, linear_shapes
+from tokenmill.engine.choices import choose_device, hardware_of, matrix_shapes
 from tokenmill.engine.core import Engine
 from tokenmill.engine.identity import model_identity
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
@@ -130,7 +130,7 @@ def _build(
         f"model        {made.files.name} ({made.spec.architecture}, {made.spec.num_layers} layers)",
         f"device       {device}, {str(made.dtype).removeprefix('torch.')} ({made.dtype_why})",
         *group_lines(config, made, ranks),
-        f"linear       {describe(made.schemes, linear_shapes(made.spec))} ({made.schemes_why})",
+        f"linear       {describe(made.schemes, matrix_shapes(made.spec))} ({made.schemes_why})",
         *(f"weights      {note}" for note in (checkpoint.notes() if isinstance(checkpoint, GroupCheckpoint) else [])),
         *_native_lines(made.native, slower, device),
         f"kv cache     {made.kv_name} ({made.kv_why})",

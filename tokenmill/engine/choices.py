@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -102,21 +103,20 @@ def schemes_for(
     if config.batch_invariant:
         check_invariant(spec, place.dtype, place.device)
         return invariant_schemes(spec, place.device), "batch_invariant is set"
-    shapes, blocks = linear_shapes(spec), isinstance(checkpoint, BlockCheckpoint)
+    shapes, blocks = matrix_shapes(spec), isinstance(checkpoint, BlockCheckpoint)
     stored = {} if checkpoint is None else stored_forms(spec, checkpoint)
     layout, why = parse_layout(None if asked == "auto" else asked), "as set"
     if asked == "auto":
-        saved = sum(rows * columns for rows, columns in shapes.values()) * (place.dtype.itemsize - 1)
+        rounded = (param.numel for name, param in spec.parameters().items() if name in shapes)
+        saved = sum(rounded) * (place.dtype.itemsize - 1)
         fits = spec.weight_bytes(place.dtype.itemsize) - saved < _ROOM * hardware_of(place.device).free_bytes
         layout, why = auto_layout(place, is_quantized=blocks or bool(stored), max_rows=config.max_num_seqs, fits=fits)
         why = f"quantization is auto: {why}"
     elif layout == Layout():
         why = "as stored" if blocks or stored else "floats as saved" if place.native else "as the model computes"
-    schemes = choose_schemes(layout, shapes, stored, blocks, place)
+    schemes = choose_schemes(layout, shapes, stored, blocks, place, shapes.keys() - linear_shapes(spec).keys())
     if asked != "auto":
         check_effect(layout, shapes, schemes)
-    if spec.moe is not None and layout != Layout():
-        why += "; experts stay floats"
     return schemes, why
 
 
@@ -145,6 +145,12 @@ def linear_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
             rows, columns = param.shape
             found[name] = rows, columns
     return found
+
+
+def matrix_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """The same, and those of one expert's matrices: all that a scheme may store."""
+    experts = {name: param.shape[1:] for name, param in spec.parameters().items() if param.kind == "experts"}
+    return linear_shapes(spec) | {name: (rows, columns) for name, (rows, columns) in experts.items()}
 
 
 def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -201,7 +207,7 @@ def model_bytes(
 ) -> ModelBytes:
     itemsize, schemes = dtype.itemsize, schemes or Schemes(Dense())
     widest = torch.float32 if guarded else dtype  # that products are computed in
-    shapes, params = linear_shapes(spec), spec.parameters()
+    shapes, params = matrix_shapes(spec), spec.parameters()
     weights = spec.weight_bytes(itemsize)
     for name, held in matrix_bytes(spec, dtype, schemes, checkpoint).items():
         weights += held - params[name].numel * itemsize
@@ -223,19 +229,19 @@ def model_bytes(
 def matrix_bytes(
     spec: DecoderSpec, dtype: torch.dtype, schemes: Schemes, checkpoint: Checkpoint | None
 ) -> dict[str, int]:
-    """Bytes of the embedding and of every linear layer, by canonical name."""
+    """Bytes of the embedding, of every linear layer and of a layer's experts, by canonical name."""
     as_stored: dict[str, int] = {}
     if schemes.default.as_in_file:
         as_stored = packed_dummies(spec, dtype) if checkpoint is None else packed_as_stored(spec, checkpoint)
     found = {}
     for name, param in spec.parameters().items():
-        if param.kind in ("linear", "embedding"):
-            scheme, (rows, columns) = schemes.of(name), param.shape
+        if param.kind in ("linear", "embedding", "experts"):
+            scheme, (*stacked, rows, columns) = schemes.of(name), param.shape
             if scheme.as_in_file:
                 found[name] = as_stored[name]
-            elif param.kind == "linear":
-                found[name] = scheme.nbytes(rows, columns, dtype)
-            else:  # no other scheme stores an embedding
+            elif param.kind == "linear" or (param.kind == "experts" and not scheme.floats):
+                found[name] = math.prod(stacked) * scheme.nbytes(rows, columns, dtype)
+            else:  # no other scheme stores an embedding; experts of floats are the model's
                 found[name] = param.numel * dtype.itemsize
     return found
 
@@ -246,7 +252,7 @@ def _guard_bytes(spec: DecoderSpec) -> int:
     small: dict[str, int] = {}
     for name, param in spec.parameters().items():
         if name.startswith("layers.") and param.kind != "linear":
-            layer, counts = name.split(".")[1], stacked if param.kind == "stacked" else small
+            layer, counts = name.split(".")[1], stacked if param.kind in ("stacked", "experts") else small
             counts[layer] = counts.get(layer, 0) + param.numel
     matrices = [param.numel for param in spec.parameters().values() if param.kind in ("linear", "embedding")]
     return guard_bytes(max(matrices), max(stacked.values(), default=0), max(small.values(), default=0))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import AttentionBatch, Mask, Rows
 from tokenmill.parallel.communicator import Communicator
 from tokenmill.quant.schemes.adapters import LowRankUpdates, RowContext
+from tokenmill.quant.schemes.experts import Experts, experts_of_floats, moe_each
 from tokenmill.quant.schemes.handover import add_norm_for, gate_up_for
 from tokenmill.quant.schemes.scheme import Linear
 
@@ -267,7 +269,14 @@ class Decoder:
     def recordable(self) -> bool:
         """Whether all that steps launch can be recorded."""
         multiply = (one.matmul(self.weights.dtype) for one in linears(self.weights, self.spec.num_layers))
-        return self.ops.capture_safe(with_moe=self.spec.moe is not None) and all(one.recordable for one in multiply)
+        if not self.ops.capture_safe(with_moe=False) or not all(one.recordable for one in multiply):
+            return False
+        counted = self._experts is not None or self.expert_load is not None
+        if self.weights.device.type == "cpu" and (counted or self.spec.mla is not None):
+            return False  # they are torch's affair
+        mixtures = (self.weights.layer(index).mlp for index in range(self.spec.num_layers))
+        ops = {self._expert_op(one) for one in mixtures if isinstance(one, MoEWeights)}
+        return all(op in self.ops.chosen and self.ops.chosen[op].capture_safe for op in ops)
 
     @contextmanager
     def one_of_each_kind(self) -> Iterator[None]:
@@ -425,9 +434,26 @@ class Decoder:
             share, dropped = within_capacity(share, experts, most)
             if self.expert_load is not None:
                 self.expert_load.dropped[index] += dropped
-        compute = self._moe if self._experts is None else partial(self._experts.compute, self._moe)
-        out = compute(x, share, experts, weights.gate_up, weights.down, self.spec.activation)
-        return out if weights.shared is None else out + self._mlp(index, x, weights.shared)
+        compute, gate_up, down = self._expert_product(weights)
+        if self._experts is not None:
+            compute = partial(self._experts.compute, compute)
+        out = compute(x, share, experts, gate_up, down, self.spec.activation)
+        return out if weights.shared is None else self.ops.add(out, self._mlp(index, x, weights.shared))
+
+    def _expert_op(self, weights: MoEWeights) -> str:
+        """The op that multiplies them; `moe_each` where there is none for their forms."""
+        ops = {one.op if isinstance(one, Experts) else "moe" for one in (weights.gate_up, weights.down)}
+        op = ops.pop()
+        return op if not ops and op in self.ops.chosen else "moe_each"
+
+    def _expert_product(self, weights: MoEWeights) -> tuple[Callable[..., torch.Tensor], Any, Any]:
+        """What multiplies a layer's experts, and what it takes for them."""
+        op, both = self._expert_op(weights), (weights.gate_up, weights.down)
+        if op == "moe":
+            return self._moe, *both
+        if op == "moe_each":
+            return moe_each, *(one if isinstance(one, Experts) else experts_of_floats(one) for one in both)
+        return self.ops.chosen[op].fn, *(one.operand for one in both if isinstance(one, Experts))
 
 
 def _only_reader(weights: MLPWeights | MoEWeights) -> Linear | None:

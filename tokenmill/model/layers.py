@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
 from tokenmill.quant.schemes.adapters import LowRankUpdates, RowContext, adapted
 from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.experts import Experts, allocate_experts
 from tokenmill.quant.schemes.scheme import Linear, QuantScheme, TakesRows
 
-Weight = torch.Tensor | Linear
+Weight = torch.Tensor | Linear | Experts
 Part = TypeVar("Part")
 
 
@@ -46,8 +47,8 @@ class MLPWeights:
 @dataclass(frozen=True)
 class MoEWeights:
     router: torch.Tensor  # [experts, hidden], float32 or wider
-    gate_up: torch.Tensor  # [experts, 2 * intermediate, hidden]
-    down: torch.Tensor  # [experts, hidden, intermediate]
+    gate_up: torch.Tensor | Experts  # [experts, 2 * intermediate, hidden]
+    down: torch.Tensor | Experts  # [experts, hidden, intermediate]
     shared: MLPWeights | None = None
 
 
@@ -112,7 +113,7 @@ class WeightStore(Protocol):
 class ResidentWeights:
     """Every weight on the device for the whole life of the engine."""
 
-    embed: Weight
+    embed: torch.Tensor | Linear
     final_norm: torch.Tensor
     lm_head: Linear
 
@@ -124,7 +125,7 @@ class ResidentWeights:
         device: torch.device | None = None,
     ) -> None:
         if "embed" in weights:
-            self.embed = weights["embed"]
+            self.embed = _embedding(weights)
         if spec.has_head:
             self.final_norm = _tensor(weights, "final_norm")
             self.lm_head = self._tied() if spec.tie_embeddings else _linear(weights, "lm_head")
@@ -168,6 +169,9 @@ def allocate(
     if param.kind == "linear" or (param.kind == "embedding" and scheme.stores_embeddings):
         rows, columns = param.shape
         return Linear(scheme, scheme.allocate(rows, columns, dtype, device))
+    if param.kind == "experts" and not scheme.floats:
+        count, rows, columns = param.shape
+        return allocate_experts(scheme, count, rows, columns, dtype, device)
     if spec.stored_wide(param.kind) and dtype != torch.float64:
         dtype = torch.float32
     return torch.empty(param.shape, dtype=dtype, device=device)
@@ -194,6 +198,8 @@ def layer_kind(layer: LayerWeights | Linear) -> object:
     def described(value: object) -> object:
         if isinstance(value, torch.Tensor):
             return tuple(value.shape), value.dtype
+        if isinstance(value, Experts):
+            return len(value), described(value.linear(0))
         if isinstance(value, Linear):
             parts = {name: described(one) for name, one in value.storage.items()}
             return value.scheme.name, tuple(sorted(parts.items(), key=str)), described(value.bias)
@@ -218,6 +224,12 @@ def _linear(weights: Mapping[str, Weight], name: str) -> Linear:
     found = weights[name]
     assert isinstance(found, Linear)
     return Linear(found.scheme, found.storage, _maybe(weights, name + ".bias"))
+
+
+def _embedding(weights: Mapping[str, Weight]) -> torch.Tensor | Linear:
+    found = weights["embed"]
+    assert not isinstance(found, Experts)
+    return found
 
 
 def _tensor(weights: Mapping[str, Weight], name: str) -> torch.Tensor:

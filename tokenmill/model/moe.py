@@ -15,11 +15,12 @@ def experts_of(
     moe: MoESpec,
     ops: Ops,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k], experts [tokens, top_k] integers
-    """Routing in one op where the device has one for it (plain softmax routing), in torch elsewhere."""
+    """Routing in one op where the device has one for it, in torch elsewhere."""
     fused = ops.chosen.get("route")
-    if fused is None or moe.groups > 1 or router.dtype != torch.float32:
+    if fused is None or router.dtype != torch.float32 or (moe.groups > 1 and not fused.groups):
         return route(F.linear(x.to(router.dtype), router), moe)
-    weights, experts = fused.fn(x, router, moe.top_k, moe.normalize, moe.scale)
+    groups = (moe.groups, moe.top_groups) if moe.groups > 1 else ()
+    weights, experts = fused.fn(x, router, moe.top_k, moe.normalize, moe.scale, *groups)
     return weights, experts
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NormPlacement = Literal["pre", "sandwich", "post"]
 QKNorm = Literal["none", "head", "full"]
-ParamKind = Literal["embedding", "linear", "bias", "norm", "router", "stacked"]
+ParamKind = Literal["embedding", "linear", "bias", "norm", "router", "stacked", "experts"]
 
 
 @dataclass(frozen=True)
@@ -310,8 +310,8 @@ class DecoderSpec:
         moe = self.moe
         found = {
             "router": ParamSpec((moe.experts, self.hidden), "router"),
-            "experts_gate_up": ParamSpec((self.expert_count, 2 * moe.intermediate, self.hidden), "stacked"),
-            "experts_down": ParamSpec((self.expert_count, self.hidden, moe.intermediate), "stacked"),
+            "experts_gate_up": ParamSpec((self.expert_count, 2 * moe.intermediate, self.hidden), "experts"),
+            "experts_down": ParamSpec((self.expert_count, self.hidden, moe.intermediate), "experts"),
         }
         if moe.shared_intermediate:
             found |= self._dense_mlp("shared_", moe.shared_intermediate, self.mlp_bias)

@@ -13,6 +13,7 @@ from tokenmill.model.layers import LayerWeights, WeightStore
 from tokenmill.ops.matmul import Matmul, MatmulKernel, MatmulNeed, dense_need, only
 from tokenmill.ops.types import Storage
 from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.scheme import Linear
 
 SMALL = 1 << 16  # elements: smaller tensors have no room of their own
@@ -57,6 +58,8 @@ class WidenedWeights:
                 scheme = self._scheme if part.scheme.floats else part.scheme
                 bias = None if part.bias is None else part.bias.float()
                 return Linear(scheme, part.storage, bias)  # type: ignore[return-value]
+            if isinstance(part, Experts):
+                return part  # no float ones
             if not isinstance(part, torch.Tensor):
                 return replace(part, **{one.name: wide(getattr(part, one.name)) for one in fields(part)})  # type: ignore[type-var,arg-type]
             if part.dtype == torch.float32 or part.numel() < SMALL:

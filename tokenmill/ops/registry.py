@@ -40,6 +40,7 @@ class Implementation:
     features: tuple[Feature, ...] = ()  # faster ways inside of it, which it takes where the device has them
     tails: bool = False  # attention between the nodes of trees (`AttentionBatch.tails`)
     sliced: bool = False  # sums that ranks may divide are computed in a given number of `slices`
+    groups: bool = False  # routing knows experts in groups, of which only the best are searched
     optional: bool = False  # an op that whoever calls it can do without
     rank: int = 0  # the highest rank that fits is chosen
 
@@ -92,7 +93,7 @@ class Ops:
             setattr(self, op, implementation.fn)
 
     def capture_safe(self, with_moe: bool) -> bool:
-        """Whether a step of these ops may be recorded; a dense model never calls moe."""
+        """Whether a step of these ops may be recorded; with_moe: it has experts of floats."""
         return all(one.capture_safe for op, one in self.chosen.items() if op != "moe" or with_moe)
 
     def report(self) -> list[str]:

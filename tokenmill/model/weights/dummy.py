@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +15,7 @@ from tokenmill.model.spec import DecoderSpec, ParamSpec
 from tokenmill.model.weights.cuts import write_columns
 from tokenmill.quant.forms import FLOATS
 from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.packed import float_bytes
 from tokenmill.quant.schemes.scheme import Linear, Schemes
 
@@ -61,14 +64,20 @@ def saved_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
 def packed_dummies(spec: DecoderSpec, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of each matrix when it is packed as a checkpoint would store it."""
     saved, params = saved_dtype(spec, dtype), spec.parameters()
-    matrices = {name: param.shape for name, param in params.items() if param.kind in ("linear", "embedding")}
-    return {name: float_bytes(saved, rows, columns) for name, (rows, columns) in matrices.items()}
+    kinds = ("linear", "embedding", "experts")
+    matrices = {name: param.shape for name, param in params.items() if param.kind in kinds}
+    return {
+        name: math.prod(stacked) * float_bytes(saved, rows, columns) for name, (*stacked, rows, columns) in matrices.items()
+    }
 
 
 def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, saved: torch.dtype, generator: torch.Generator) -> None:
     # Outputs of the size of the inputs: activations neither vanish nor overflow, however deep the model.
     deviation = param.shape[-1] ** -0.5
-    if isinstance(weight, Linear):
+    if isinstance(weight, Experts):
+        for expert in range(len(weight)):
+            _fill(weight.linear(expert), replace(param, shape=param.shape[1:]), dtype, saved, generator)
+    elif isinstance(weight, Linear):
         rows, columns = param.shape
         parts = _drawn(rows, columns, dtype, deviation, generator)
         if weight.scheme.in_one_part:
@@ -95,7 +104,12 @@ def _fill_part(
     full = torch.empty(whole.shape, dtype=dtype, device=generator.device)
     if not isinstance(weight, Linear):
         _fill(full, whole, dtype, saved, generator)
-        weight.copy_(_held(full, part))
+        if isinstance(weight, torch.Tensor):
+            weight.copy_(_held(full, part))
+            return
+        rows, columns = _held(full, {dim: spans for dim, spans in part.items() if dim < 2}), part.get(2)
+        for expert, one in enumerate(rows.to(saved) if weight.scheme.as_in_file else rows):
+            write_columns(weight.linear(expert), 0, one, columns[0] if columns else range(whole.shape[2]))
         return
     for first, chunk in _drawn(whole.shape[0], whole.shape[1], dtype, whole.shape[1] ** -0.5, generator):
         full[first : first + len(chunk)] = chunk

@@ -81,10 +81,10 @@ class GGUFCheckpoint:
     def blocks(self, name: str) -> Blocks | None:
         """The matrix of that name as it is stored; None where `tensor` changes more than the order of its rows."""
         source = self._sources.get(name)
-        if source is None or source.expert is not None or len(source.info.shape) != 2 or source.transform is _unshift:
+        if source is None or source.transform is _unshift or len(shape := self.shape(name)) != 2:
             return None
-        rows, columns = source.info.shape
-        return Blocks(source.file.raw(source.info), source.info.type_id, (rows, columns), _row_order(source))
+        raw = source.file.raw(source.info, source.expert)
+        return Blocks(raw, source.info.type_id, (shape[0], shape[1]), _row_order(source))
 
     def prefetch(self, name: str) -> None:
         source = self._sources[name]

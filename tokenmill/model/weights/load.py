@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,9 +30,11 @@ from tokenmill.model.weights.cuts import (
     scales_rows,
     write_columns,
 )
+from tokenmill.model.weights.expert_parts import by_expert
 from tokenmill.model.weights.names import Piece, Recipe, is_harmless, recipes, spelled_as_in_transformers
 from tokenmill.quant.forms import WeightForm
 from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.packed import Blocks, can_pack, float_bytes, packed_bytes
 from tokenmill.quant.schemes.scheme import Linear, Schemes, TakesBlocks, TakesGroups
 
@@ -80,14 +83,14 @@ def load_weights(
 
 
 def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightForm]:
-    """The linear layers that a quantized checkpoint holds in one form each, under their canonical names."""
+    """The linear layers and experts that a quantized checkpoint holds in one form each, under their canonical names."""
     if not isinstance(checkpoint, GroupCheckpoint):
         return {}
     spelled = spelled_as_in_transformers(checkpoint.names())
     found: dict[str, WeightForm] = {}
     whole, parts = spec.whole.parameters(), held(spec)
     for name, recipe in _choose(spec, spelled).items():
-        if whole[name].kind == "linear":
+        if whole[name].kind in ("linear", "experts"):
             forms = {
                 None if piece.change else _cut_form(checkpoint.stored(spelled[piece.source]), cut)
                 for piece in recipe
@@ -110,7 +113,7 @@ def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int
     found = {}
     whole, parts = spec.whole.parameters(), held(spec)
     for name, recipe in _choose(spec, spelled).items():
-        if whole[name].kind not in ("linear", "embedding"):
+        if whole[name].kind not in ("linear", "embedding", "experts"):
             continue
         found[name] = 0
         for piece in recipe:
@@ -118,10 +121,10 @@ def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int
             # What is changed on the way to a matrix is the order of its rows.
             dtype = checkpoint.dtype(source) if isinstance(checkpoint, TypedCheckpoint) else None
             for cut in cuts(piece, whole[name].shape, parts[name]):
-                rows, columns = map(len, cut.source)
-                blocks = _blocks(checkpoint, source, piece, cut)
+                *stacked, rows, columns = map(len, cut.source)
+                blocks = None if stacked else _blocks(checkpoint, source, replace(piece, expert=None), cut)
                 kept = packed_bytes(blocks.type_id, rows, columns) if blocks else float_bytes(dtype, rows, columns)
-                found[name] += kept
+                found[name] += math.prod(stacked) * kept
     return found
 
 
@@ -136,6 +139,10 @@ def _blocks(checkpoint: Checkpoint, name: str, piece: Piece, cut: Cut) -> Blocks
 
 
 def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, cut: Cut, as_stored: bool) -> None:
+    if isinstance(weight, Experts):
+        for expert, its, one, part in by_expert(checkpoint, name, piece, cut):
+            _fill_from(its, name, weight.linear(expert), one, part, as_stored)
+        return
     first = cut.target[0].start
     if isinstance(weight, Linear) and weight.scheme.as_in_file:
         assert isinstance(weight.scheme, TakesBlocks)

@@ -8,7 +8,7 @@ from tokenmill.ops.native.call import as_rows, check_float32, run
 from tokenmill.ops.native.recording import new, row_count
 from tokenmill.ops.native.structs import ActArgs, AddArgs, MapArgs
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _TIMES, _SOFT_CAP = 0, 1
 
 
@@ -22,7 +22,7 @@ def act_mul(
     out = new((*x.shape[:-1], inner))
     run(ActArgs(
         x=rows, out=out, rows=row_count(rows.shape[0]), inner=inner, x_stride=rows.stride(0), out_stride=inner,
-        kind=_ACTIVATIONS[kind],
+        kind=ACTIVATIONS[kind],
     ))  # fmt: skip
     return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.native import elementwise, library, ops
+from tokenmill.ops.native import elementwise, experts, library, ops
 from tokenmill.ops.registry import Implementation
 
 MAX_HEAD_DIM = 1024
@@ -27,9 +27,12 @@ def _implementations() -> tuple[Implementation, ...]:
             capture_safe=True,
             batch_invariant=fn is not ops.attention,  # a single query is computed in another order than one of a chunk
             kv_forms=("int8",),
+            groups=fn is experts.route,
+            optional=fn in (experts.route, experts.moe_packed),
             rank=10,
         )
         for fn in (
+            *(experts.route, experts.moe_packed),
             *(ops.rms_norm, ops.add_rms_norm, ops.rope_kv_write, ops.rope, ops.attention, ops.sample),
             *(elementwise.act_mul, elementwise.add, elementwise.scaled, elementwise.soft_cap),
         )

@@ -1,4 +1,5 @@
-"""The argument structs of the native ops, field by field: src/matrix.h, attention.h, elementwise.h and exchange.h."""
+"""The argument structs of the native ops, field by field: src/matrix.h, routing.h, attention.h, elementwise.h and
+exchange.h."""
 
 from __future__ import annotations
 
@@ -71,6 +72,17 @@ class RoundArgs(Args):
     _fields_ = _fields("source blocks", "rows columns group format storage")
 
 
+class ExpertMatrix(ctypes.Structure):
+    _fields_ = [("num_segments", ctypes.c_int64), ("segments", Segment * MAX_SEGMENTS)]
+
+
+class ExpertsArgs(Args):
+    KIND = 8
+    _fields_ = _fields(
+        "x share chosen gate_up down out", "x_stride out_stride rows top_k experts hidden inner activation"
+    )
+
+
 class NormArgs(Args):
     KIND = 64
     _fields_ = _fields(
@@ -122,6 +134,13 @@ class ChooseArgs(Args):
 class PickArgs(Args):
     KIND = 72
     _fields_ = _fields("bests out on table_row starts tokens", "rows ranks rank_stride token_stride")
+
+
+class RouteArgs(Args):
+    KIND = 73
+    _fields_ = _fields(
+        "x router shares chosen", "rows hidden experts x_stride top_k groups top_groups normalize", "scale"
+    )
 
 
 class MapArgs(Args):

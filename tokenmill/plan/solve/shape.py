@@ -97,11 +97,11 @@ class ModelShape:
 def shape_of(spec: DecoderSpec, name: str = "") -> ModelShape:
     parameters = spec.parameters()
 
-    def count(kind: str, part: str = "") -> int:
-        return sum(one.numel for name, one in parameters.items() if one.kind == kind and part in name)
+    def count(kind: str) -> int:
+        return sum(one.numel for one in parameters.values() if one.kind == kind)
 
     head = spec.vocab_size * spec.hidden
-    experts = count("stacked", ".experts_")
+    experts = count("experts")
     moe = spec.moe
     widths = spec.kv_shapes[0]
     value_dim = widths.v_dim or (spec.mla.kv_rank if spec.mla else 0)
@@ -117,7 +117,7 @@ def shape_of(spec: DecoderSpec, name: str = "") -> ModelShape:
         head=head,
         embedding=0 if spec.tie_embeddings else head,
         small=count("norm") + count("bias") + count("router"),
-        stacked=count("stacked") - experts,
+        stacked=count("stacked"),
         expert_weights=experts,
         experts=moe.experts if moe else 0,
         top_k=moe.top_k if moe else 0,

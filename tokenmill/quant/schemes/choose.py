@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,10 +32,11 @@ class ComputeTarget:
 
 def choose_schemes(
     layout: Layout,
-    shapes: Mapping[str, tuple[int, int]],  # of the linear layers
+    shapes: Mapping[str, tuple[int, int]],  # of the linear layers, and of a matrix of each expert
     stored: Mapping[str, WeightForm],  # those that a quantized checkpoint holds, as it does
     blocks: bool,  # the checkpoint is a GGUF file
     place: ComputeTarget,
+    experts: Collection[str] = (),  # which of the shapes are those of experts
 ) -> Schemes:
     """What is not asked for stays as the checkpoint stores it, or as the model computes."""
     check_names(layout, shapes)
@@ -55,6 +56,8 @@ def choose_schemes(
             form = _complete(form, columns, place)
         if form is None:
             continue
+        if form.kind in FLOATS and name in experts and not place.native:
+            continue  # multiplied in the dtype of the model
         if form not in made:
             made[form] = _scheme(form, plain)
         if form.group and columns % form.group:

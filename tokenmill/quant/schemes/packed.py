@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from tokenmill.ops.matmul import Matmul, MatmulNeed, select_matmul
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.blocks import rounded
+from tokenmill.ops.native.experts import PackedExperts
 from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import library
 from tokenmill.ops.native.matmul import PackedStorage
@@ -77,6 +79,7 @@ class Packed(QuantScheme):
     name = "packed"
     stores_embeddings = True
     in_one_part = True
+    experts_op = "moe_packed"
     kv_dtype: torch.dtype | None = torch.float16  # half the bytes to read, and far finer than the packed weights
 
     def __init__(self, form: WeightForm | None = None, beside: Packed | None = None) -> None:
@@ -132,6 +135,9 @@ class Packed(QuantScheme):
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         matrix = _matrix(storage)
         return select_matmul(MatmulNeed("packed", matrix.rows, matrix.columns, dtype, torch.device("cpu")))
+
+    def stack(self, storages: Sequence[Storage]) -> PackedExperts:
+        return PackedExperts([_matrix(one) for one in storages])
 
     def take_rows(self, storage: Storage, ids: torch.Tensor, first: int = 0) -> torch.Tensor:  # [n] -> [n, in]
         """Some rows as floats: an embedding that is packed, too."""

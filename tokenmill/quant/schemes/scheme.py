@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -28,6 +28,7 @@ class QuantScheme(Protocol):
     stores_embeddings: bool = False  # it is a TakesRows, so that an embedding may be stored as a linear layer is
     as_in_file: bool = False  # a TakesBlocks: weights stay as the checkpoint has them, which also says what they take
     in_one_part: bool = False  # rows that are written together are stored together: best are all of a matrix
+    experts_op: str = "moe_each"  # the op that multiplies experts in this form (quant/schemes/experts.py)
     kv_dtype: torch.dtype | None = None  # of the KV cache beside rounded weights; None: as the model computes
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage: ...
@@ -84,6 +85,15 @@ class TakesBlocks(Protocol):
     """A scheme that stores the blocks of a GGUF file as they are."""
 
     def write_blocks(self, storage: Storage, first_row: int, blocks: Blocks) -> None: ...
+
+
+@runtime_checkable
+class StacksExperts(Protocol):
+    """A scheme whose storages are more than tensors: it says itself what the op for experts takes."""
+
+    def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage: ...
+
+    def stack(self, storages: Sequence[Storage]) -> Any: ...
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@
 
 namespace mill {
 
-enum MatrixKind : uint32_t { MATMUL = 1, REPACK = 2, TAKE_ROWS = 3, READ_ALL = 4, MULTIPLY_BYTES = 5, UNPACK = 6, ROUND = 7 };
+enum MatrixKind : uint32_t { MATMUL = 1, REPACK = 2, TAKE_ROWS = 3, READ_ALL = 4, MULTIPLY_BYTES = 5, UNPACK = 6, ROUND = 7, EXPERTS = 8 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], + bias[n]
 struct MatmulArgs {
@@ -66,6 +66,30 @@ struct TakeRowsArgs {
     int64_t first;
     int64_t num_segments;
     Segment segments[MAX_SEGMENTS];
+};
+
+// A matrix of one expert.
+struct ExpertMatrix {
+    int64_t num_segments;
+    Segment segments[MAX_SEGMENTS];
+};
+
+// out[row] = sum over its choices of share * (down of the expert) times activation(gate) * up, see experts.h
+struct ExpertsArgs {
+    const float* x;              // [rows][hidden]
+    const float* share;          // [rows][top_k]
+    const int64_t* chosen;       // [rows][top_k]: experts; of one that is not there, nothing is added
+    const ExpertMatrix* gate_up;  // [experts]: 2 * inner rows
+    const ExpertMatrix* down;     // [experts]: hidden rows
+    float* out;                  // [rows][hidden]
+    int64_t x_stride;
+    int64_t out_stride;
+    int64_t rows;  // see rows_of
+    int64_t top_k;
+    int64_t experts;
+    int64_t hidden;
+    int64_t inner;
+    int64_t activation;  // 0: silu, 1: gelu with tanh
 };
 
 // For measuring ceilings, see kernels/ceilings.cpp.

@@ -1,6 +1,7 @@
 // Norms, rotary embedding with the write to the cache, activations, embedding lookup and greedy choice.
 #include "elementwise.h"
 
+#include "activation.h"
 #include "codes.h"
 #include "ops.h"
 #include "vec.h"
@@ -137,25 +138,6 @@ void rope(const RopeArgs& a, Team& team) {
         if (a.cache_storage == kBrain) rope_key<Brain>(a, token, head, angles);
         if (a.cache_storage == kCodes) rope_key<int8_t>(a, token, head, angles);
     }
-}
-
-Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
-
-// 0.5 x (1 + tanh(u)) is x / (1 + e^(-2 u))
-Vec gelu_tanh(Vec x) {
-    Vec u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // 2 sqrt(2 / pi)
-    return x / (1.0f + exponential(-u));
-}
-
-template <Vec (*activation)(Vec)>
-void gated(const float* gate, const float* up, float* out, int64_t n) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(out + i, activation(load(gate + i)) * load(up + i));
-    if (i == n) return;
-    float rest[W] = {};
-    for (int64_t j = i; j < n; j++) rest[j - i] = gate[j];
-    Vec done = activation(load(rest));
-    for (int64_t j = i; j < n; j++) out[j] = done[j - i] * up[j];
 }
 
 void act_mul(const ActArgs& a, Team& team) {

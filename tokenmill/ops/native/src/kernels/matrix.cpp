@@ -111,13 +111,13 @@ static inline Outlier* quantize_block(const float* x, float limit, int64_t group
 }
 
 // Quantizes up to QUAD rows to blocks that are `stride` apart from group to group; returns how many outliers there are.
-static int64_t quantize_rows(const float* x, int64_t x_stride, int rows, int64_t groups, InputBlock* blocks, int64_t stride,
+static int64_t quantize_rows(const float* const x[QUAD], int rows, int64_t groups, InputBlock* blocks, int64_t stride,
                              Outlier* outliers) {
     float limits[QUAD];
     for (int row = 0; row < rows; ++row) {
         float squares = 0;
         for (int64_t g = 0; g < groups; ++g) {
-            const float top = blocks[g * stride + row].d = Values(x + row * x_stride + g * GROUP).largest();
+            const float top = blocks[g * stride + row].d = Values(x[row] + g * GROUP).largest();
             squares += top * top;
         }
         limits[row] = OUTLIER_ABOVE * squares / static_cast<float>(groups);
@@ -126,28 +126,30 @@ static int64_t quantize_rows(const float* x, int64_t x_stride, int rows, int64_t
     for (int64_t g = 0; g < groups; ++g) {
         Outlier* const begin = end;
         for (int row = 0; row < rows; ++row)
-            end = quantize_block(x + row * x_stride + g * GROUP, limits[row], g, row, blocks[g * stride + row], begin, end);
+            end = quantize_block(x[row] + g * GROUP, limits[row], g, row, blocks[g * stride + row], begin, end);
     }
     return end - outliers;
 }
 
-// The rows of the quads [begin, end).
-static void prepare(const MatmulArgs& a, const Plan& plan, const Inputs& to, int64_t begin, int64_t end) {
+// The rows of the quads [begin, end); row_at(row): where one is.
+template <class RowAt>
+static void prepare(const Plan& plan, const Inputs& to, int64_t begin, int64_t end, RowAt row_at) {
     for (int64_t quad = begin; quad < end; ++quad) {
         const int64_t first = quad * QUAD / TILE * TILE;  // of the tile
         const int64_t size = plan.m - first < TILE ? plan.m - first : TILE;
         const int64_t begin_row = quad * QUAD;
         const int rows = static_cast<int>(plan.m - begin_row < QUAD ? plan.m - begin_row : QUAD);
         const int place = static_cast<int>(begin_row - first);
-        const float* x = a.x + begin_row * a.x_stride;
+        const float* x[QUAD];
+        for (int row = 0; row < rows; ++row) x[row] = row_at(begin_row + row);
         if (plan.quantized) {
             InputBlock* const blocks = to.blocks + first * plan.groups + place;
             Outlier* const outliers = to.outliers + quad * most_outliers(plan.groups);
-            to.taken[quad] = quantize_rows(x, a.x_stride, rows, plan.groups, blocks, size, outliers);
+            to.taken[quad] = quantize_rows(x, rows, plan.groups, blocks, size, outliers);
         }
         for (int row = 0; plan.dense && row < rows; ++row) {
             float* floats = to.floats + first * plan.k + place + row;
-            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[row * a.x_stride + k];
+            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[row][k];
         }
     }
 }
@@ -334,12 +336,13 @@ static void matmul(const void* args, Team& team) {
     const size_t own_floats = own ? InputSizes(plan).total() / sizeof(float) : 0;
     const Inputs inputs = inputs_at(own ? reinterpret_cast<char*>(thread_scratch(own_floats)) : team.scratch(), plan);
     const int64_t quads = (plan.m + QUAD - 1) / QUAD;
+    const auto row_at = [&a](int64_t row) { return a.x + row * a.x_stride; };
     int64_t begin, end;
     if (own) {
-        prepare(a, plan, inputs, 0, quads);
+        prepare(plan, inputs, 0, quads, row_at);
     } else {
         team.share(quads, begin, end);
-        prepare(a, plan, inputs, begin, end);
+        prepare(plan, inputs, begin, end, row_at);
         team.barrier();
     }
     team.share(plan.panels, begin, end);
@@ -348,9 +351,12 @@ static void matmul(const void* args, Team& team) {
 
 }  // namespace TM_NS
 
+#include "experts.h"
+
 namespace mill {
 extern const OpEntry TM_OPS(matrix)[] = {
-    {MATMUL, sizeof(MatmulArgs), TM_NS::matmul, TM_NS::matmul_scratch},
+    {MATMUL, sizeof(MatmulArgs), ::TM_NS::matmul, ::TM_NS::matmul_scratch},
+    {EXPERTS, sizeof(ExpertsArgs), ::TM_NS::experts, ::TM_NS::experts_scratch},
     {},
 };
 }
