@@ -1,4 +1,4 @@
-"""Every dense architecture is recorded whole on the native graph, and a recording gives the bits of plain steps."""
+"""Every architecture is recorded whole on the native graph, and a recording gives the bits of plain steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.ops.native import library
 
-MIXTURES = ("mixtral", "qwen3-moe", "deepseek")  # experts are torch's
-DENSE = [case for case in tiny_models.CASES if not case.startswith(MIXTURES)]
 PROMPTS = [[(53 * place + 17 * row) % 150 + 5 for place in range(6 + 11 * row)] for row in range(4)]
 PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * row, ignore_eos=True, logprobs=0) for row in range(4)]
 
@@ -29,7 +27,7 @@ def answers(folder: str, recorded: bool) -> tuple[list[object], TorchRunner]:
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs], llm._processor.engine.runner
 
 
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", tiny_models.CASES)
 @pytest.mark.filterwarnings("error:.*run plainly")
 def test_recorded_steps_give_the_bits_of_plain_ones(native: library.Library, tmp_path: Path, case: str) -> None:
     tiny_models.make(case).save_pretrained(tmp_path)

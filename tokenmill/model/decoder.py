@@ -272,8 +272,8 @@ class Decoder:
         if not self.ops.capture_safe(with_moe=False) or not all(one.recordable for one in multiply):
             return False
         counted = self._experts is not None or self.expert_load is not None
-        if self.weights.device.type == "cpu" and (counted or self.spec.mla is not None):
-            return False  # they are torch's affair
+        if self.weights.device.type == "cpu" and counted:
+            return False  # torch does that
         mixtures = (self.weights.layer(index).mlp for index in range(self.spec.num_layers))
         ops = {self._expert_op(one) for one in mixtures if isinstance(one, MoEWeights)}
         return all(op in self.ops.chosen and self.ops.chosen[op].capture_safe for op in ops)
@@ -387,9 +387,8 @@ class Decoder:
             q = weights.q_up(self.ops.rms_norm(q, weights.q_norm, mla.norm_eps))
         q = q.view(-1, spec.heads, mla.rope_dim + mla.nope_dim)
         q_rope, q_nope = q[..., : mla.rope_dim], q[..., mla.rope_dim :]
-        q_latent = torch.bmm(q_nope.transpose(0, 1), weights.k_up).transpose(0, 1)  # [tokens, heads, kv_rank]
-        q = torch.cat([q_rope, q_latent], dim=-1)
-        k = torch.cat([k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps)], dim=-1)[:, None]
+        q = self.ops.per_head(q_nope, weights.k_up, transposed=True, beside=q_rope)  # [tokens, heads, rope + kv_rank]
+        k = self.ops.concat(k_rope, self.ops.rms_norm(latent, weights.kv_norm, mla.norm_eps))[:, None]
         self.ops.rope_kv_write(q, k, None, self.rope_tables[index], tokens.positions, kv.k, None, tokens.slots)
         return self._attend(index, q, tokens, kv)
 
@@ -404,7 +403,7 @@ class Decoder:
         """What the heads found, as the attention's update."""
         weights = layer.attention
         if isinstance(weights, LatentAttentionWeights):
-            mixed = torch.bmm(mixed.transpose(0, 1), weights.v_up.transpose(1, 2)).transpose(0, 1)
+            mixed = self.ops.per_head(mixed, weights.v_up)
         return self._norm(self._sum(weights.o(mixed.flatten(1))), layer.after_attention)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden]

@@ -276,18 +276,33 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def per_head(
+    x: torch.Tensor,  # [tokens, heads, in]
+    weight: torch.Tensor,  # [heads, out, in]; transposed: [heads, in, out]
+    transposed: bool = False,
+    beside: torch.Tensor | None = None,  # [tokens, heads, n]
+) -> torch.Tensor:  # [tokens, heads, out], or behind what is beside it [tokens, heads, n + out]
+    """Every head times a matrix of its own."""
+    product = torch.bmm(x.transpose(0, 1), weight if transposed else weight.transpose(1, 2)).transpose(0, 1)
+    return product if beside is None else torch.cat([beside, product], dim=-1)
+
+
+def concat(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [tokens, n], [tokens, m] -> [tokens, n + m]
+    return torch.cat([x, y], dim=-1)
+
+
 IMPLEMENTATIONS = tuple(
     Implementation(
         op=fn.__name__,
         name="reference",
         fn=fn,
         # A few of torch's own kernels are good enough for a CUDA graph; on a CPU the last two are no part of a graph.
-        capture_safe=fn in (add, scaled, soft_cap, logprobs, shape),
-        batch_invariant=fn not in (attention, act_mul, moe),
+        capture_safe=fn in (add, scaled, soft_cap, logprobs, shape, per_head, concat),
+        batch_invariant=fn not in (attention, act_mul, moe, per_head),
         kv_forms=tuple(KV_FORMS),
     )
     for fn in (
         rms_norm, add_rms_norm, rope_kv_write, rope, attention, act_mul, add, scaled, soft_cap, moe, sample, logprobs,
-        shape,
+        shape, per_head, concat,
     )
 )  # fmt: skip

@@ -73,6 +73,8 @@ class Ops:
     scaled: Callable[..., torch.Tensor]
     soft_cap: Callable[..., torch.Tensor]
     moe: Callable[..., torch.Tensor]
+    per_head: Callable[..., torch.Tensor]
+    concat: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
     logprobs: Callable[..., torch.Tensor]
     shape: Callable[..., None]

@@ -47,6 +47,13 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:  # [..., dim]
     return out.view(x.shape)
 
 
+def concat(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [rows, n], [rows, m] -> [rows, n + m]
+    out = new((x.shape[0], x.shape[1] + y.shape[1]))
+    for part, place in ((x, out[:, : x.shape[1]]), (y, out[:, x.shape[1] :])):
+        copy_into(part if part.stride(1) == 1 else part.contiguous(), place)
+    return out
+
+
 def copy_into(x: torch.Tensor, out: torch.Tensor) -> None:  # [rows, dim] each; rows may lie apart
     _map(x, out, _TIMES, 1.0)
 

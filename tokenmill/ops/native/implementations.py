@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.native import elementwise, experts, library, ops
+from tokenmill.ops.native import elementwise, experts, heads, library, ops
 from tokenmill.ops.registry import Implementation
 
 MAX_HEAD_DIM = 1024
@@ -32,7 +32,7 @@ def _implementations() -> tuple[Implementation, ...]:
             rank=10,
         )
         for fn in (
-            *(experts.route, experts.moe_packed),
+            *(experts.route, experts.moe_packed, heads.per_head, elementwise.concat),
             *(ops.rms_norm, ops.add_rms_norm, ops.rope_kv_write, ops.rope, ops.attention, ops.sample),
             *(elementwise.act_mul, elementwise.add, elementwise.scaled, elementwise.soft_cap),
         )

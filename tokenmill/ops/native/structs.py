@@ -143,6 +143,15 @@ class RouteArgs(Args):
     )
 
 
+class HeadsArgs(Args):
+    KIND = 74
+    _fields_ = _fields(
+        "x weight beside out",
+        "rows heads rows_of_weight columns transposed width_beside "
+        "x_stride x_head beside_stride beside_head out_stride out_head",
+    )
+
+
 class MapArgs(Args):
     KIND = 71
     _fields_ = _fields("x out", "rows dim x_stride out_stride kind", "value")
