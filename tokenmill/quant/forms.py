@@ -30,7 +30,7 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class Layout:
-    """The form of every linear layer, by canonical name: `layers.3.gate_up`, `lm_head`."""
+    """The form of every linear layer, by canonical name: `layers.3.gate_up`, `lm_head`; and of a layer's experts."""
 
     default: WeightForm | None = None  # None: as the model computes, or as its file stores it
     overrides: tuple[tuple[str, WeightForm], ...] = ()  # patterns; the last that fits counts
@@ -76,7 +76,7 @@ def parse_layout(wanted: str | Mapping[str, str] | None) -> Layout:
         else:
             raise ConfigError(
                 f"quantization names {pattern!r}; a layer is named 'lm_head', 'layers.3', 'layers.0-3' or "
-                "'layers.0-3.down' (one of qkv, o, gate_up, down)"
+                "'layers.0-3.down' (one of qkv, o, gate_up, down, experts_gate_up, experts_down)"
             )
     return Layout(default, tuple(overrides))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -18,6 +18,7 @@ from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.ops.types import AttentionBatch, Storage
 from tokenmill.quant.groups import Groups
 from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.scheme import Linear
 from tokenmill.quant.tool.joints import Params
 from tokenmill.quant.tool.layer_source import LayerSource
@@ -78,6 +79,17 @@ def widened(weight: torch.Tensor, groups: Groups | None) -> Linear:
     return Linear(scheme, {"weight": groups.widen(torch.float32)})
 
 
+def widened_experts(weight: torch.Tensor, groups: Groups | None) -> torch.Tensor | Experts:  # [experts, rows, columns]
+    """The same of a layer's experts, whose groups are those of all rows."""
+    if groups is None:
+        return weight
+    wide = groups.widen(torch.float32).view_as(weight)
+    if groups.inputs is None:
+        return wide
+    scheme = Changed(partial(round_inputs, kind=groups.inputs, scale=groups.input_scale))
+    return Experts(scheme, tuple({"weight": one} for one in wide))
+
+
 class LayerCalibration:
     """The hidden states of the calibration text, on their way through the layers: memory for them and one layer."""
 
@@ -98,7 +110,7 @@ class LayerCalibration:
             return x
 
         linears = {
-            name: Linear(Changed(partial(seen, name)), {"weight": params[name]}) for name in self._linear_names(index)
+            name: Linear(Changed(partial(seen, name)), {"weight": params[name]}) for name in self._names(index, "linear")
         }
         self._pass(index, params, linears, keep=False)
         tokens = self.hidden.shape[0] * self.hidden.shape[1]
@@ -106,8 +118,9 @@ class LayerCalibration:
 
     def advance(self, index: int, params: Params, groups: dict[str, Groups]) -> None:
         """Hidden states go through the layer as it is after quantization."""
-        linears = {name: widened(params[name], groups.get(name)) for name in self._linear_names(index)}
-        self._pass(index, params, linears, keep=True)
+        linears = {name: widened(params[name], groups.get(name)) for name in self._names(index, "linear")}
+        experts = {name: widened_experts(params[name], groups.get(name)) for name in self._names(index, "experts")}
+        self._pass(index, params, linears, keep=True, experts=experts)
 
     def head_moments(self, final_norm: torch.Tensor) -> Moments:
         """Of what the head reads, once the hidden states have come through all layers."""
@@ -118,11 +131,19 @@ class LayerCalibration:
         assert found is not None
         return replace(found, mean=found.mean / (self.hidden.shape[0] * self.hidden.shape[1]))
 
-    def _linear_names(self, index: int) -> list[str]:
-        return [name for name, param in self.spec.layer_parameters(index).items() if param.kind == "linear"]
+    def _names(self, index: int, kind: str) -> list[str]:
+        return [name for name, param in self.spec.layer_parameters(index).items() if param.kind == kind]
 
-    def _pass(self, index: int, params: Params, linears: dict[str, Linear], keep: bool) -> None:
+    def _pass(
+        self,
+        index: int,
+        params: Params,
+        linears: dict[str, Linear],
+        keep: bool,
+        experts: Mapping[str, torch.Tensor | Experts] | None = None,  # instead of those of the parameters
+    ) -> None:
         weights: dict[str, Weight] = {f"layers.{index}.{name}": one.to(self.device) for name, one in params.items()}
+        weights |= {f"layers.{index}.{name}": one for name, one in (experts or {}).items()}
         for name, linear in linears.items():
             weights[f"layers.{index}.{name}"] = replace(
                 linear, storage={key: one.to(self.device) for key, one in linear.storage.items()}

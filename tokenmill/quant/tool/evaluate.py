@@ -12,7 +12,7 @@ from tokenmill.model.layers import ResidentWeights, Weight, WeightStore
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.kv_forms import KV_FORMS, KVForm, KVScales
 from tokenmill.ops.registry import Need
-from tokenmill.quant.tool.calibrate import batch_of, cache_for, plain_ops, widened
+from tokenmill.quant.tool.calibrate import batch_of, cache_for, plain_ops, widened, widened_experts
 from tokenmill.quant.tool.layer_source import LayerSource
 from tokenmill.quant.tool.quantize import Quantized
 
@@ -27,10 +27,12 @@ class StoreBuilder:
         self._weights: dict[str, Weight] = {}
 
     def add(self, layer: Quantized) -> None:
-        linear = {name for name, param in self._source.spec.parameters().items() if param.kind == "linear"}
+        kinds = {name: param.kind for name, param in self._source.spec.parameters().items()}
         for short, param in layer.params.items():
-            name = layer.prefix + short
-            self._weights[name] = widened(param, layer.groups.get(short)) if name in linear else param
+            name, groups = layer.prefix + short, layer.groups.get(short)
+            self._weights[name] = (
+                widened(param, groups) if kinds[name] == "linear" else widened_experts(param, groups)
+            )
 
     def build(self) -> WeightStore:
         for name, param in self._source.spec.parameters().items():

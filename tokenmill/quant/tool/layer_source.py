@@ -63,9 +63,19 @@ class LayerSource:
         return {name: self.read(f"layers.{index}.{name}") for name in self.spec.layer_parameters(index)}
 
     def parts(self, name: str) -> Iterator[tuple[str, Part]]:
-        """The checkpoint's tensors that make up a vector or a matrix."""
-        for piece in self._recipes[name]:
-            yield self._spelled[piece.source], Part(name, piece.first, piece.shape[0], piece)
+        """The checkpoint's tensors that make up a vector, a matrix, or the matrices of experts, of which rows are
+        counted through all. Experts that it holds stacked get names of their own: formats know no others.
+        """
+        param, recipe = self.spec.parameters()[name], self._recipes[name]
+        stacked = param.kind == "experts" and recipe[0].expert is None
+        for piece in recipes(self.spec)[name][0] if stacked else recipe:
+            first = piece.first + (piece.expert or 0) * param.shape[1 if piece.expert is not None else 0]
+            tensor = piece.source if stacked else self._spelled[piece.source]
+            yield tensor, Part(name, first, piece.shape[0], piece)
+
+    def tensors(self, name: str) -> set[str]:
+        """What the checkpoint holds of a parameter."""
+        return {self._spelled[piece.source] for piece in self._recipes[name]}
 
     def _fitting(self, ways: list[Recipe]) -> Recipe:
         for way in ways:

@@ -20,6 +20,7 @@ from tokenmill.quant.tool.layer_source import LayerSource
 from tokenmill.quant.tool.smooth import ALPHA, smoothing_scale
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
+ROUNDED = ("linear", "experts")  # kinds of parameters
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,19 @@ class Quantized:
 
 
 def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, WeightForm], list[str]]:
-    """The form of every linear layer that gets one, by canonical name; and what had to differ from the wish."""
+    """The form of every matrix that gets one, by canonical name (of a layer's experts one for all); and what had to
+    differ from the wish.
+    """
     found: dict[str, WeightForm] = {}
     changed: dict[tuple[str, str, int], int] = {}
     parameters = spec.parameters()
-    check_names(layout, [name for name, param in parameters.items() if param.kind == "linear"])
+    check_names(layout, [name for name, param in parameters.items() if param.kind in ROUNDED])
     for name, param in parameters.items():
-        form = layout.of(name) if param.kind == "linear" else None
+        form = layout.of(name) if param.kind in ROUNDED else None
         if form is None:
             continue
         if form.kind == "int4":
-            columns = param.shape[1]
+            columns = param.shape[-1]
             fits = [size for size in reversed(GROUPS) if columns % size == 0 and size <= (form.group or max(GROUPS))]
             if not fits:
                 raise ConfigError(f"{name} has {columns} columns, no multiple of {min(GROUPS)}: give it {name}=int8")
@@ -73,8 +76,8 @@ def plan_forms(spec: DecoderSpec, layout: Layout) -> tuple[dict[str, WeightForm]
         f"{count} matrices of {columns} columns become {now}: that is no multiple of the group of {wanted}"
         for (wanted, now, columns), count in changed.items()
     ]
-    if spec.moe is not None:
-        notes.append("experts stay floats: only layers that every token uses are quantized")
+    if spec.moe is not None and any(parameters[name].kind == "experts" for name in found):
+        notes.append("experts are rounded to nearest, whatever the method: no text is routed through each of them")
     return found, notes
 
 
@@ -101,7 +104,7 @@ def quantize_model(
         elif wanted and calibration is not None:
             known = calibration.moments(index, params)
             _prepare(spec, params, wanted, method, known)
-            groups = {name: round_one(params[name], form, method, known[name]) for name, form in _rounded(wanted)}
+            groups = {name: round_one(params[name], form, method, known.get(name)) for name, form in _rounded(wanted)}
         params |= {name: _narrowed(params[name], form) for name, form in wanted.items()}
         if calibration is not None and index + 1 < spec.num_layers + ("lm_head" in forms):
             calibration.advance(index, params, groups)
@@ -117,6 +120,8 @@ def quantize_model(
 
 
 def round_one(weight: torch.Tensor, form: WeightForm, method: Method, moments: Moments | None) -> Groups:
+    """Of a layer's experts, the rows of all, one expert after the other."""
+    weight = weight.flatten(0, -2)
     if method.name == "gptq" and moments is not None:
         found = gptq(weight, moments.gram, form, act_order=method.act_order, scale_dtype=method.scale_dtype)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -118,7 +119,7 @@ def weight_bytes(spec: DecoderSpec, forms: dict[str, WeightForm]) -> int:
         if form is None:
             total += param.numel * wide
             continue
-        rows, columns = param.shape
+        rows, columns = math.prod(param.shape[:-1]), param.shape[-1]
         if form.kind in FLOATS:
             total += rows * columns * getattr(torch, FLOATS[form.kind]).itemsize
             continue

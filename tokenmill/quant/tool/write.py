@@ -54,12 +54,13 @@ def write_model(
     for layer in layers:
         for short, param in layer.params.items():
             name, groups = layer.prefix + short, layer.groups.get(short)
-            if kinds[name] not in ("linear", "bias", "norm"):
-                continue  # experts, routers and what is absorbed into attention: copied below
             form = forms.get(name)
+            if kinds[name] not in ("linear", "bias", "norm", "experts") or (kinds[name] == "experts" and form is None):
+                continue  # routers, what is absorbed into attention, and experts as they are: copied below
+            done |= source.tensors(name)
+            param = param.flatten(0, -2) if kinds[name] == "experts" else param
             own = getattr(torch, FLOATS[form.kind]) if form is not None and form.kind in FLOATS else dtype
             for tensor, part in source.parts(name):
-                done.add(tensor)
                 if groups is None or form is None:
                     writer.add(tensor, part.of(param).to(own))
                     continue
