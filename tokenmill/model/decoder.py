@@ -451,8 +451,10 @@ class Decoder:
         if op == "moe":
             return self._moe, *both
         if op == "moe_each":
-            return moe_each, *(one if isinstance(one, Experts) else experts_of_floats(one) for one in both)
-        return self.ops.chosen[op].fn, *(one.operand for one in both if isinstance(one, Experts))
+            gate_up, down = (one if isinstance(one, Experts) else experts_of_floats(one) for one in both)
+            return moe_each, gate_up, down
+        gate_up, down = (one.operand for one in both if isinstance(one, Experts))
+        return self.ops.chosen[op].fn, gate_up, down
 
 
 def _only_reader(weights: MLPWeights | MoEWeights) -> Linear | None:

@@ -65,10 +65,8 @@ def packed_dummies(spec: DecoderSpec, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of each matrix when it is packed as a checkpoint would store it."""
     saved, params = saved_dtype(spec, dtype), spec.parameters()
     kinds = ("linear", "embedding", "experts")
-    matrices = {name: param.shape for name, param in params.items() if param.kind in kinds}
-    return {
-        name: math.prod(stacked) * float_bytes(saved, rows, columns) for name, (*stacked, rows, columns) in matrices.items()
-    }
+    shapes = {name: param.shape for name, param in params.items() if param.kind in kinds}
+    return {name: math.prod(shape[:-2]) * float_bytes(saved, *shape[-2:]) for name, shape in shapes.items()}
 
 
 def _fill(weight: Weight, param: ParamSpec, dtype: torch.dtype, saved: torch.dtype, generator: torch.Generator) -> None:

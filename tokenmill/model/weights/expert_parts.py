@@ -12,7 +12,7 @@ from tokenmill.model.weights.checkpoint import Checkpoint, PartCheckpoint
 from tokenmill.model.weights.cuts import Cut, check_shape
 from tokenmill.model.weights.names import Piece
 
-OneExpert = tuple[int, Checkpoint, Piece, Cut]  # which one of the rank's, and a matrix of a checkpoint as of linear layers
+OneExpert = tuple[int, Checkpoint, Piece, Cut]  # which of the rank's, and a matrix of a checkpoint, as of linear layers
 
 
 def by_expert(checkpoint: Checkpoint, name: str, piece: Piece, cut: Cut) -> Iterator[OneExpert]:

@@ -109,9 +109,8 @@ class LayerCalibration:
             sums[name] = Moments.summed(x, sums.get(name))
             return x
 
-        linears = {
-            name: Linear(Changed(partial(seen, name)), {"weight": params[name]}) for name in self._names(index, "linear")
-        }
+        names = self._names(index, "linear")
+        linears = {name: Linear(Changed(partial(seen, name)), {"weight": params[name]}) for name in names}
         self._pass(index, params, linears, keep=False)
         tokens = self.hidden.shape[0] * self.hidden.shape[1]
         return {name: replace(found, mean=found.mean / tokens) for name, found in sums.items()}
