@@ -1,4 +1,4 @@
-"""Routing and products of packed experts, against the plain ops on floats and on the numbers that packed forms stand for."""
+"""Routing and products of packed experts, against the plain ops on floats and on what packed forms stand for."""
 
 from __future__ import annotations
 

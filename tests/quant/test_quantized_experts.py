@@ -36,8 +36,8 @@ sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("model", "wei
 CPU, HIDDEN, INNER, COUNT = torch.device("cpu"), 64, 64, 6
 NATIVE, PLAIN = ComputeTarget(CPU, torch.float32, native=True), ComputeTarget(CPU, torch.float32)
 SIZES = {
-    "hidden_size": HIDDEN, "head_dim": 16, "num_experts": COUNT, "num_experts_per_tok": 2, "moe_intermediate_size": INNER,
-    "norm_topk_prob": True, "num_hidden_layers": 2,
+    "hidden_size": HIDDEN, "head_dim": 16, "num_experts": COUNT, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "moe_intermediate_size": INNER, "num_hidden_layers": 2,
 }  # fmt: skip
 PROMPTS = [[(53 * place + 17 * row) % 150 + 5 for place in range(6 + 11 * row)] for row in range(3)]
 NAMES = [f"layers.{index}.experts_{which}" for index in range(2) for which in ("gate_up", "down")]
@@ -294,8 +294,8 @@ def test_experts_of_gptq_files_stay_packed(folder: Path, tmp_path: Path) -> None
         tensors[f"{module}.qzeros"] = torch.full((scale.shape[1], len(weight) // 8), 0x77777777, dtype=torch.int32)
         tensors[f"{module}.g_idx"] = (torch.arange(weight.shape[1]) // 32).int()
     config["quantization_config"] = {
-        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq",
-        "lm_head": False,
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False,
+        "checkpoint_format": "gptq",
     }  # fmt: skip
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -32,18 +32,16 @@ DRAFT = LLAMA | {
     "hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 2, "num_attention_heads": 14,
     "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"config": LLAMA, "head": True},
     "llama fp8": {"config": LLAMA, "quantization": "fp8", "draft": DRAFT},
     "llama int4": {"config": LLAMA, "quantization": "int4", "kv": "int8", "head": True},
-    "qwen3 moe": {
-        "config": LLAMA | {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-        "eagle": True,
-    },
+    "qwen3 moe": {"config": QWEN3_MOE, "eagle": True},
+    "qwen3 moe int4": {"config": QWEN3_MOE, "quantization": "int4,layers.1=w8a8,layers.2=fp8"},
     "gemma2": {
         "config": LLAMA | {
             "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",

@@ -22,4 +22,4 @@ def test_random_steps_launch_nothing_that_the_warm_up_does_not_know() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 5 and not any(found.values()), found
+    assert len(found) == 6 and not any(found.values()), found

@@ -11,6 +11,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.ops.device_facts import GEMM, misfit, usable
 from tokenmill.quant.forms import FLOATS, GROUPS, Layout, WeightForm, check_names
 from tokenmill.quant.schemes.dense import Dense
+from tokenmill.quant.schemes.expert_codes import ExpertCodes
 from tokenmill.quant.schemes.packed import BLOCK, Packed, can_hold
 from tokenmill.quant.schemes.row_scaled import W8A8, Fp8
 from tokenmill.quant.schemes.scheme import QuantScheme, Schemes
@@ -44,7 +45,7 @@ def choose_schemes(
     plain: QuantScheme = Packed() if place.native else Dense()
     named: dict[str, QuantScheme] = {}
     as_stored = set()
-    made: dict[WeightForm, QuantScheme] = {}  # equal forms share a scheme
+    made: dict[tuple[WeightForm, bool], QuantScheme] = {}  # equal forms share a scheme
     for name, (_, columns) in shapes.items():
         form, kept = layout.of(name), stored.get(name)
         if kept is not None and form in (None, kept, WeightForm(kept.kind)):  # not rounded again to what it is
@@ -58,14 +59,15 @@ def choose_schemes(
             continue
         if form.kind in FLOATS and name in experts and not place.native:
             continue  # multiplied in the dtype of the model
-        if form not in made:
-            made[form] = _scheme(form, plain)
         if form.group and columns % form.group:
             raise ConfigError(
                 f"quantization: {name} has {columns} columns, which are no multiple of the group of {form.name}; "
                 f"leave the group out, or give this layer another form ({name}=int8)"
             )
-        named[name] = made[form]
+        of_codes = name in experts and (not place.native or form.kind == "fp8")
+        if (form, of_codes) not in made:
+            made[form, of_codes] = ExpertCodes(form) if of_codes else _scheme(form, plain)
+        named[name] = made[form, of_codes]
     as_saved = layout == Layout() and not blocks and not stored  # floats, which no scheme here rounds
     exact = layout.default == _EXACT or all(layout.of(name) == _EXACT for name in shapes if name != "lm_head")
     return Schemes(plain, named, frozenset(as_stored), exact or as_saved)
