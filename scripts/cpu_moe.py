@@ -3,8 +3,8 @@
     python scripts/cpu_moe.py --turns 5
     python scripts/cpu_moe.py --before DIR     # a checkout of another version, which takes turns with this one
 
-The model has random weights and the shape of a small Qwen3-MoE. Beside the time of a step stands what reading its active
-weights would take at the measured bandwidth of one thread.
+The model has random weights and the shape of a small Qwen3-MoE. Beside the time of a step stands what reading its
+active weights would take at the measured bandwidth of one thread.
 """
 
 from __future__ import annotations
@@ -176,9 +176,8 @@ def main() -> None:
             engine.close()
         first, speed = next(iter(engines)), bandwidth()
         print(f"one thread reads {speed / 1e9:.1f} GB/s; CPU ms of a step, least of {given.turns} turns")
-        print(
-            "| experts | 1 row | 16 rows | prompt of 512 | of the first: 1 row | 16 rows | prompt | bytes bound: 1 row | 16 rows |"
-        )
+        times_of, bounds_of = "1 row | 16 rows | prompt of 512", "bytes bound: 1 row | 16 rows"
+        print(f"| experts | {times_of} | of the first: 1 row | 16 rows | prompt | {bounds_of} |")
         print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
         for name in engines:
             least = [min(times[name, rows]) for rows in kinds]

@@ -23,6 +23,7 @@ from tokenmill.ops.triton.gemm.small import counters_for, small_gemm
 from tokenmill.ops.triton.gemm.stream import stream_gemm
 from tokenmill.ops.triton.gemm.weight_codes import Codes, parts_of
 from tokenmill.ops.triton.gemm.weight_only import weight_only_gemm, widened
+from tokenmill.ops.triton.moe import codes as moe_codes
 from tokenmill.ops.triton.moe import experts as moe
 from tokenmill.ops.triton.moe import invariant as moe_invariant
 from tokenmill.ops.triton.moe import route as moe_route
@@ -42,6 +43,8 @@ from tokenmill.ops.types import (
     TreeTables,
     Unnormed,
 )
+from tokenmill.quant.forms import parse_form
+from tokenmill.quant.schemes.expert_codes import ExpertCodes
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
 BLOCK_SIZE = 16
@@ -213,6 +216,9 @@ def moe_cases() -> Iterator[Case]:
     for per_expert in (4, 16, 48, 512):  # what runs where the Hopper kernels do not
         yield f"moe grouped, {per_expert} choices per expert", partial(experts, per_expert * 16, grouped=True)
     yield "moe grouped float32", partial(experts, 64, dtype=FP32)
+    for form in ("int8", "int4-g32", "int4-g128-zeros", "w8a8", "fp8"):
+        for tokens in (1, 1024):
+            yield f"moe codes {form} {tokens} tokens", partial(coded_experts, tokens, form)
 
 
 def invariant_cases() -> Iterator[Case]:
@@ -375,6 +381,16 @@ def experts(
         moe.grouped(x, weights, chosen, gate_up, down, kind, shapes)
     else:
         op(x, weights, chosen, gate_up, down, kind)
+
+
+def coded_experts(tokens: int, form: str) -> None:
+    model, made = MIXTURE, []
+    for rows, columns in ((2 * model.inner, model.hidden), (model.hidden, model.inner)):
+        one = ExpertCodes(parse_form(form)).allocate(rows, columns, BF16, torch.device("cpu"))
+        made.append({name: new(model.experts, *part.shape, dtype=part.dtype) for name, part in one.items()})
+    op = moe_codes.moe_w8a8 if form == "w8a8" else moe_codes.moe_codes
+    x, weights = new(tokens, model.hidden), new(tokens, 8, dtype=FP32)
+    op(x, weights, new(tokens, 8, dtype=torch.int32), *made, "silu")
 
 
 def choose(rows: int, greedy: bool, filters: bool) -> None:

@@ -76,7 +76,9 @@ def test_w8a8_sums_are_exact(triton_device):
     whole = op(x, shares, chosen, gate_up.operand, down.operand, "silu")
     for row in range(9):
         some = slice(row, row + 1)
-        assert torch.equal(op(x[some], shares[some], chosen[some], gate_up.operand, down.operand, "silu")[0], whole[row])
+        assert torch.equal(
+            op(x[some], shares[some], chosen[some], gate_up.operand, down.operand, "silu")[0], whole[row]
+        )
 
 
 def test_no_tokens_and_unknown_activations(triton_device):

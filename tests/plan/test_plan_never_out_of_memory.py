@@ -153,10 +153,10 @@ def test_every_rank_of_a_feasible_layout_fits_its_gpu(name, gpu, count, pick, lo
                 continue
             if (key == "embed" and stage) or (key in ("lm_head", "final_norm") and stage < split.pipeline - 1):
                 continue
-            size = (layout.weights.weight_bytes or itemsize) if param.kind == "linear" else itemsize
+            size = (layout.weights.weight_bytes or itemsize) if param.kind in ("linear", "experts") else itemsize
             size = itemsize if key == "lm_head" else size
             ranks = split.tensor * (split.expert if ".experts_" in key else 1)
-            held += param.numel * size / (ranks if param.kind in ("linear", "stacked", "embedding") else 1)
+            held += param.numel * size / (ranks if param.kind in ("linear", "stacked", "experts", "embedding") else 1)
         most = max(most, held)
     element_bytes = layout_element_bytes(shape, layout)
     heads = math.ceil(shape.kv_heads / split.tensor) / shape.kv_heads

@@ -221,7 +221,7 @@ def model_bytes(
         rope_per_position=4 * sum(rope.dim for rope in set(spec.ropes)),
         flops_per_token=2.0 * spec.active_parameters,
         scratch=max(schemes.of(name).scratch_bytes(*shape, widest) for name, shape in shapes.items()),
-        guard=_guard_bytes(spec) if guarded else 0,
+        guard=_guard_bytes(spec, schemes) if guarded else 0,
         guard_per_token=spec.activation_elements * (widest.itemsize - itemsize),
     )
 
@@ -246,12 +246,13 @@ def matrix_bytes(
     return found
 
 
-def _guard_bytes(spec: DecoderSpec) -> int:
-    """What the guard holds of the weights in float32 (model/widened.py)."""
+def _guard_bytes(spec: DecoderSpec, schemes: Schemes) -> int:
+    """What the guard holds of the weights in float32 (model/widened.py): experts in small numbers stay so."""
     stacked: dict[str, int] = {}  # elements, by layer
     small: dict[str, int] = {}
     for name, param in spec.parameters().items():
-        if name.startswith("layers.") and param.kind != "linear":
+        small_numbers = param.kind == "experts" and not schemes.of(name).floats
+        if name.startswith("layers.") and param.kind != "linear" and not small_numbers:
             layer, counts = name.split(".")[1], stacked if param.kind in ("stacked", "experts") else small
             counts[layer] = counts.get(layer, 0) + param.numel
     matrices = [param.numel for param in spec.parameters().values() if param.kind in ("linear", "embedding")]

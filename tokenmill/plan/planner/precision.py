@@ -28,7 +28,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class WeightPrecision:
-    """A form of linear layers. Experts and the embedding stay as the model was saved, and so does the head, if the
+    """A form of linear layers and experts. The embedding stays as the model was saved, and so does the head, if the
     checkpoint does not store it otherwise.
     """
 
@@ -40,6 +40,7 @@ class WeightPrecision:
     widest: int = 0  # weights of the largest matrix that is stored so
     widening: float = 0.0  # bytes per weight that are moved to widen it where there are no kernels for it
     head_bytes: float | None = None  # per parameter of the head; None: as the model computes
+    expert_bytes: float | None = None  # per parameter of experts that a checkpoint stores; None: as the model computes
 
     @property
     def name(self) -> str:
@@ -75,6 +76,7 @@ def element_bytes_of(weights: WeightPrecision, kv: KVPrecision, itemsize: int, h
         kv=itemsize if kv.element_bytes is None else kv.element_bytes + kv.scale_bytes / head_dim,
         activation=itemsize,
         rounded_head=weights.head_bytes,
+        rounded_experts=weights.expert_bytes if weights.stored else weights.weight_bytes,
     )
 
 
@@ -89,7 +91,8 @@ def rank_bytes(shape: ModelShape, element_bytes: ElementBytes, split: Split, ite
     """The model as the memory plan of the fullest rank sees it."""
     layers = -(-shape.layers // split.pipeline) / shape.layers
     linear = shape.linear / split.tensor * element_bytes.weight
-    stacked = (shape.stacked + shape.expert_weights / split.expert) / split.tensor * element_bytes.other
+    stacked = shape.stacked / split.tensor * element_bytes.other
+    stacked += shape.expert_weights / split.expert / split.tensor * element_bytes.experts
     ends = shape.head * element_bytes.head, shape.embedding * element_bytes.other
     outer = (sum(ends) if split.pipeline == 1 else max(ends)) / split.tensor
     weights = layers * (linear + stacked + shape.small * max(itemsize, 4)) + outer
@@ -114,19 +117,20 @@ def rank_bytes(shape: ModelShape, element_bytes: ElementBytes, split: Split, ite
 def stored_precision(spec: DecoderSpec, stored: Mapping[str, WeightForm], dtype: torch.dtype) -> WeightPrecision | None:
     """What a quantized checkpoint stores, for which no other form is planned; None: all are floats.
 
-    The mean over the linear layers, with the rates of the form that most weights have.
+    The mean over the linear layers, and over the experts, with the rates of the form that most weights have.
     The head is counted apart: it is read for sampled rows only.
     """
     import torch  # the rest of planning does without
 
-    from tokenmill.engine.choices import linear_shapes
+    from tokenmill.engine.choices import linear_shapes, matrix_shapes
     from tokenmill.quant.schemes.choose import ComputeTarget, choose_schemes
 
-    shapes = linear_shapes(spec)
+    shapes = matrix_shapes(spec)
+    experts = shapes.keys() - linear_shapes(spec).keys()
     kept = {name: form for name, form in stored.items() if name in shapes}
     if not kept:
         return None
-    schemes = choose_schemes(Layout(), shapes, kept, False, ComputeTarget(torch.device("cuda"), dtype))
+    schemes = choose_schemes(Layout(), shapes, kept, False, ComputeTarget(torch.device("cuda"), dtype), experts)
 
     def mean_bytes(names: Iterable[str]) -> float:
         some = [(schemes.of(name).nbytes(*shapes[name], dtype), math.prod(shapes[name])) for name in names]
@@ -134,17 +138,18 @@ def stored_precision(spec: DecoderSpec, stored: Mapping[str, WeightForm], dtype:
 
     weights: Counter[WeightForm] = Counter()
     for name, form in kept.items():
-        weights[form] += math.prod(shapes[name])
+        weights[form] += math.prod(shapes[name]) * (spec.expert_count if name in experts else 1)
     most = weights.most_common(1)[0][0]
     by_row = most.group is None and most.kind in ("fp8", "w8a8")  # their inputs are rounded, too
     efficiency = most.kind if by_row or most.kind == "int4" else "int8"
     return WeightPrecision(
         None,
         efficiency,
-        mean_bytes(shapes.keys() - {HEAD}),
+        mean_bytes(shapes.keys() - {HEAD} - experts),
         0,
         stored=", ".join(form.name for form, _ in weights.most_common()),
         widest=max(math.prod(shapes[name]) for name in kept),
         widening=WIDENING_BYTES if by_row else WIDENING[efficiency],
         head_bytes=mean_bytes([HEAD]) if HEAD in kept else None,
+        expert_bytes=mean_bytes(experts) if experts & kept.keys() else None,
     )

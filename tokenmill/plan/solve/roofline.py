@@ -39,14 +39,19 @@ class ElementBytes:
     """How numbers are stored, in bytes."""
 
     weight: float  # per parameter of linear layers, scales included
-    other: float  # per parameter of everything else: experts, embedding
+    other: float  # per parameter of everything else, and of experts where nothing else is said: embedding
     kv: float  # per cached element, scales included
     activation: float = 2.0  # per element between products
     rounded_head: float | None = None  # per parameter of the head, scales included; None: like everything else
+    rounded_experts: float | None = None  # the same of routed experts
 
     @property
     def head(self) -> float:
         return self.other if self.rounded_head is None else self.rounded_head
+
+    @property
+    def experts(self) -> float:
+        return self.other if self.rounded_experts is None else self.rounded_experts
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Roofline:
         shape, element_bytes, rates, ranks = self.shape, self.element_bytes, self.rates, self.split.tensor
         every = ranks * self.split.expert
         read = (shape.linear * element_bytes.weight + shape.stacked * element_bytes.other) / ranks
-        read += shape.experts_read(facts.tokens) * element_bytes.other / every
+        read += shape.experts_read(facts.tokens) * element_bytes.experts / every
         products = shape.linear / rates.linear_flops + (shape.active - shape.linear) / rates.stacked_flops
         seconds = _either(read / rates.weight_bytes, 2.0 * facts.tokens * products / every)
         if facts.sampled:

@@ -84,9 +84,7 @@ class ExpertCodes(QuantScheme):
         need = MatmulNeed(self.name, rows, columns, dtype, storage["weight"].device)
         return only(MatmulKernel("widened", (self.name,), self._multiply), need)
 
-    def _multiply(
-        self, need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _multiply(self, need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
         if self.form.kind == "w8a8":
             x = quantize_rows(x, torch.int8).widen()
         return multiply_dense(need, x, {"weight": self.groups(storage).widen(x.dtype)}, bias)

@@ -30,9 +30,7 @@ class StoreBuilder:
         kinds = {name: param.kind for name, param in self._source.spec.parameters().items()}
         for short, param in layer.params.items():
             name, groups = layer.prefix + short, layer.groups.get(short)
-            self._weights[name] = (
-                widened(param, groups) if kinds[name] == "linear" else widened_experts(param, groups)
-            )
+            self._weights[name] = widened(param, groups) if kinds[name] == "linear" else widened_experts(param, groups)
 
     def build(self) -> WeightStore:
         for name, param in self._source.spec.parameters().items():

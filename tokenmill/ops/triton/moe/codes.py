@@ -176,7 +176,7 @@ def _sum(
     DEPTH: tl.constexpr, GROUPS: tl.constexpr, FOUR: tl.constexpr, ZEROS: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows of inputs times rows `n` of an expert's codes, and their scales; of groups, products are scaled one by one."""
+    """Rows of inputs times rows `n` of an expert's codes and their scales; products of groups are scaled one by one."""
     GROUP: tl.constexpr = DEPTH // GROUPS
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     whole = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
