@@ -188,7 +188,8 @@ def test_a_step_full_of_prompt_stays_within_its_planned_activations(
         peak, tokens, _ = largest_step(llm, [[7] * 1500], params)
         planned = llm._built.settings.memory.activations
     assert tokens == 1024
-    assert planned / 3 < peak <= planned  # and the plan is not far off, either
+    unseen = family is MIXTRAL and dtype == "float32"  # what experts need is the native library's own memory
+    assert planned / (12 if unseen else 3) < peak <= planned  # and the plan is not far off, either
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

@@ -11,13 +11,15 @@ import torch
 import transformers
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.model.layers import ResidentWeights
+from tokenmill.model.layers import MoEWeights, ResidentWeights
 from tokenmill.ops.native import library
+from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.scheme import Linear
 
 PROMPT = [(53 * place + 17) % 150 + 5 for place in range(21)]
 NEW = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+MATRICES = ("linear", "embedding", "experts")
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 2, "max_model_len": 64}
 
 
@@ -27,6 +29,10 @@ def matrices(weights: ResidentWeights, layers: int) -> list[Linear]:
         weights.lm_head,
         *(one for index in range(layers) for one in weights.layer(index).linears()),
     ]
+    for mlp in (weights.layer(index).mlp for index in range(layers)):
+        for experts in (mlp.gate_up, mlp.down) if isinstance(mlp, MoEWeights) else ():
+            assert isinstance(experts, Experts)
+            found += [experts.linear(expert) for expert in range(len(experts))]
     return list({id(one.storage): one for one in found}.values())  # an embedding may be the head, too
 
 
@@ -39,7 +45,7 @@ def answer(folder: Path, **options: object) -> tuple[list[int], list[str], int]:
             return tokens, [], 0
         all_of_them = matrices(weights, spec.num_layers)
         forms = [segment[0].name for one in all_of_them for segment in one.storage.matrix.segments]
-        others = sum(param.numel for param in spec.parameters().values() if param.kind not in ("linear", "embedding"))
+        others = sum(param.numel for param in spec.parameters().values() if param.kind not in MATRICES)
         held = sum(panels.nbytes for one in all_of_them for panels in one.storage.values())
         return tokens, forms, llm._built.settings.memory.weights - 4 * others - held
 

@@ -300,6 +300,7 @@ IMPLEMENTATIONS = tuple(
         capture_safe=fn in (add, scaled, soft_cap, logprobs, shape, per_head, concat),
         batch_invariant=fn not in (attention, act_mul, moe, per_head),
         kv_forms=tuple(KV_FORMS),
+        optional=fn is per_head,  # of latent attention, which nobody computes batch-invariantly
     )
     for fn in (
         rms_norm, add_rms_norm, rope_kv_write, rope, attention, act_mul, add, scaled, soft_cap, moe, sample, logprobs,

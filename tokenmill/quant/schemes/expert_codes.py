@@ -91,10 +91,10 @@ class ExpertCodes(QuantScheme):
 
 
 def paired(codes: torch.Tensor) -> torch.Tensor:  # [..., columns] of -8 to 7 -> [..., columns / 2] uint8
-    low, high = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2, PAIRED // 2)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    halves = (codes + 8).to(torch.uint8).view(*codes.shape[:-1], -1, 2, PAIRED // 2)
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
 
 def unpaired(packed: torch.Tensor) -> torch.Tensor:  # [..., columns / 2] uint8 -> [..., columns] int8
-    halves = packed.unflatten(-1, (-1, PAIRED // 2))
+    halves = packed.view(*packed.shape[:-1], -1, PAIRED // 2)
     return (torch.stack([halves & 15, halves >> 4], dim=-2).to(torch.int8) - 8).flatten(-3)
