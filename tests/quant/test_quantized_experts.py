@@ -125,7 +125,7 @@ def test_without_the_native_library_each_expert_is_multiplied_as_its_form_is(
     folder: Path, layout: str, most: float
 ) -> None:
     weights = loaded(SafetensorsCheckpoint(folder), layout, PLAIN)
-    assert all(one.op == "moe_each" for one in experts_of(weights, 0))
+    assert all(one.op in ("moe_codes", "moe_w8a8") for one in experts_of(weights, 0))  # ops that a GPU has
     assert 1e-5 < error(weights, folder) < most
 
 
