@@ -120,7 +120,9 @@ def test_layers_may_have_forms_of_their_own(folder: Path) -> None:
     assert error(weights, folder) < 0.35
 
 
-@pytest.mark.parametrize(("layout", "most"), [("int8", 0.03), ("int4", 0.35), ("w8a8", 0.03), ("fp8", 0.1)])
+@pytest.mark.parametrize(
+    ("layout", "most"), [("int8", 0.03), ("int4", 0.35), ("int4-g32-zeros", 0.35), ("w8a8", 0.03), ("fp8", 0.1)]
+)
 def test_without_the_native_library_each_expert_is_multiplied_as_its_form_is(
     folder: Path, layout: str, most: float
 ) -> None:
