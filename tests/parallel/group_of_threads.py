@@ -26,6 +26,9 @@ class GroupOfThreads:
     def __init__(self, ranks: Any, order: dict[str, Any], threads: int) -> None:
         self.size, self._order = ranks.ranks, order
         self.communicators = thread_communicators(self.size)
+        self._layout = parse_layout(order["config"]["parallel"])
+        groups = range(self.size // self._layout.tp)
+        self.tensor_ends = [one for _ in groups for one in thread_communicators(self._layout.tp)]
         self.runners: list[Any] = []
         self.failed: list[BaseException] = []
         self._queues = [queue.SimpleQueue[bytes | None]() for _ in range(1, self.size)]
@@ -39,9 +42,11 @@ class GroupOfThreads:
         config, settings = EngineConfig(**self._order["config"]), settings_from(self._order["settings"])
         models = [rank_model(config, rank, settings, tell, self._order["threads"]) for rank in range(1, self.size)]
         makers = [make, *(model.runner for model in models)]
-        self.runners = [one(None, end) for one, end in zip(makers, self.communicators, strict=True)]
-        for runner, steps in zip(self.runners[1:], self._queues, strict=True):
-            self._threads.append(threading.Thread(target=self._follow, args=(runner, steps), daemon=True))
+        ends = zip(makers, self.tensor_ends, self.communicators, strict=True)
+        self.runners = [make(near, every) for make, near, every in ends]
+        for rank, steps in enumerate(self._queues, 1):
+            given = rank, self.runners[rank], steps
+            self._threads.append(threading.Thread(target=self._follow, args=given, daemon=True))
             self._threads[-1].start()
 
     def launch(self, step: Step) -> Pending:
@@ -60,13 +65,14 @@ class GroupOfThreads:
         for thread in self._threads:
             thread.join()
 
-    def _follow(self, runner: Any, steps: queue.SimpleQueue[bytes | None]) -> None:
+    def _follow(self, rank: int, runner: Any, steps: queue.SimpleQueue[bytes | None]) -> None:
         try:
             while (message := steps.get()) is not None:
-                runner.launch(decode_step(message))
+                runner.launch(decode_step(message, self._layout.coordinates(rank)[1]))
         except BaseException as error:
             self.failed.append(error)
-            self.communicators[0].abort()
+            for end in (*self.communicators, *self.tensor_ends):
+                end.abort()
 
 
 def llm_of_threads(parallel: str, **options: Any) -> LLM:

@@ -35,7 +35,7 @@ class KVWatch:
     """What is held of the KV cache, and how much of that is empty."""
 
     def __init__(self, llm: LLM) -> None:
-        self._scheduler = llm._built.engine.scheduler
+        self._scheduler = llm._built.engine.scheduler.parts[0]
         state = llm._built.engine.runner.state  # type: ignore[attr-defined]
         arenas = [one for one in (state.arena, state.scales) if one is not None]
         pool = self._scheduler.kv.pool
@@ -66,7 +66,7 @@ def measure(llm: LLM, asks: list[Ask], limit: float, single: bool, tell: Tell) -
     end. `single`: one after the other, and the first in any case.
     """
     processor, watch = llm._processor, KVWatch(llm)
-    batching = llm._built.engine.scheduler.batching
+    batching = llm._built.engine.scheduler.parts[0].batching
     llm.reset_prefix_cache()
     request_states = [processor.prepare(prompt, _params(tokens)) for prompt, tokens in asks]
     before, again = steps_of(llm), batching.recomputed

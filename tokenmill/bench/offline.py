@@ -45,7 +45,7 @@ def answer_of(output: RequestOutput, began: float) -> Answer:
 
 
 def steps_of(llm: LLM) -> int:
-    return llm._built.engine.scheduler.kv.pool.settled
+    return llm._built.engine.scheduler.stats.steps
 
 
 def memory_of(llm: LLM) -> dict[str, int]:

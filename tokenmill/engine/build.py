@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +24,10 @@ from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.batching import BATCHING
 from tokenmill.engine.scheduler.control import pace_for
+from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
+from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.policy import POLICIES
-from tokenmill.engine.speculation.choose import draft_model_for, eagle_head_for, no_drafts_in_stages, speculation_for
+from tokenmill.engine.speculation.choose import draft_model_for, eagle_head_for, no_drafts_in_groups, speculation_for
 from tokenmill.engine.speculation.draft_model import DraftModel
 from tokenmill.engine.speculation.eagle import with_head
 from tokenmill.engine.tiers import add_tiers
@@ -42,6 +44,7 @@ from tokenmill.ops.device_facts import outdated
 from tokenmill.ops.matmul import Matmul
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
 from tokenmill.ops.registry import Ops
+from tokenmill.parallel.layout import parse_layout
 from tokenmill.plan.solve.settings import SolvedSettings, solve
 from tokenmill.quant.schemes.choose import describe
 from tokenmill.sampling.grammar import Grammars
@@ -137,7 +140,7 @@ def _build(
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *tiers,
         *settings.reasons,
-        *_eviction_lines(engine.scheduler.kv),
+        *_eviction_lines(engine.scheduler.parts[0].kv),
         f"speculation  {drafts}",
         *_ops_lines(model.ops),
         *warmed,
@@ -174,23 +177,37 @@ def join(
         stages=len(model.prepared.stages),
         reserved_tokens=settings.max_len if config.kv_reservation == "max_model_len" else 0,
     )
-    batching = BATCHING[config.batching](kv_cache=config.kv_cache)
-    scheduler = Scheduler(
-        limits,
-        KVManager(
-            settings.num_blocks,
-            settings.block_size,
-            config.enable_prefix_caching and batching.may_share,
-            config.eviction,
-        ),
-        POLICIES[config.policy](),
-        pace=pace_for(limits, config.slo_itl_ms, config.slo_ttft_ms),
-        batching=batching,
-        find_shared_prefixes=config.shared_prefix_attention
-        and not config.batch_invariant
-        and device.type == "cuda"
-        and None in model.prepared.spec.windows,
-    )
+    groups = parse_layout(config.parallel).dp
+    if groups > 1:  # a queue for each
+        limits = replace(
+            limits,
+            max_queued_requests=-(-limits.max_queued_requests // groups),
+            max_queued_tokens=-(-limits.max_queued_tokens // groups),
+        )
+    isolation, policy = Isolation(), POLICIES[config.policy]()
+
+    def scheduler_of_group() -> Scheduler:
+        batching = BATCHING[config.batching](kv_cache=config.kv_cache)
+        return Scheduler(
+            limits,
+            KVManager(
+                settings.num_blocks,
+                settings.block_size,
+                config.enable_prefix_caching and batching.may_share,
+                config.eviction,
+            ),
+            policy,
+            pace=pace_for(limits, config.slo_itl_ms, config.slo_ttft_ms),
+            batching=batching,
+            find_shared_prefixes=config.shared_prefix_attention
+            and not config.batch_invariant
+            and device.type == "cuda"
+            and None in model.prepared.spec.windows,
+            isolation=isolation,
+        )
+
+    parts = [scheduler_of_group() for _ in range(groups)]
+    scheduler = parts[0] if groups == 1 else DataParallelScheduler(parts, isolation)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     graphs = config.cuda_graphs and runner.decoder.recordable
@@ -198,7 +215,7 @@ def join(
     if isinstance(runner, TorchRunner):
         speculation, why = speculation_for(config, runner, graphs, most, draft, eagle, alone=group is None)
     else:
-        speculation, why = None, no_drafts_in_stages(config)
+        speculation, why = None, no_drafts_in_groups(config)
     return Engine(scheduler, group or runner, overlap=overlap, grammars=grammars, speculation=speculation), why
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
+from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.step import Pending, Runner, Step, StepResult
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | DataParallelScheduler,
         runner: Runner,
         *,
         overlap: bool = True,
@@ -68,7 +69,7 @@ class Engine:
 
     def drop_held(self, id: str) -> None:
         """Nobody will continue what the request of this id left behind."""
-        self.scheduler.life.held.drop(id)
+        self.scheduler.drop_held(id)
 
     @property
     def has_work(self) -> bool:
@@ -82,7 +83,7 @@ class Engine:
         if self.speculation is not None:
             self._propose(self.speculation, constrained)
         now = self.clock()
-        transfers = self.scheduler.kv.transfers
+        transfers = self.scheduler.transfers
         copying = transfers is not None and transfers.under_way
         if copying:
             self.scheduler.take_in_transfers()
@@ -115,15 +116,14 @@ class Engine:
 
     def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
         """Forget what can be found of all texts, or of those with this cache salt; who runs is not touched."""
-        self.scheduler.kv.reset_prefix_cache(cache_salt)
-        self.scheduler.life.held.forget(cache_salt)
+        self.scheduler.reset_prefix_cache(cache_salt)
         if self.speculation is not None:
             self.speculation.forget(cache_salt)
 
     def close(self) -> None:
         self._in_flight.clear()
-        if self.scheduler.kv.transfers is not None:
-            self.scheduler.kv.transfers.close()
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.close()
         self.runner.close()
         if self.grammars is not None:
             self.grammars.close()
@@ -181,8 +181,8 @@ class Engine:
         now = self.clock()
         if self.speculation is not None:
             self.speculation.committed(step, result, now - max(launched, self._last_commit))
-        if self.scheduler.kv.transfers is not None:
-            self.scheduler.kv.transfers.learn(step, now - max(launched, self._last_commit))
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.learn(step, now - max(launched, self._last_commit))
         self._last_commit = now
         return self.scheduler.commit(step, result, now)
 

@@ -24,6 +24,7 @@ from tokenmill.engine.choices import (
     schemes_for,
 )
 from tokenmill.engine.rank_parts import fullest, schemes_of_part
+from tokenmill.engine.runner.data_rank import DataRank
 from tokenmill.engine.runner.guard import PrecisionGuard
 from tokenmill.engine.runner.stage import LastStage, Pipe, StageRunner
 from tokenmill.engine.runner.state import DeviceState
@@ -135,10 +136,9 @@ def prepare(
 def _rank_spec(config: EngineConfig, spec: DecoderSpec, layout: Layout, rank: int) -> DecoderSpec:
     """What a rank has of every layer, as the settings have it."""
     hot, capacity = parse_experts(config.hot_experts), config.expert_capacity
-    if layout.dp > 1:
+    if layout.dp > 1 and layout.pp > 1:
         raise ConfigError(
-            f"parallel is {config.parallel!r}, but an engine does not divide requests among its ranks yet (dp); start "
-            f"{layout.dp} engines, or divide the model (tp, pp, ep)"
+            f"parallel is {config.parallel!r}, but the ranks of a pipeline have the same requests; leave dp out, or pp"
         )
     if hot and layout.ep == 1:
         raise ConfigError(
@@ -176,14 +176,16 @@ class RankModel:
         *,
         hidden_is_read: bool = False,
     ) -> RankRunner:
-        """`communicator`: to the ranks that have the other parts of its layers; every: to all ranks, for a pipeline;
-        hidden_is_read: by a head, after every step.
+        """`communicator`: to the ranks that have the other parts of its layers; every: to all ranks, for a pipeline,
+        or where ranks have requests of their own; hidden_is_read: by a head, after every step.
         """
         config, settings, made = self.config, self.settings, self.prepared
+        layout = parse_layout(config.parallel)
         part, alone = made.part, communicator is None or communicator.size == 1
-        decoder = Decoder(part, self.weights, self.ops, settings.max_len, None if alone else communicator)
+        others = every if layout.dp > 1 and layout.ep > 1 else None
+        decoder = Decoder(part, self.weights, self.ops, settings.max_len, None if alone else communicator, others)
         decoder.expert_limits = ExpertLimits(config.expert_capacity)
-        if part.moe is not None and (config.expert_capacity is not None or parse_layout(config.parallel).ep > 1):
+        if part.moe is not None and (config.expert_capacity is not None or layout.ep > 1):
             decoder.count_experts()
         state = DeviceState(
             part,
@@ -195,7 +197,7 @@ class RankModel:
             device=made.device,
             native=all(self.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention")),
         )
-        graphs = config.cuda_graphs and decoder.recordable
+        graphs = config.cuda_graphs and decoder.recordable and others is None  # the host hears how many tokens come
         pipe = None if every is None or part.stage is None else Pipe(every, len(made.stages))
         if pipe is not None and not part.has_head:
             rows, tokens = settings.max_rows, settings.max_step_tokens
@@ -212,6 +214,8 @@ class RankModel:
             guard=PrecisionGuard(decoder, self.need, settings.max_len) if made.guarded else None,
         )
         runner.reserve(settings.memory.activations)
+        if every is not None and layout.dp > 1:
+            return DataRank(runner, every, layout)
         return runner if pipe is None else LastStage(runner, pipe)
 
 

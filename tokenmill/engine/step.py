@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,6 +85,9 @@ class Step:
     masks: dict[int, list[bytes]] = field(default_factory=dict)
     in_float32: list[int] = field(default_factory=list)  # indices of rows computed in that, whatever the model's dtype
     shared: SharedPrefix | None = None  # changes the cost of the step, never its result
+    # Data-parallel groups of ranks: the step of each, with rows and blocks of its own; None: it has nothing to do.
+    # Everything else of such a step but its number is empty.
+    parts: tuple[Step | None, ...] = ()
     requests: list[Request] = field(default_factory=list)  # the scheduler's own; never sent to a rank
 
     @property
@@ -94,6 +98,11 @@ class Step:
     def wants_hidden(self) -> bool:
         """Whether hidden states are read that nothing is sampled from."""
         return bool(self.prompt_logprobs or self.pooling)
+
+
+def parts_of(step: Step) -> Iterable[Step]:
+    """The steps that one is made of: itself, or what each data-parallel group does in it."""
+    return [part for part in step.parts if part is not None] if step.parts else (step,)
 
 
 def num_decodes(step: Step) -> int:
@@ -121,6 +130,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index in step -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index -> one per position
     pooled: dict[int, list[float]] = field(default_factory=dict)  # row index -> vector, when all of its prompt was read
+    parts: tuple[StepResult | None, ...] = ()  # of a step that has parts: of each; everything else is empty then
 
 
 @dataclass(frozen=True, slots=True)

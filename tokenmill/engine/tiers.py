@@ -8,6 +8,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.runner.block_memory import ArenaMemory
 from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.engine.scheduler import Scheduler
 from tokenmill.errors import ConfigError
 from tokenmill.kv.tiers.disk import open_disk
 from tokenmill.kv.tiers.fabric import NixlFabric
@@ -30,7 +31,7 @@ def add_tiers(config: EngineConfig, engine: Engine, weights: str) -> list[str]:
     wanted = (config.kv_host_memory, config.kv_disk_path, config.kv_push_to)
     if all(one is None for one in wanted):
         return []
-    if not isinstance(engine.runner, TorchRunner):
+    if not isinstance(engine.runner, TorchRunner) or not isinstance(engine.scheduler, Scheduler):
         raise ConfigError(
             f"parallel is {config.parallel!r}, and kv_host_memory, kv_disk_path and kv_push_to are for one rank; leave "
             "that or these out"

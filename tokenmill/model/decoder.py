@@ -184,6 +184,7 @@ class Decoder:
         if wanted is not None:
             attended.pick(wanted)
             if not wanted.numel():  # kernels have nothing to launch for no rows
+                self.assist([attended.index])
                 return attended.take()[1]
         return self.norm(self.mlp_of(attended, watch))
 
@@ -192,6 +193,16 @@ class Decoder:
         if tokens.enters is None:
             return self.embed(tokens.ids)
         return Hidden(self.ops.scaled(tokens.enters, 1.0))  # a copy: layers write on their residual
+
+    def assist(self, indices: Iterable[int]) -> None:
+        """Without a token of its own: what other ranks have for the experts that are here."""
+        if not isinstance(self._experts, ExpertExchange):
+            return
+        for index in indices:
+            mlp, moe = self.weights.layer(index).mlp, self.spec.moe
+            if isinstance(mlp, MoEWeights) and moe is not None:
+                none, share = mlp.gate_up.new_empty(0, self.spec.hidden), mlp.router.new_empty(0, moe.top_k)
+                self._experts.compute(self._moe, none, share, share.long(), mlp.gate_up, mlp.down, self.spec.activation)
 
     def leave(self, tokens: TokenBatch, kv: list[LayerKV]) -> torch.Tensor:  # [tokens, hidden]
         """All layers of a stage, for the next one to go on with."""

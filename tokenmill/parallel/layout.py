@@ -73,8 +73,4 @@ def why_not(layout: Layout, device: str) -> str | None:
     """Why this version cannot run so many ranks on a device (cpu or cuda); None: it can."""
     if layout.ranks == 1:
         return None
-    if device != "cpu":
-        return "ranks on GPUs are not there yet"
-    if layout.dp > 1:
-        return "an engine does not divide requests among its ranks yet (dp)"
-    return None
+    return "ranks on GPUs are not there yet" if device != "cpu" else None

@@ -14,9 +14,9 @@ class Meeting:
         self.file = file  # by which other ranks join; open until `close`
         self._segment = segment
         groups = _groups(layout)
-        mine = groups.index(list(layout.stage_group(rank) if layout.ep > 1 else layout.tensor_group(rank)))
-        self.communicator = SharedMemoryCommunicator(segment, rank, mine)
-        self.every = SharedMemoryCommunicator(segment, rank) if layout.pp > 1 else None  # for what stages hand on
+        self.communicator = SharedMemoryCommunicator(segment, rank, groups.index(list(layout.tensor_group(rank))))
+        # For what stages hand on, and for what ranks with requests of their own ask of each other's experts.
+        self.every = SharedMemoryCommunicator(segment, rank) if layout.pp * layout.dp > 1 else None
 
     @classmethod
     def call(cls, layout: Layout) -> Meeting:

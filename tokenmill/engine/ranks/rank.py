@@ -63,18 +63,19 @@ def serve(engine: socket.socket) -> None:
     while True:
         order, files = link.next()
         rank, ranks = order["rank"], order["ranks"]
+        layout = parse_layout(order["config"]["parallel"])
         board = Board(SharedMemory(files[0]), ranks)
         meeting: Meeting | None = None
         runner: Runner | None = None
         try:
-            meeting = Meeting.join(files[1], parse_layout(order["config"]["parallel"]), rank)
+            meeting = Meeting.join(files[1], layout, rank)
             if model is None:
                 with collector_paused():
                     model = load(order, link)
                 gc.freeze()
             runner = model.runner(meeting.communicator, meeting.every)
             link.tell({"ready": order["generation"]})
-            follow(runner, board, rank, meeting)
+            follow(runner, board, rank, meeting, layout.coordinates(rank)[1])
         except Exception as error:
             if not isinstance(error, TokenmillError):
                 traceback.print_exc()
@@ -94,11 +95,12 @@ def load(order: dict[str, Any], link: Link) -> RankModel:
     return rank_model(config, order["rank"], settings_from(order["settings"]), link.progress, order["threads"])
 
 
-def follow(runner: Runner, board: Board, rank: int, others: Meeting) -> None:
-    """Launch what is told until the generation ends, or a step fails: nothing counts then before the next one."""
+def follow(runner: Runner, board: Board, rank: int, others: Meeting, group: int) -> None:
+    """Launch what is told until the generation ends, or a step fails: nothing counts then before the next one. group:
+    whose part of a step it reads, where steps have parts."""
     reader = board.reader(rank)
     while (message := reader.receive(lambda: board.ended)) is not None and not board.ended:
-        step = decode_step(message)
+        step = decode_step(message, group)
         try:
             runner.launch(step)
         except PeerLostError:  # whoever was lost is told of by others

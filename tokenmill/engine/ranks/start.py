@@ -58,6 +58,11 @@ def group_lines(config: EngineConfig, made: Prepared, ranks: RankProcesses | Non
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     each = f"{threads} thread{'s' * (threads > 1)} each"
     lines = [f"ranks        {ranks.ranks} ({parse_layout(config.parallel)}), {each}"]
+    if (groups := parse_layout(config.parallel).dp) > 1:
+        lines.append(
+            f"ranks        {groups} groups with requests of their own: max_num_seqs, max_num_batched_tokens and the KV "
+            "cache are each group's"
+        )
     if ranks.ranks * threads > cores:
         lines.append(f"ranks        there are {cores} cores for {ranks.ranks * threads} threads, so they take turns")
     if config.adaptive_precision and made.dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant:

@@ -2,7 +2,8 @@
 
 [ length of the integers | length of the text | integers | text | masks ]: what every step has is integers, one list
 after the other with its length before it; what only admissions bring (parameters, seeds) is JSON; masks are as they
-are. Nothing in it is ever executed.
+are. Nothing in it is ever executed. A step with parts has no integers of its own:
+[ 0 | how many parts | its number | length of each part, 0 where it has none | the parts that there are ].
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from tokenmill.kv.moves import Move, Place
 from tokenmill.params import SamplingParams
 
 _LENGTHS = struct.Struct("<QQ")
+_WORD = 8  # bytes
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
 _PLACES = tuple(Place)
 
 
 def encode_step(step: Step) -> bytes:
+    if step.parts:
+        parts = [b"" if part is None else encode_step(part) for part in step.parts]
+        head = array("Q", (step.number, *map(len, parts)))
+        return b"".join((_LENGTHS.pack(0, len(parts)), head.tobytes(), *parts))
     words = array("q", (step.number, step.num_singles, step.drafting, step.tree))
     for column in (step.rows, step.starts, step.counts, step.samples, step.in_float32):
         _put(words, column)
@@ -57,9 +63,12 @@ def encode_step(step: Step) -> bytes:
     return b"".join((_LENGTHS.pack(len(words), len(text)), words.tobytes(), text, *masks_of_rows))
 
 
-def decode_step(message: bytes) -> Step:
+def decode_step(message: bytes, group: int | None = None) -> Step:
+    """group: of a step with parts only this one is read; None: all are."""
     count, text_length = _LENGTHS.unpack_from(message)
     at = _LENGTHS.size
+    if not count:
+        return _with_parts(message, text_length, group)
     words = _Words(memoryview(message)[at : at + 8 * count].cast("q").tolist())
     at += 8 * count
     text = message[at : at + text_length]
@@ -104,6 +113,18 @@ def decode_step(message: bytes) -> Step:
     if admissions := words.one():
         step.admissions = _admissions(admissions, words, json.loads(text))
     return step
+
+
+def _with_parts(message: bytes, count: int, group: int | None) -> Step:
+    at = _LENGTHS.size
+    number, *lengths = memoryview(message)[at : at + _WORD * (1 + count)].cast("Q").tolist()
+    at += _WORD * (1 + count)
+    parts: list[Step | None] = []
+    for index, length in enumerate(lengths):
+        wanted = length and group in (None, index)
+        parts.append(decode_step(message[at : at + length]) if wanted else None)
+        at += length
+    return Step(number, parts=tuple(parts))
 
 
 class _Words:

@@ -6,13 +6,12 @@ the tokens that a later step starts from come with that step (`Step.told`).
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from tokenmill.engine.runner.answers import hear_answer, tell_answer
 from tokenmill.engine.runner.inputs import pack
 from tokenmill.engine.runner.paths import PreparedStep, attention_batch
 from tokenmill.engine.runner.recorded_stage import RecordedStage
@@ -21,9 +20,7 @@ from tokenmill.engine.runner.torch_runner import TorchRunner, to_device
 from tokenmill.engine.step import Loss, Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder
 from tokenmill.parallel.communicator import Communicator
-from tokenmill.sampling.records import TokenLogprobs
 
-_NONE = -2  # where a draft did not hold; -1 is a token that could not be chosen
 _LIGHT = (
     1 << 15
 )  # bytes of an answer that may be on its way whatever else is: far fewer than a ring between ranks holds
@@ -59,27 +56,11 @@ class Pipe:
         """The last stage says what was found."""
         if self.communicator.rank != self.communicator.size - self._width:
             return
-        more = _more_of(result)
-        words = [len(more)]
-        for held, samples in zip(result.tokens, step.samples, strict=True):
-            words += held + [_NONE] * (samples - len(held))
-        self.communicator.send(torch.tensor(words), 0)
-        if more:
-            self.communicator.send(torch.frombuffer(bytearray(more), dtype=torch.uint8), 0)
+        tell_answer(self.communicator, 0, step, result)
 
     def hear(self, step: Step) -> StepResult:
         """And the first hears it, step by step."""
-        source = self.communicator.size - self._width
-        like = torch.empty(1 + sum(step.samples), dtype=torch.int64)
-        size, *tokens = self.communicator.receive(like, source).tolist()
-        result, at = StepResult(tokens=[]), 0
-        for samples in step.samples:
-            result.tokens.append([token for token in tokens[at : at + samples] if token != _NONE])
-            at += samples
-        if size:
-            more = self.communicator.receive(torch.empty(size, dtype=torch.uint8), source)
-            _take_more(result, bytes(more.numpy()))
-        return result
+        return hear_answer(self.communicator, self.communicator.size - self._width, step)
 
 
 class StageRunner:
@@ -197,24 +178,3 @@ class _Passed:
         if self._result is None:
             self._result = self._pipe.hear(self._step) if self._pipe.is_asked else StepResult(tokens=[])
         return self._result
-
-
-def _more_of(result: StepResult) -> bytes:
-    """What is not tokens; seldom anything."""
-    if not (result.logprobs or result.prompt_logprobs or result.pooled):
-        return b""
-    parts = {"logprobs": result.logprobs, "prompt_logprobs": result.prompt_logprobs, "pooled": result.pooled}
-    return json.dumps(parts).encode()
-
-
-def _take_more(result: StepResult, text: bytes) -> None:
-    parts = json.loads(text)
-    for name in ("logprobs", "prompt_logprobs"):
-        found = {int(index): [_logprobs_of(one) for one in ones] for index, ones in parts[name].items()}
-        setattr(result, name, found)
-    result.pooled = {int(index): vector for index, vector in parts["pooled"].items()}
-
-
-def _logprobs_of(parts: list[Any]) -> TokenLogprobs:
-    token, logprob, rank, top = parts
-    return TokenLogprobs(token, logprob, rank, [(other, value) for other, value in top])

@@ -106,8 +106,9 @@ class Commits:
                 failures = self.isolation.failures(request)
                 request.error = f"this request failed {failures} times, the last ones alone: {cause}"
                 self.life.finish(request, Finish.ERROR, now)
-        self.life.held.void(min(numbers))
-        self.kv.void(max(numbers))
+        if numbers:
+            self.life.held.void(min(numbers))
+            self.kv.void(max(numbers))
         if loss is not None:
             for request in list(self.life.running):
                 self.life.preempt(request)

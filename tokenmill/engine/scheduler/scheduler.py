@@ -18,6 +18,7 @@ from tokenmill.engine.scheduler.stages import Sets
 from tokenmill.engine.step import DRAFTED, NODES, Admission, Loss, Step, StepResult, is_speculative
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
+from tokenmill.kv.transfers import Transfers
 from tokenmill.sampling.grammar import Constraint
 
 MAX_ROOM = 8  # waiting requests for which one step makes room
@@ -42,6 +43,7 @@ class Scheduler:
         pace: Pace | None = None,
         batching: Batching | None = None,
         find_shared_prefixes: bool = False,
+        isolation: Isolation | None = None,  # that it has in common with others
     ) -> None:
         if limits.max_step_tokens < limits.max_rows:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
@@ -49,7 +51,7 @@ class Scheduler:
         self.policy = policy or PriorityClasses()
         self.pace = pace or Pace(limits)
         self.batching = batching or Batching()
-        self.isolation = Isolation()
+        self.isolation = isolation or Isolation()
         self.sets = Sets(limits.stages)
         self.life = life = Lifecycle(limits, kv, self.policy, self.isolation)
         self.waiting, self.running, self.requests, self.stats = life.waiting, life.running, life.requests, life.stats
@@ -167,6 +169,24 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.requests or self.life.events)  # an end that nobody has heard of is work, too
+
+    def drop_held(self, id: str) -> None:
+        """Nobody will continue what the request of this id left behind."""
+        self.life.held.drop(id)
+
+    def reset_prefix_cache(self, salt: str | None = None) -> None:
+        """Forget what can be found of all texts, or of those with this salt; who runs is not touched."""
+        self.kv.reset_prefix_cache(salt)
+        self.life.held.forget(salt)
+
+    @property
+    def parts(self) -> list[Scheduler]:
+        """The schedulers that it is made of: see `DataParallelScheduler`."""
+        return [self]
+
+    @property
+    def transfers(self) -> Transfers | None:
+        return self.kv.transfers
 
     @property
     def has_free_row(self) -> bool:

@@ -34,6 +34,7 @@ from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.ops.native.recording import NotRecordableError
+from tokenmill.parallel.layout import parse_layout
 from tokenmill.quant.schemes.choose import ComputeTarget
 
 UNASKED_ROWS = 4  # that nobody's answer becomes slower with more is not shown, so it is left to those who ask for it
@@ -71,16 +72,17 @@ def eagle_head_for(config: EngineConfig, spec: DecoderSpec) -> EagleHead | None:
     return EagleHead.load(paths[0], spec) if paths else None
 
 
-def no_drafts_in_stages(config: EngineConfig) -> str:
-    """Why nothing is drafted for a pipeline: its steps have rows of their own, and drafts would make them longer where
-    they fill it; and the ranks that would draft do not know what the last stage found.
+def no_drafts_in_groups(config: EngineConfig) -> str:
+    """Why nothing is drafted where steps are made of several: stages have rows of their own in flight, and drafts would
+    make steps longer where these fill the pipeline; groups with requests of their own wait for the longest step.
     """
+    who = "ranks with requests of their own" if parse_layout(config.parallel).dp > 1 else "stages"
     if config.speculation not in (None, "off"):
         raise ConfigError(
-            f"speculation is {config.speculation!r} and parallel {config.parallel!r}, but stages verify no drafts; "
+            f"speculation is {config.speculation!r} and parallel {config.parallel!r}, but {who} verify no drafts; "
             "leave one of the two out"
         )
-    return "off (stages verify no drafts)"
+    return f"off ({who} verify no drafts)"
 
 
 def speculation_for(

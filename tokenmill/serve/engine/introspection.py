@@ -16,22 +16,23 @@ from tokenmill.serve.engine import wire
 
 
 def stats_of(engine: Engine) -> wire.EngineStats:
-    scheduler = engine.scheduler
-    pool, cache, stats = scheduler.kv.pool, scheduler.kv.stats, scheduler.stats
-    transfers = scheduler.kv.transfers
-    cached = sum(map(operator.gt, pool.has_content, pool.references))  # content and no reference: True > 0
+    scheduler, stats = engine.scheduler, engine.scheduler.stats
+    managers = [part.kv for part in scheduler.parts]
+    transfers = scheduler.transfers
+    # Content and no reference: True > 0
+    cached = sum(sum(map(operator.gt, one.pool.has_content, one.pool.references)) for one in managers)
     return wire.EngineStats(
         running=len(scheduler.running),
-        blocks=pool.num_blocks,
-        free_blocks=pool.num_free - cached,
+        blocks=sum(one.pool.num_blocks for one in managers),
+        free_blocks=sum(one.pool.num_free for one in managers) - cached,
         cached_blocks=cached,
-        block_size=scheduler.kv.block_size,
+        block_size=managers[0].block_size,
         steps=stats.steps,
         preemptions=stats.preemptions,
         failed_steps=stats.failed_steps,
-        cache_queried=cache.queried,
-        cache_hit=cache.hit,
-        evicted_blocks=cache.evicted_blocks,
+        cache_queried=sum(one.stats.queried for one in managers),
+        cache_hit=sum(one.stats.hit for one in managers),
+        evicted_blocks=sum(one.stats.evicted_blocks for one in managers),
         memory=_resident_bytes(),
         device_memory=_device_bytes(),
         late_kernels=_late_kernels(),
@@ -39,7 +40,7 @@ def stats_of(engine: Engine) -> wire.EngineStats:
             name: (one.drafted, one.accepted, one.steps)
             for name, one in (engine.speculation.stats.items() if engine.speculation is not None else ())
         },
-        eviction=_eviction_of(scheduler.kv),
+        eviction=_eviction_of(managers),
         tiers={} if transfers is None else {tier.transport.name: _tier(tier) for tier in transfers.tiers},
         block_bytes=0 if transfers is None else transfers.block_bytes,
         swapped=0 if transfers is None else transfers.swapped,
@@ -59,11 +60,13 @@ def _tier(tier: Tier) -> wire.TierReport:
     )
 
 
-def _eviction_of(kv: KVManager) -> tuple[str, int, int, int] | None:
-    if kv.eviction is None:
+def _eviction_of(managers: list[KVManager]) -> tuple[str, int, int, int] | None:
+    found = [one.eviction for one in managers if one.eviction is not None]
+    if not found:
         return None
-    stats = kv.eviction.stats
-    return kv.eviction.name, stats.hits, round(stats.shadow_hits), stats.takeovers
+    stats = [one.stats for one in found]
+    shadow_hits = round(sum(one.shadow_hits for one in stats))
+    return found[0].name, sum(one.hits for one in stats), shadow_hits, sum(one.takeovers for one in stats)
 
 
 def _late_kernels() -> int:
@@ -86,7 +89,7 @@ def view_of(engine: Engine) -> wire.EngineSnapshot:
         )
         for request in scheduler.requests.values()
     ]
-    return wire.EngineSnapshot(blocks_of(scheduler.kv.pool), rows)
+    return wire.EngineSnapshot(b"".join(blocks_of(part.kv.pool) for part in scheduler.parts), rows)
 
 
 # references (at most 255) -> 0, 2 or 4; that plus whether the block has content -> its state

@@ -29,7 +29,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta
-from tokenmill.engine.step import Loss, Pending, Runner, Step, num_decodes
+from tokenmill.engine.step import Loss, Pending, Runner, Step, num_decodes, parts_of
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.kv.events import CacheLog
 from tokenmill.serve.engine import process_limits, wire
@@ -124,7 +124,7 @@ def ready_message(built: Built) -> wire.EngineReady:
         max_step_tokens=settings.max_step_tokens,
         model=built.files.name,
         report=built.report,
-        block_size=built.engine.scheduler.kv.block_size,
+        block_size=built.engine.scheduler.parts[0].kv.block_size,
     )
 
 
@@ -138,6 +138,7 @@ class EngineLoop:
         self._socket = socket
         self._runner = engine.runner = _InFlightRunner(engine.runner, in_flight)
         self._beat_seconds = beat_seconds
+        self._indices = [part.kv.index for part in engine.scheduler.parts]
         self._unadmitted: dict[int, Request] = {}  # by key: those that have been in no step yet
         self._steps = 0
         self._last_heartbeat = 0.0
@@ -165,16 +166,20 @@ class EngineLoop:
             self._send_heartbeat()
 
     def _follow_cache(self, follow: bool) -> None:
-        index = self.engine.scheduler.kv.index
-        index.log = CacheLog() if follow else None
+        for index in self._indices:
+            index.log = CacheLog() if follow else None
         if follow:
-            self._send(wire.CacheChange(b"".join(index.identities()), b"", whole=True))
+            there = dict.fromkeys(identity for index in self._indices for identity in index.identities())
+            self._send(wire.CacheChange(b"".join(there), b"", whole=True))
 
     def _tell_cache(self) -> None:
-        """What the last step or wipe changed in the prefix cache, where somebody follows it."""
-        if log := self.engine.scheduler.kv.index.log:
-            stored, evicted = log.take()
-            self._send(wire.CacheChange(b"".join(stored), b"".join(evicted)))
+        """What the last step or wipe changed in the prefix caches, where somebody follows them."""
+        for index in self._indices:
+            if log := index.log:
+                stored, evicted = log.take()
+                if len(self._indices) > 1:  # another group may have it still
+                    evicted = [one for one in evicted if all(other.block_of(one) is None for other in self._indices)]
+                self._send(wire.CacheChange(b"".join(stored), b"".join(evicted)))
 
     def _newly_admitted(self) -> list[wire.Admitted]:
         """Those whom the step launched in this turn is the first of."""
@@ -306,13 +311,18 @@ class _InFlightRunner:
         self._in_flight.write([*(key for keys in self._newest for key in keys), *more])
 
     def launch(self, step: Step) -> Pending:
-        self.launched = [int(request.id) for request in step.requests]
+        parts = parts_of(step)
+        self.launched = [int(request.id) for part in parts for request in part.requests]
         self._newest.append(self.launched)
         self.note_in_flight([])
-        decodes = num_decodes(step)  # with drafts, too: these are no tokens of prompts
-        self.composition = (decodes, sum(step.counts[decodes:]))
-        if decodes < len(step.counts):
-            self.prefill_pairs = facts_of(step).prefill_pairs
+        all_decodes = prompt_tokens = 0
+        for part in parts:
+            decodes = num_decodes(part)  # with drafts, too: these are no tokens of prompts
+            all_decodes += decodes
+            if decodes < len(part.counts):
+                prompt_tokens += sum(part.counts[decodes:])
+                self.prefill_pairs += facts_of(part).prefill_pairs
+        self.composition = (all_decodes, prompt_tokens)
         return self._inner.launch(step)
 
     def reset(self) -> Loss | None:
