@@ -51,10 +51,10 @@ def no_logprobs(all_said: list[Any]) -> list[object]:
 @pytest.mark.parametrize(
     ("parallel", "options"),
     [
-        ("dp2,ep2", {}),
+        ("dp2,ep2", {"max_num_batched_tokens": 16}),
         ("dp2,tp2,ep4", {}),
         ("dp2", {}),
-        ("dp3,tp2", {"hot_experts": None}),
+        ("dp3,tp2", {}),
         ("dp4,ep4", {"hot_experts": "1,6"}),
     ],
 )
@@ -67,3 +67,81 @@ def test_groups_with_requests_of_their_own_say_what_one_rank_says(
         assert all(part.stats.tokens for part in parts), "a group computed nothing"
         llm._built.engine.scheduler.check_integrity()
         assert all(isinstance(one, DataRank) for one in threads_of(llm).runners)
+
+
+def test_a_killed_rank_of_any_group_loses_nothing(moe: str, wanted: list[Any]) -> None:
+    before, rng = set(children()), random.Random(3)
+    with opened(moe, parallel="dp2,tp2,ep4", skip_tokenizer_init=True) as llm:
+        assert no_logprobs(answers(llm)) == no_logprobs(wanted)
+        group, killed = group_of(llm), []
+        launch, left = group.launch, 5
+
+        def launch_and_kill(step: Step) -> Pending:
+            nonlocal left
+            left -= 1
+            pending = launch(step)
+            if left <= 0:
+                left = rng.randrange(4, 50)
+                killed.append(rng.choice(group.pids))
+                os.kill(killed[-1], signal.SIGKILL)
+            return pending
+
+        group.launch = launch_and_kill  # type: ignore[method-assign]
+        assert no_logprobs(answers(llm)) == no_logprobs(wanted)
+        scheduler = llm._built.engine.scheduler
+        scheduler.check_integrity()
+        del group.launch
+        assert len(set(killed)) > 1 and gone(killed)
+        assert scheduler.stats.failed_steps > 0
+    assert set(children()) == before
+
+
+def test_tokens_go_to_experts_and_back_by_the_formula(moe: str) -> None:
+    """One request: its group reads and decodes, and the other one has nothing to do but its experts' work."""
+    prompt, output = 12, 6
+    with llm_of_threads("dp2,ep2", model=moe, **OPTIONS) as llm:
+        ends = threads_of(llm).communicators
+        sizes: list[int] = []
+        exchange = ends[0].all_to_all
+
+        def noted(x: Any) -> Any:
+            sizes.append(x.shape[1])
+            return exchange(x)
+
+        ends[0].all_to_all = noted  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0)
+        llm.generate([list(range(5, 5 + prompt))], params, use_tqdm=False)
+        stats = llm._built.engine.scheduler.stats
+        layers, top_k, item, width = 3, 3, 8, llm._built.spec.hidden
+        assert stats.steps == output and all(end.counts["all_to_all"] == 4 * layers * stats.steps for end in ends)
+        assert all(end.counts["all_gather"] == layers * stats.steps for end in ends)
+        # Hidden states there and back, in float64; shares as the router computes, and numbers of experts.
+        rows = sum(sizes) // 4
+        assert rows <= layers * (prompt + output - 1), "a token is sent once to a rank"
+        assert ends[0].bytes["all_to_all"] == ends[1].bytes["all_to_all"] == 2 * rows * (2 * width + 2 * top_k) * item
+        idle = llm._built.engine.scheduler.parts[1].stats
+        assert not idle.steps and not ends[1].counts["send"] and not ends[0].counts["receive"]
+
+
+def test_long_answers_of_another_group_do_not_wait_for_the_next_step(tmp_path: Path) -> None:
+    """Of more bytes than lie between two ranks."""
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=60)
+    asked = [[7 + n % 90 for n in range(start, start + 400)] for start in (0, 31)]
+    model, found = write_tiny(tmp_path / "moe", **MOE), []
+    for parallel in (None, "dp2,ep2"):
+        with opened(model, parallel=parallel, skip_tokenizer_init=True, max_model_len=512) as llm:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            assert llm._built.engine.scheduler.stats.failed_steps == 0
+        found.append([[list(one) for one in output.prompt_logprobs[1:]] for output in outputs])
+    assert [len(one) for one in found[1]] == [399, 399] and found[0] == found[1]
+
+
+def test_what_groups_cannot_do_is_refused_in_a_sentence(moe: str) -> None:
+    with pytest.raises(ConfigError, match="the ranks of a pipeline have the same requests; leave dp out, or pp"):
+        opened(moe, parallel="dp2,pp2", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="ranks with requests of their own verify no drafts; leave one of the two"):
+        opened(moe, parallel="dp2,ep2", skip_tokenizer_init=True, speculation="suffix")
+    with pytest.raises(ConfigError, match="kv_push_to are for one rank; leave that or these out"):
+        opened(moe, parallel="dp2,ep2", skip_tokenizer_init=True, kv_host_memory=1 << 22)
+    with pytest.raises(ConfigError, match="cannot divide its 8 experts among 3 ranks; ep may be 1, 2, 4, 8"):
+        opened(moe, parallel="dp3,ep3", skip_tokenizer_init=True)

@@ -98,7 +98,6 @@ def test_whole_experts_on_two_ranks_and_hot_ones_on_both(tmp_path: Path) -> None
         ("dense", {"parallel": "tp3"}, "its 4 attention heads are no multiple of 3; tp may be 1, 2, 4"),
         ("dense", {"parallel": "ep2"}, "LlamaForCausalLM has no experts to divide among 2 ranks; leave ep out"),
         ("moe", {"parallel": "ep2", "hot_experts": "3,8"}, "hot_experts names expert 8"),
-        ("moe", {"parallel": "dp2,ep2"}, "does not divide requests among its ranks yet .dp.; start 2 engines"),
         ("moe", {"hot_experts": "3"}, "no rank lacks any expert"),
         ("moe", {"hot_experts": "three"}, "hot_experts is 'three'; it must be numbers of experts"),
         ("dense", {"expert_capacity": 1.5}, "expert_capacity is 1.5, but LlamaForCausalLM has no experts"),

@@ -99,8 +99,19 @@ def test_every_field_of_a_step_arrives_as_it_was_sent(step: Step) -> None:
     assert decode_step(encode_step(step)) == step
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**62), st.lists(st.none() | st.builds(Step, **STEPS), min_size=1, max_size=4).map(tuple))
+def test_a_group_reads_its_own_part(number: int, parts: tuple[Step | None, ...]) -> None:
+    message = encode_step(Step(number, parts=parts))
+    assert decode_step(message) == Step(number, parts=parts)
+    for group, part in enumerate(parts):
+        mine = decode_step(message, group)
+        assert mine.number == number and mine.parts[group] == part
+        assert all(other is None for at, other in enumerate(mine.parts) if at != group)
+
+
 def test_there_is_no_field_that_nobody_thought_of() -> None:
-    assert {one.name for one in dataclasses.fields(Step)} == {*STEPS, "requests"}
+    assert {one.name for one in dataclasses.fields(Step)} == {*STEPS, "parts", "requests"}
 
 
 def test_requests_stay_at_home() -> None:

@@ -94,7 +94,8 @@ def test_a_divided_model_is_one_line_that_an_engine_takes(tmp_path, monkeypatch)
 def test_what_no_version_runs_is_said_by_the_layout():
     assert why_not(parse_layout("tp2,pp2"), "cpu") is None
     assert "ranks on GPUs are not there yet" in str(why_not(parse_layout("tp2"), "cuda"))
-    assert "(dp)" in str(why_not(parse_layout("dp2,pp2"), "cpu"))
+    assert "ranks on GPUs are not there yet" in str(why_not(parse_layout("dp2,ep2"), "cuda"))
+    assert why_not(parse_layout("dp2,ep2"), "cpu") is None
 
 
 @pytest.fixture

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 
 from sim_answer import VOCAB, Answer, pooled_answer, solo_answer
 from sim_clients import Client
+from sim_groups import SimulatedGroups
 
 from tokenmill.engine.core import Engine
 from tokenmill.engine.request import REALTIME, Finish, Request, State
 from tokenmill.engine.runner.simulated import Faults, SimulatedClock, SimulatedRunner
 from tokenmill.engine.scheduler import Delta, Limits, Scheduler
+from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
+from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.policy import Policy
-from tokenmill.engine.step import Pending, Step
+from tokenmill.engine.step import Pending, Step, parts_of
 from tokenmill.errors import QueueFull, StepFailed
 from tokenmill.kv.manager import KVManager
 
@@ -39,6 +42,7 @@ class House:
     policy: Policy | None = None
     stages: int = 1
     held_share: float = 0.5
+    groups: int = 1  # of ranks with requests of their own, each with these sizes
 
     def build(self, faults: Faults | None = None) -> Engine:
         clock = SimulatedClock()
@@ -50,10 +54,18 @@ class House:
             stages=self.stages,
             held_share=self.held_share,
         )
-        kv = KVManager(self.blocks, self.block_size, self.prefix_caching, self.eviction)
-        stages = [1 / self.stages] * self.stages
-        runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults, stages=stages)
-        return Engine(Scheduler(limits, kv, self.policy), runner, overlap=self.overlap, clock=clock)
+        stages, isolation = [1 / self.stages] * self.stages, Isolation()
+
+        def group() -> tuple[Scheduler, SimulatedRunner]:
+            kv = KVManager(self.blocks, self.block_size, self.prefix_caching, self.eviction)
+            runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults, stages=stages)
+            return Scheduler(limits, kv, self.policy, isolation=isolation), runner
+
+        if self.groups == 1:
+            return Engine(*group(), overlap=self.overlap, clock=clock)
+        schedulers, runners = zip(*(group() for _ in range(self.groups)), strict=True)
+        scheduler = DataParallelScheduler(schedulers, isolation)
+        return Engine(scheduler, SimulatedGroups(runners), overlap=self.overlap, clock=clock)
 
 
 @dataclass
@@ -74,7 +86,7 @@ class Day:
     steps: int = 0
     worst_wait: int = 0  # steps that served a lower class while a realtime head waited
     _of: dict[str, Client] = field(default_factory=dict)
-    _head: tuple[str, int] = ("", 0)
+    _heads: dict[int, tuple[str, int]] = field(default_factory=dict)  # by number of the group
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -88,8 +100,9 @@ class Day:
         """The engine survives whatever a runner raises; here only injected failures are welcome."""
         limits = self.scheduler.limits
         try:
-            assert step.num_tokens <= limits.max_step_tokens and len(step.rows) <= limits.max_rows, "too large a step"
-            assert len(set(step.rows)) == len(step.rows), "a row has two shares of a step"
+            for part in parts_of(step):
+                assert part.num_tokens <= limits.max_step_tokens and len(part.rows) <= limits.max_rows, "too large"
+                assert len(set(part.rows)) == len(part.rows), "a row has two shares of a step"
             return self._launch(step)
         except StepFailed:
             raise
@@ -183,18 +196,18 @@ class Day:
 
     def _watch_the_head(self) -> None:
         """How many steps in a row a realtime newcomer waited for rows or blocks that lower classes hold."""
-        scheduler = self.scheduler
-        head = scheduler.waiting.head(self.clock.now, may_promote=False)
-        if head is None or head[0] != REALTIME or not self._waits_for_lower(head[1]):
-            self._head = ("", 0)
-            return
-        id = head[1].id
-        self._head = (id, self._head[1] + 1 if self._head[0] == id else 1)
-        self.worst_wait = max(self.worst_wait, self._head[1])
+        for number, part in enumerate(self.scheduler.parts):
+            head = part.waiting.head(self.clock.now, may_promote=False)
+            if head is None or head[0] != REALTIME or not self._waits_for_lower(part, head[1]):
+                self._heads[number] = ("", 0)
+                continue
+            known, waited = self._heads.get(number, ("", 0))
+            self._heads[number] = head[1].id, waited + 1 if known == head[1].id else 1
+            self.worst_wait = max(self.worst_wait, self._heads[number][1])
 
-    def _waits_for_lower(self, request: Request) -> bool:
-        running, limits, kv = self.scheduler.running, self.scheduler.limits, self.scheduler.kv
-        if request.metrics.first_scheduled is not None or self.scheduler.isolation.suspects:
+    def _waits_for_lower(self, part: Scheduler, request: Request) -> bool:
+        running, limits, kv = part.running, part.limits, part.kv
+        if request.metrics.first_scheduled is not None or part.isolation.suspects:
             return False
         peers = [one for one in running if one.lane <= REALTIME]  # promoted ones count as peers
         kept = {block for one in peers for block in one.blocks}
@@ -204,13 +217,14 @@ class Day:
 
     def _check_idle(self) -> None:
         self.idle_checks += 1
-        scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        scheduler.check_integrity()
-        assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
-        assert pool.num_free == pool.num_blocks and pool.num_fenced == 0, "blocks leaked"
-        assert len(scheduler.life.free_rows) == scheduler.limits.max_rows, "rows leaked"
-        assert not scheduler.isolation.suspects and not scheduler.isolation.cases and not scheduler.life.parked
-        assert scheduler.life.num_promoted == 0
+        self.scheduler.check_integrity()
+        for part in self.scheduler.parts:
+            pool = part.kv.pool
+            assert not part.requests and not part.running and not len(part.waiting)
+            assert pool.num_free == pool.num_blocks and pool.num_fenced == 0, "blocks leaked"
+            assert len(part.life.free_rows) == part.limits.max_rows, "rows leaked"
+            assert not part.isolation.suspects and not part.isolation.cases and not part.life.parked
+            assert part.life.num_promoted == 0
 
     def _judge(self) -> None:
         unheard = self.heard.keys() - self.ends.keys()
