@@ -12,7 +12,7 @@ import torch
 from tiny import write_tiny
 
 from tokenmill import LLM
-from tokenmill.engine.runner import state
+from tokenmill.engine.runner import arenas
 from tokenmill.ops.native import library
 from tokenmill.ops.native.arena import Arena
 
@@ -48,7 +48,7 @@ def test_only_what_is_asked_for_is_populated_and_keeps_what_it_holds(populating:
 def test_the_first_blocks_are_ready_after_the_start(
     populating: library.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "FIRST_BYTES", LARGE)
+    monkeypatch.setattr(arenas, "FIRST_BYTES", LARGE)
     model = write_tiny(tmp_path, max_position_embeddings=65536)
     with LLM(
         model, load_format="dummy", device="cpu", skip_tokenizer_init=True, max_num_seqs=8, kv_cache_memory=16 * LARGE,

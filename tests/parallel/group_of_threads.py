@@ -23,7 +23,8 @@ from tokenmill.parallel.threads import thread_communicators
 class GroupOfThreads:
     """Has what a RankGroup has, as long as nothing fails."""
 
-    def __init__(self, ranks: Any, order: dict[str, Any], threads: int) -> None:
+    def __init__(self, ranks: Any, order: dict[str, Any], threads: int, shared_kv: Any) -> None:
+        assert shared_kv is None, "threads have no tiers"
         self.size, self._order = ranks.ranks, order
         self.communicators = thread_communicators(self.size)
         self._layout = parse_layout(order["config"]["parallel"])

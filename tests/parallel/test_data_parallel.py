@@ -141,7 +141,7 @@ def test_what_groups_cannot_do_is_refused_in_a_sentence(moe: str) -> None:
         opened(moe, parallel="dp2,pp2", skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match="ranks with requests of their own verify no drafts; leave one of the two"):
         opened(moe, parallel="dp2,ep2", skip_tokenizer_init=True, speculation="suffix")
-    with pytest.raises(ConfigError, match="kv_push_to are for one rank; leave that or these out"):
+    with pytest.raises(ConfigError, match=r"for ranks that divide heads \(tp, ep\); leave that or these out"):
         opened(moe, parallel="dp2,ep2", skip_tokenizer_init=True, kv_host_memory=1 << 22)
     with pytest.raises(ConfigError, match="cannot divide its 8 experts among 3 ranks; ep may be 1, 2, 4, 8"):
         opened(moe, parallel="dp3,ep3", skip_tokenizer_init=True)

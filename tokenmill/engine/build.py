@@ -19,6 +19,7 @@ from tokenmill.engine.kernels import start_compiler, warm_up_kernels
 from tokenmill.engine.rank_model import RankModel, RankRunner, load_model, most_verified, prepare
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.processes import RankProcesses
+from tokenmill.engine.ranks.shared_kv import block_memory, shared_kv_for
 from tokenmill.engine.ranks.start import group_lines, load_order, start_ranks, threads_of_rank
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
@@ -113,7 +114,8 @@ def _build(
     eagle = eagle_head_for(config, made.spec)
     sizes = sizes if eagle is None else with_head(sizes, eagle, made.dtype)
     settings = solve(config, sizes, made.spec.max_positions, hardware_of(device, ranks.ranks if ranks else 1))
-    group = None if ranks is None else RankGroup(ranks, load_order(config, made, settings), threads)
+    order, shared_kv = load_order(config, made, settings), shared_kv_for(config, made, settings)
+    group = None if ranks is None else RankGroup(ranks, order, threads, shared_kv=shared_kv)
     model = load_model(config, settings, made, tell)
     # The engine of a server has no tokenizer until it needs one for a grammar.
     grammars = Grammars(lambda: tokenizer or load_tokenizer(made.files, None), made.spec.eos_ids)
@@ -126,7 +128,7 @@ def _build(
     made_up = config.seed if made.checkpoint is None else None
     computed = device.type, str(made.dtype), config.quantization, config.batch_invariant, config.ops, config.speculation
     identity = model_identity(made.files, made_up, *computed)
-    tiers = add_tiers(config, engine, identity)
+    tiers = add_tiers(config, engine, identity, block_memory(model, runner, shared_kv))
     warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
     checkpoint = made.checkpoint
     report = [

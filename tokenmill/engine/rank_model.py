@@ -169,15 +169,22 @@ class RankModel:
     ops: Ops
     need: Need  # what the ops were chosen for
 
+    @property
+    def native_kv(self) -> bool:
+        """Whether the native library reads and writes keys and values."""
+        return all(self.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention"))
+
     def runner(
         self,
         communicator: Communicator | None = None,
         every: Communicator | None = None,
+        kv_memory: torch.Tensor | None = None,
         *,
         hidden_is_read: bool = False,
     ) -> RankRunner:
         """`communicator`: to the ranks that have the other parts of its layers; every: to all ranks, for a pipeline,
-        or where ranks have requests of their own; hidden_is_read: by a head, after every step.
+        or where ranks have requests of their own; kv_memory: where its keys and values lie; hidden_is_read: by a head,
+        after every step.
         """
         config, settings, made = self.config, self.settings, self.prepared
         layout = parse_layout(config.parallel)
@@ -195,7 +202,8 @@ class RankModel:
             block_size=settings.block_size,
             dtype=made.kv_dtype,
             device=made.device,
-            native=all(self.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention")),
+            native=self.native_kv,
+            memory=kv_memory,
         )
         graphs = config.cuda_graphs and decoder.recordable and others is None  # the host hears how many tokens come
         pipe = None if every is None or part.stage is None else Pipe(every, len(made.stages))

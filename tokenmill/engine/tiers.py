@@ -6,8 +6,7 @@ from pathlib import Path
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
-from tokenmill.engine.runner.block_memory import ArenaMemory
-from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.engine.runner.block_memory import EngineMemory
 from tokenmill.engine.scheduler import Scheduler
 from tokenmill.errors import ConfigError
 from tokenmill.kv.tiers.disk import open_disk
@@ -26,39 +25,39 @@ MIB = 1 << 20
 LEAST_SECRET = 16  # bytes
 
 
-def add_tiers(config: EngineConfig, engine: Engine, weights: str) -> list[str]:
-    """Join them to a built engine; one line of the report for each. weights: what blocks are computed with."""
-    wanted = (config.kv_host_memory, config.kv_disk_path, config.kv_push_to)
-    if all(one is None for one in wanted):
+def wants_tiers(config: EngineConfig) -> bool:
+    return any(one is not None for one in (config.kv_host_memory, config.kv_disk_path, config.kv_push_to))
+
+
+def add_tiers(config: EngineConfig, engine: Engine, weights: str, memory: EngineMemory | None) -> list[str]:
+    """Join them to a built engine; one line of the report for each. weights: what blocks are computed with; memory:
+    where these lie, if anybody can read and write the blocks of all ranks."""
+    if not wants_tiers(config):
         return []
-    if not isinstance(engine.runner, TorchRunner) or not isinstance(engine.scheduler, Scheduler):
-        raise ConfigError(
-            f"parallel is {config.parallel!r}, and kv_host_memory, kv_disk_path and kv_push_to are for one rank; leave "
-            "that or these out"
-        )
-    kv, state = engine.scheduler.kv, engine.runner.state
+    assert memory is not None and isinstance(engine.scheduler, Scheduler)  # refused before: `start_ranks`
+    kv = engine.scheduler.kv
     if not kv.prefix_caching:
         raise ConfigError(
             "kv_host_memory, kv_disk_path and kv_push_to keep what the prefix cache knows, and that is off: leave "
             "enable_prefix_caching and batching as they are, or leave these out"
         )
-    memory, bell = ArenaMemory(state), ThreadBell()
+    bell = ThreadBell()
     kind, summed = checksum()
-    namespace = Namespace(weights, memory.form, state.block_size, kind)
+    namespace = Namespace(weights, memory.form, kv.block_size, kind)
     tiers: list[Tier] = []
     lines: list[str] = []
     try:
         if config.kv_host_memory is not None:
             host = _host(config, config.kv_host_memory, memory, summed, bell)
             tiers.append(Tier(host))
-            tokens = host.slots.count * state.block_size
+            tokens = host.slots.count * kv.block_size
             lines.append(f"kv in host   {_size(host.slots.count * memory.block_bytes)}, {tokens:,} tokens")
             if config.kv_listen is not None:
                 lines.append(f"kv listens   {_listen(config, config.kv_listen, host, namespace)}")
         if config.kv_disk_path is not None:
             disk = open_disk(config.kv_disk_path, config.kv_disk_bytes, namespace, memory, summed, bell)
             tiers.append(Tier(disk, on_second_use=config.kv_host_memory is not None))
-            lines.append(f"kv on disk   {disk.describe(state.block_size)}")
+            lines.append(f"kv on disk   {disk.describe(kv.block_size)}")
         if config.kv_push_to is not None:
             address, secret = address_of(config.kv_push_to), _secret(config)
             fabric = _fabric(config)
@@ -73,7 +72,7 @@ def add_tiers(config: EngineConfig, engine: Engine, weights: str) -> list[str]:
     return lines
 
 
-def _host(config: EngineConfig, size: int, memory: ArenaMemory, summed: Checksum, bell: ThreadBell) -> HostTier:
+def _host(config: EngineConfig, size: int, memory: EngineMemory, summed: Checksum, bell: ThreadBell) -> HostTier:
     if size < memory.block_bytes:
         raise ConfigError(
             f"kv_host_memory is {size:,} bytes, but a block of KV takes {memory.block_bytes:,}; "

@@ -187,6 +187,14 @@ class KVManager:
             self.index.forget(block)
             self.pool.mark_content(block, False)
 
+    def lose_memory(self) -> None:
+        """What is on the device is lost, and what was on its way from or to it; what other places hold is not."""
+        if self.transfers is not None:
+            self.transfers.lose_memory()
+        for block in self.index.blocks():
+            self.index.forget(block)
+            self.pool.mark_content(block, False)
+
     def check_integrity(self, requests: Iterable[Holder]) -> None:
         """Prove that no block is lost, leaked or doubly owned, and that the index and the pool agree."""
         self.pool.check_integrity([request.blocks for request in requests])

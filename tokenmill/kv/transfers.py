@@ -398,6 +398,13 @@ class Transfers:
         for _, copy in self._copies.values():
             copy.void |= salt is None or copy.salt == salt
 
+    def lose_memory(self) -> None:
+        """The device's memory is lost: what arrives there is not to be found, nor what is copied from it."""
+        for _, copy in self._copies.values():
+            copy.void = True
+            if copy.blocks is None:
+                copy.tier.transport.discard(copy.identities)
+
     def wait(self, seconds: float) -> None:
         """For whoever can do nothing before a copy has ended."""
         self._bell.wait(seconds)

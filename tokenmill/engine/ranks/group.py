@@ -22,6 +22,7 @@ from tokenmill.engine.rank_model import RankRunner
 from tokenmill.engine.ranks.board import Board
 from tokenmill.engine.ranks.meeting import Meeting
 from tokenmill.engine.ranks.processes import RankProcesses, cpu_seconds
+from tokenmill.engine.ranks.shared_kv import SharedKV
 from tokenmill.engine.ranks.standstill import Standstill
 from tokenmill.engine.ranks.step_codec import encode_step
 from tokenmill.engine.scheduler.isolation import RANK_CRASHED, RANK_KILLED, RANK_LOST_IDLE
@@ -37,7 +38,7 @@ BUSY_PATIENCE = 600.0  # of one that computes
 TRIES = 5  # at making one generation
 FUTILE = 12  # generations in a row that end before they have done a single step: another one would not help
 
-Make = Callable[[Communicator | None, Communicator | None], RankRunner]
+Make = Callable[[Communicator | None, Communicator | None, torch.Tensor | None], RankRunner]
 
 
 class RanksLostError(TokenmillError):
@@ -49,10 +50,16 @@ class RankGroup:
     this process without a group."""
 
     def __init__(
-        self, processes: RankProcesses, order: dict[str, Any], threads: int, patience: float = PATIENCE
+        self,
+        processes: RankProcesses,
+        order: dict[str, Any],
+        threads: int,
+        patience: float = PATIENCE,
+        shared_kv: SharedKV | None = None,  # where keys and values of all ranks lie; None: each has memory of its own
     ) -> None:
         self._processes, self._order, self._patience = processes, order, patience
         self._layout = parse_layout(order["config"]["parallel"])
+        self.shared_kv = shared_kv
         self._number = 0  # of the generation
         self._futile = 0  # generations that lost a rank since a step was done
         self._make: Make | None = None
@@ -145,6 +152,7 @@ class RankGroup:
             self._processes.ensure(rank)
             order = {**self._order, "generation": self._number, "rank": rank, "ranks": self.size}
             files = [generation.board.memory.fd, generation.meeting.file]
+            files += [self.shared_kv.memory.fd] if self.shared_kv is not None else []
             self._processes.order(rank, order, files, generation.lose)
         return generation
 
@@ -152,7 +160,8 @@ class RankGroup:
         assert self._make is not None
         if self._runner is None:
             meeting = self._generation.meeting
-            self._runner = self._make(meeting.communicator, meeting.every)
+            mine = None if self.shared_kv is None else self.shared_kv.part(0)
+            self._runner = self._make(meeting.communicator, meeting.every, mine)
         self._processes.wait_ready(self._number, self._patience, self._tell)
         if self._generation.board.ended:
             raise self._generation.cause() or PeerLostError("a rank was lost")

@@ -18,6 +18,7 @@ from tokenmill.engine.rank_model import RankModel, rank_model, settings_from
 from tokenmill.engine.ranks.board import Board
 from tokenmill.engine.ranks.meeting import Meeting
 from tokenmill.engine.ranks.orders import Order, receive_order, send_order
+from tokenmill.engine.ranks.shared_kv import part_of
 from tokenmill.engine.ranks.shared_words import SharedMemory
 from tokenmill.engine.ranks.step_codec import decode_step
 from tokenmill.engine.step import Runner
@@ -65,6 +66,7 @@ def serve(engine: socket.socket) -> None:
         rank, ranks = order["rank"], order["ranks"]
         layout = parse_layout(order["config"]["parallel"])
         board = Board(SharedMemory(files[0]), ranks)
+        kv_memory = part_of(files[2], rank, ranks) if len(files) > 2 else None
         meeting: Meeting | None = None
         runner: Runner | None = None
         try:
@@ -73,7 +75,7 @@ def serve(engine: socket.socket) -> None:
                 with collector_paused():
                     model = load(order, link)
                 gc.freeze()
-            runner = model.runner(meeting.communicator, meeting.every)
+            runner = model.runner(meeting.communicator, meeting.every, kv_memory)
             link.tell({"ready": order["generation"]})
             follow(runner, board, rank, meeting, layout.coordinates(rank)[1])
         except Exception as error:
@@ -84,7 +86,7 @@ def serve(engine: socket.socket) -> None:
             if not isinstance(error, PeerLostError):  # whose generation has ended
                 _end(board, rank, 1, error, meeting)
         finally:
-            runner = None  # its memory is for the next one
+            runner = kv_memory = None  # its memory is for the next one
             if meeting is not None:
                 meeting.close()
             board.memory.close()

@@ -11,6 +11,7 @@ import torch
 from tokenmill.config import EngineConfig, parse_speculation
 from tokenmill.engine.rank_model import Prepared, settings_text
 from tokenmill.engine.ranks.processes import RankProcesses
+from tokenmill.engine.tiers import wants_tiers
 from tokenmill.errors import ConfigError
 from tokenmill.parallel.layout import parse_layout
 from tokenmill.parallel.segment import MAX_RANKS
@@ -37,6 +38,11 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
         raise ConfigError(
             f"speculation is {config.speculation!r} and parallel {config.parallel!r}, but heads, draft models and "
             "layers draft beside one rank only; use suffix, or leave one of the two out"
+        )
+    if wants_tiers(config) and layout.ranks != layout.tp:
+        raise ConfigError(
+            f"parallel is {config.parallel!r}, and kv_host_memory, kv_disk_path and kv_push_to are for one rank, or "
+            "for ranks that divide heads (tp, ep); leave that or these out"
         )
     return RankProcesses(layout.ranks)
 

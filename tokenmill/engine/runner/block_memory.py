@@ -5,16 +5,24 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenmill.engine.runner.state import DeviceState
+from tokenmill.kv.transport import BlockMemory
 
 STAGED = 64 << 20  # bytes of the piece that a GPU gathers blocks in
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class EngineMemory(BlockMemory, Protocol):
+    """Of one rank, or of all that have some heads each."""
+
+    form: str  # dtypes and shapes of a block of the whole model
 
 
 class ArenaMemory:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from threading import Thread
-
-import numpy as np
 import torch
 
+from tokenmill.engine.runner.arenas import arenas
 from tokenmill.engine.step import DRAFTED, FANOUT, NODES, ON_DEVICE
-from tokenmill.errors import ModelError
 from tokenmill.model.decoder import LayerKV
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.ops.kv_forms import KVScales, form_for
-from tokenmill.ops.native.arena import Arena
-from tokenmill.ops.native.library import Library, library
+from tokenmill.ops.kv_forms import KVScales
 from tokenmill.ops.types import DecodeTables, TreeTables
-
-FIRST_BYTES = 32 << 20  # of the KV cache that are ready before the first requests need them
 
 
 class DeviceState:
@@ -34,6 +26,7 @@ class DeviceState:
         dtype: torch.dtype,  # of floats, or of a quantized form's codes
         device: torch.device,
         native: bool = False,  # the cache is read and written by the native library
+        memory: torch.Tensor | None = None,  # [bytes]: where keys and values lie; None: in memory of its own
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_len = max_len
@@ -58,22 +51,8 @@ class DeviceState:
         self.entering: torch.Tensor | None = None
         # How many positions the blocks of every row hold; see `keep_room`
         self.room: torch.Tensor | None = None
-        shapes = set(spec.kv_shapes)
-        if len(shapes) != 1:
-            raise ModelError(f"layers that cache keys of different shapes are not supported: {shapes}")
-        shape = shapes.pop()
-        # [layers, key and value (or only key), blocks, block_size, kv_heads, dim]: one copy moves a block of all layers
-        parts = 2 if shape.v_dim else 1
-
-        def paged(width: int, dtype: torch.dtype) -> torch.Tensor:
-            block = (block_size, shape.kv_heads, width)
-            if native:  # a block of all layers lies together: a request fills a few large pages, not some per layer
-                return _large_pages((num_blocks, spec.num_layers, parts, *block), dtype).movedim(0, 2)
-            return _zeros((spec.num_layers, parts, num_blocks, *block), dtype, device)
-
-        form = form_for(dtype)
-        self.arena = paged(form.width(shape.k_dim) if form else shape.k_dim, dtype)
-        self.scales = paged(form.scales(shape.k_dim), torch.bfloat16) if form else None  # beside a quantized arena
+        self.arena, self.scales = arenas(spec, num_blocks, block_size, dtype, device, native, memory)
+        parts = self.arena.shape[1]
         rope_dim = spec.mla.rope_dim if spec.mla else 0
         self.kv = [LayerKV(layer[0], layer[1] if parts == 2 else layer[0][..., rope_dim:]) for layer in self.arena]
         if self.scales is not None:
@@ -132,24 +111,3 @@ class DeviceState:
         """Where in the arena each token's key and value go."""
         blocks = self.block_tables[rows, positions // self.block_size]
         return blocks.long() * self.block_size + positions % self.block_size
-
-
-def _large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory as they are first written, two megabytes at a time where the system can do that."""
-    native = library()
-    memory = Arena(native).take(math.prod(shape) * dtype.itemsize)
-    Thread(target=_populate, args=(native, memory[:FIRST_BYTES]), name="kv-memory", daemon=True).start()
-    return memory.view(dtype).view(shape)
-
-
-def _populate(native: Library, memory: torch.Tensor) -> None:
-    """Blocks are handed out from the first on. A virtual machine may take milliseconds for a large page, and it is the
-    first prompts that would wait for it."""
-    native.c.tm_populate(memory.data_ptr(), len(memory))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU numpy's, whose pages cost neither time nor memory before they are first written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -113,7 +113,7 @@ class Commits:
             for request in list(self.life.running):
                 self.life.preempt(request)
             self.life.held.forget()
-            self.kv.reset_prefix_cache()
+            self.kv.lose_memory()
         events, self.life.events = self.life.events, []
         return events
 
