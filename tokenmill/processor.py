@@ -108,12 +108,14 @@ class Processor:
         timeout: float | None = None,
         cache_salt: str = "",
         pooling: str | None = None,
+        pushes: bool = False,
         keep: bool = False,
         continues: str | None = None,
     ) -> RequestState:
         """Check a prompt and its parameters and make requests of them; with `pooling`, one that asks for a vector of
         the prompt instead of an answer. With `keep` the ended request's keys and values stay under its id, until
-        `drop_held`, for a prompt that `continues` its tokens. Raises InvalidRequest."""
+        `drop_held`, for a prompt that `continues` its tokens. With `pushes` a server says that it has ended when
+        another engine has its blocks. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
         infill = self.tokenizer.infill if self.tokenizer is not None else None
@@ -142,6 +144,7 @@ class Processor:
                 priority=priority,
                 salt=cache_salt,
                 pooling=pooling,
+                pushes=pushes,
                 keep=keep,
                 continues=continues,
             )

@@ -333,16 +333,16 @@ def test_a_split_moves_keys_and_values_and_changes_no_token(chat_model: str, tmp
         settings = {"prefill": ((reads.url, answers.url),), "prefill_tokens": 64}
         async with routed([answers.url], **settings) as (app, url), client() as http:
             await eventually(lambda: app.fleet.prefill_for(app.fleet.replicas[0]), PATIENCE)
-            cached = 0
             for number in range(4):
                 prompt = [1 + one % 250 for one in prompt_of(number, 600)]
                 body = {"prompt": prompt, "max_tokens": 20, "seed": 1, "ignore_eos": True, "return_token_ids": True}
                 split = (await http.post(f"{url}/v1/completions", json=body)).json()
-                cached += split["usage"]["prompt_tokens_details"]["cached_tokens"]
+                # All of them were there. Of later ones it is known whether to read is quicker than to compute.
+                cached = split["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == 592 or (number and not cached)
                 await http.post(f"{answers.url}/reset_prefix_cache", json={})
                 alone = (await http.post(f"{answers.url}/v1/completions", json=body)).json()
                 assert split["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
-            assert cached >= 4 * 64  # what has not arrived by then is computed: how much that is, is a matter of speed
 
     try:
         run(main())

@@ -92,6 +92,7 @@ class Request:
     deadline: float | None = None
     salt: str = ""
     pooling: str | None = None  # one of POOLINGS: it says nothing, and ends with a vector of its prompt's hidden states
+    pushes: bool = False  # it is over when its blocks are where this engine pushes them
     keep: bool = False  # when it has ended well, its keys and values stay, held under its id
     continues: str | None = None  # a held sequence that its prompt begins as
 

@@ -129,6 +129,11 @@ class Transfers:
     def under_way(self) -> bool:
         return bool(self._copies)
 
+    def writing(self, identities: Sequence[bytes]) -> bool:
+        """Whether any of these blocks is on its way to a place, or waits for that."""
+        tiers = [tier for tier in self.tiers if not tier.hanging]
+        return any(one in tier._writing or one in tier._postponed for tier in tiers for one in identities)
+
     def expected_before(self, rank: tuple[int, float, int]) -> int:
         """Blocks that those who wait will need once theirs are there: whoever comes after them leaves these free."""
         return sum(one.expected for one in self.fetches.values() if one.rank <= rank)

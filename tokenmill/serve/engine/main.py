@@ -35,6 +35,7 @@ from tokenmill.kv.events import CacheLog
 from tokenmill.serve.engine import process_limits, wire
 from tokenmill.serve.engine.in_flight import InFlightFile
 from tokenmill.serve.engine.introspection import stats_of, view_of
+from tokenmill.serve.engine.pushed_last import PushedLast
 from tokenmill.serve.engine.startup import STARTING
 from tokenmill.step_time import facts_of
 
@@ -139,6 +140,7 @@ class EngineLoop:
         self._runner = engine.runner = _InFlightRunner(engine.runner, in_flight)
         self._beat_seconds = beat_seconds
         self._indices = [part.kv.index for part in engine.scheduler.parts]
+        self._pushed = PushedLast(engine.scheduler.transfers)
         self._unadmitted: dict[int, Request] = {}  # by key: those that have been in no step yet
         self._steps = 0
         self._last_heartbeat = 0.0
@@ -148,6 +150,9 @@ class EngineLoop:
         while self._handle_messages():
             if self.engine.has_work:
                 self._run_step()
+            elif self._pushed.held:
+                self._pushed.wait(self.engine)
+                self._tell_pushed()
         self.engine.close()
 
     def _run_step(self) -> None:
@@ -158,12 +163,16 @@ class EngineLoop:
         self._idle_reported = False
         now = time.monotonic()
         admitted = self._newly_admitted() if self._unadmitted else []
-        updates = [self._update(delta) for delta in deltas]
+        updates = [self._update(delta) for delta in self._pushed.hold_back(deltas)]
         did, pairs = self._runner.composition, self._runner.prefill_pairs
         self._send(wire.StepDone(self._steps, now, now - began, *did, updates, admitted, pairs))
         self._tell_cache()
         if now - self._last_heartbeat >= self._beat_seconds:
             self._send_heartbeat()
+
+    def _tell_pushed(self) -> None:
+        if updates := [self._update(delta) for delta in self._pushed.hold_back([])]:
+            self._send(wire.StepDone(self._steps, time.monotonic(), 0.0, 0, 0, updates))
 
     def _follow_cache(self, follow: bool) -> None:
         for index in self._indices:
@@ -207,7 +216,7 @@ class EngineLoop:
     def _handle_messages(self) -> bool:
         """Do what was asked for until now; sleep while there is nothing else to do. False: stop."""
         for _ in range(MOST_MESSAGES):
-            idle = not self.engine.has_work
+            idle = not (self.engine.has_work or self._pushed.held)
             if idle and not self._idle_reported:
                 self._idle_reported = True
                 self._send_heartbeat()
@@ -275,6 +284,7 @@ class EngineLoop:
                 deadline=None if message.deadline_in is None else now + message.deadline_in,
                 salt=message.salt,
                 pooling=message.pooling,
+                pushes=message.pushes,
             )
             request.tokens += sequence.output
             requests.append(request)

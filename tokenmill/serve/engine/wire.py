@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 8  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 9  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -121,6 +121,7 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     deadline_in: float | None
     salt: str
     pooling: str | None = None  # a vector of the prompt is asked for, not an answer
+    pushes: bool = False  # its last update waits until the blocks of its prompt are where this engine pushes them
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=2):

@@ -296,6 +296,7 @@ class RemoteEngine:
                 deadline_in=None if request.deadline is None else request.deadline - now,
                 salt=request.salt,
                 pooling=request.pooling,
+                pushes=request.pushes,
             )
         )
         for one in group:

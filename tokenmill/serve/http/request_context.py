@@ -119,10 +119,10 @@ class RequestContext:
             raise Probed(Prompted(tokens, self.service.facts.block_size, told))
 
     async def _prefill(self, prompt: Prompt, options: RequestOptions) -> None:
-        """Read a prompt for another server, which is sent its blocks meanwhile. Raises Probed."""
+        """Read a prompt for another server, which has its blocks when this is over. Raises Probed."""
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
         id = f"{self._engine_id}-prefill"
-        stream = await self.service.submit(prompt, params, request_id=id, **self._scheduling(options))
+        stream = await self.service.submit(prompt, params, request_id=id, pushes=True, **self._scheduling(options))
         self._streams.append(stream)
         async with self.cancel_on_disconnect(self.request.receive):
             output = await stream.last()
