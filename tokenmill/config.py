@@ -301,6 +301,14 @@ class EngineConfig:
         STEPS,
         unset="none",
     )
+    allreduce_8bit_above: int | None = option(
+        None,
+        "bytes from which on a sum over ranks travels in eight bits, about a quarter of the bytes",
+        STEPS,
+        low=1,
+        unset="every sum travels as it is",
+        more="It changes answers, by a stated bound per sum: [below](#several-ranks)",
+    )
     skip_tokenizer_init: bool = option(
         False,
         "no tokenizer: prompts are token ids, answers have no text",

@@ -76,6 +76,7 @@ OTHER: dict[str, Any] = {
     "overlap": True,
     "ops": {"attention": "cpu", "sample": "reference"},
     "expert_capacity": 1.5,
+    "allreduce_8bit_above": 65536,
     "hot_experts": "0,3",
     "skip_tokenizer_init": True,
     "seed": 9,

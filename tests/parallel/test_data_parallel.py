@@ -17,9 +17,12 @@ from test_divided_models import MODELS
 from tiny import write_tiny
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.engine.runner import data_rank
 from tokenmill.engine.runner.data_rank import DataRank
 from tokenmill.engine.step import Pending, Step
 from tokenmill.errors import ConfigError
+from tokenmill.serve.engine.wire import EngineStats
+from tokenmill.serve.observe.metrics import _experts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
@@ -121,6 +124,22 @@ def test_tokens_go_to_experts_and_back_by_the_formula(moe: str) -> None:
         assert ends[0].bytes["all_to_all"] == ends[1].bytes["all_to_all"] == 2 * rows * (2 * width + 2 * top_k) * item
         idle = llm._built.engine.scheduler.parts[1].stats
         assert not idle.steps and not ends[1].counts["send"] and not ends[0].counts["receive"]
+
+
+def test_the_load_of_experts_is_that_of_all_groups(moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_rank, "COUNTED_EVERY", 1)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+    with llm_of_threads("dp2,tp2,ep4", model=moe, **OPTIONS) as llm:
+        llm.generate([[5] * 30, [6] * 20, [7] * 9], params, use_tqdm=False)
+        before = llm._built.engine.scheduler.stats.tokens
+        llm.generate([[8] * 5], SamplingParams(max_tokens=1), use_tqdm=False)  # a step that tells of those before it
+        load = threads_of(llm).runner.expert_load
+        groups = [threads_of(llm).runners[first].decoder.expert_load for first in (0, 2)]
+        wanted = 3 * (2 * before + 3 * 4)  # three experts of every token, in the last layer of those that are read
+        assert int(load.counts.sum()) == wanted
+        assert all(0 < int(one.counts.sum()) < wanted for one in groups)
+    told = "\n".join(str(one.samples) for one in _experts(EngineStats(experts=[3, 4], experts_dropped=1)))
+    assert "'expert': '1'" in told and "value=4" in told and not list(_experts(EngineStats()))
 
 
 def test_long_answers_of_another_group_do_not_wait_for_the_next_step(tmp_path: Path) -> None:

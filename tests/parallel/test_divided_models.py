@@ -92,6 +92,22 @@ def test_whole_experts_on_two_ranks_and_hot_ones_on_both(tmp_path: Path) -> None
         assert load is not None and int(load.counts.sum()) % 3 == 0 < int(load.counts.sum())
 
 
+def test_sums_in_eight_bits_stay_near_and_small_ones_exact(tmp_path: Path) -> None:
+    """A prompt's sums are long enough, those of single rows are not."""
+    model = write_tiny(tmp_path / "dense", **MODELS["dense"])
+    asked, found = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=0), []
+    above = 20 * 128 * 4  # bytes: more than 20 rows
+    for options in ({}, {"allreduce_8bit_above": above}, {"allreduce_8bit_above": 1 << 30}):
+        with opened(model, "tp2", **options) as llm:
+            output = llm.generate(PROMPTS[2:3], asked, use_tqdm=False)[0]
+            ranks = llm._built.engine.runner.runner.decoder.ranks.counts
+            found.append([next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]])
+        layers = 2
+        assert ranks["all_to_all"] == (1 + 2 * layers if options.get("allreduce_8bit_above") == above else 0)
+    exact, near, too_small = found
+    assert too_small == exact != near and near == pytest.approx(exact, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
@@ -103,6 +119,9 @@ def test_whole_experts_on_two_ranks_and_hot_ones_on_both(tmp_path: Path) -> None
         ("dense", {"expert_capacity": 1.5}, "expert_capacity is 1.5, but LlamaForCausalLM has no experts"),
         ("moe", {"expert_capacity": 1.5, "batch_invariant": True}, "batch_invariant is set, which it breaks"),
         ("moe", {"parallel": "ep2", "batch_invariant": True}, "add them up in another order"),
+        ("dense", {"allreduce_8bit_above": 1}, "allreduce_8bit_above is 1, but no ranks divide heads .tp."),
+        ("dense", {"parallel": "tp2", "allreduce_8bit_above": 1, "batch_invariant": True}, "promises the exact sum"),
+        ("dense", {"parallel": "tp2", "allreduce_8bit_above": 0}, "must be a positive whole number, or unset"),
     ],
 )
 def test_wishes_that_cannot_be_followed_are_refused_in_a_sentence(

@@ -45,6 +45,7 @@ from tokenmill.ops.kv_forms import form_for
 from tokenmill.ops.native.library import Library
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.parallel.communicator import Communicator
+from tokenmill.parallel.compressed import CompressedSums
 from tokenmill.parallel.layout import Layout, parse_layout
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes
 from tokenmill.plan.solve.settings import SolvedSettings
@@ -145,6 +146,9 @@ def _rank_spec(config: EngineConfig, spec: DecoderSpec, layout: Layout, rank: in
             f"hot_experts is {config.hot_experts!r}, but no rank lacks any expert; divide whole ones (parallel='ep2'), "
             "or leave it out"
         )
+    if config.allreduce_8bit_above is not None and (layout.tp == 1 or config.batch_invariant):
+        why = "no ranks divide heads (tp)" if layout.tp == 1 else "batch_invariant is set, which promises the exact sum"
+        raise ConfigError(f"allreduce_8bit_above is {config.allreduce_8bit_above}, but {why}; leave it out")
     if capacity is not None and (spec.moe is None or config.batch_invariant):
         why = f"{spec.architecture} has no experts" if spec.moe is None else "batch_invariant is set, which it breaks"
         raise ConfigError(f"expert_capacity is {capacity:g}, but {why}; leave it out")
@@ -190,6 +194,8 @@ class RankModel:
         layout = parse_layout(config.parallel)
         part, alone = made.part, communicator is None or communicator.size == 1
         others = every if layout.dp > 1 and layout.ep > 1 else None
+        if communicator is not None and config.allreduce_8bit_above is not None:
+            communicator = CompressedSums(communicator, config.allreduce_8bit_above)
         decoder = Decoder(part, self.weights, self.ops, settings.max_len, None if alone else communicator, others)
         decoder.expert_limits = ExpertLimits(config.expert_capacity)
         if part.moe is not None and (config.expert_capacity is not None or layout.ep > 1):

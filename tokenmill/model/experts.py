@@ -32,6 +32,12 @@ class ExpertLoad:
         self.counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.dropped = torch.zeros(layers, dtype=torch.int64, device=device)  # choices beyond an expert's capacity
 
+    @classmethod
+    def like(cls, other: ExpertLoad) -> ExpertLoad:
+        """As large, and empty."""
+        layers, experts = other.counts.shape
+        return cls(layers, experts, other.counts.device)
+
     def add(self, layer: int, experts: torch.Tensor) -> None:  # [tokens, top_k]
         chosen = experts.flatten().long()
         self.counts[layer].index_add_(0, chosen, torch.ones_like(chosen))

@@ -25,9 +25,12 @@ from tokenmill.engine.ranks.processes import RankProcesses, cpu_seconds
 from tokenmill.engine.ranks.shared_kv import SharedKV
 from tokenmill.engine.ranks.standstill import Standstill
 from tokenmill.engine.ranks.step_codec import encode_step
+from tokenmill.engine.runner.data_rank import DataRank
+from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler.isolation import RANK_CRASHED, RANK_KILLED, RANK_LOST_IDLE
 from tokenmill.engine.step import Loss, Pending, Step, StepResult
 from tokenmill.errors import StepFailed, TokenmillError
+from tokenmill.model.experts import ExpertLoad
 from tokenmill.parallel.communicator import Communicator, PeerLostError
 from tokenmill.parallel.layout import Layout, parse_layout
 
@@ -73,6 +76,11 @@ class RankGroup:
         """Rank 0's own."""
         assert self._runner is not None
         return self._runner
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """As `TorchRunner.expert_load`, of all ranks; None also for stages, of which each knows its own layers."""
+        return self._runner.expert_load if isinstance(self._runner, TorchRunner | DataRank) else None
 
     @property
     def size(self) -> int:

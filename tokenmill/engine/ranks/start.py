@@ -69,6 +69,11 @@ def group_lines(config: EngineConfig, made: Prepared, ranks: RankProcesses | Non
             f"ranks        {groups} groups with requests of their own: max_num_seqs, max_num_batched_tokens and the KV "
             "cache are each group's"
         )
+    if config.allreduce_8bit_above is not None:
+        lines.append(
+            f"ranks        sums of {config.allreduce_8bit_above:,} bytes or more travel in eight bits, which changes "
+            "answers within a bound (as set)"
+        )
     if ranks.ranks * threads > cores:
         lines.append(f"ranks        there are {cores} cores for {ranks.ranks * threads} threads, so they take turns")
     if config.adaptive_precision and made.dtype in (torch.float16, torch.bfloat16) and not config.batch_invariant:

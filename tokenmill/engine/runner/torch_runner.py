@@ -31,6 +31,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, settled
 from tokenmill.engine.step import Pending, Step, StepResult, is_speculative
 from tokenmill.model.decoder import Decoder
+from tokenmill.model.experts import ExpertLoad
 from tokenmill.model.shard import vocabulary
 from tokenmill.ops.types import DecodeInputs
 from tokenmill.sampling.logprobs import Widths, unpack
@@ -152,6 +153,11 @@ class TorchRunner:
             self._graphs.feature_layers = reader.layers
         if self._recorded is not None:
             self._recorded.feature_reader = reader
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """How often experts were chosen, where that is counted."""
+        return self.decoder.expert_load
 
     @property
     def drafter(self) -> str:

@@ -19,6 +19,7 @@ def stats_of(engine: Engine) -> wire.EngineStats:
     scheduler, stats = engine.scheduler, engine.scheduler.stats
     managers = [part.kv for part in scheduler.parts]
     transfers = scheduler.transfers
+    load = getattr(engine.runner, "expert_load", None)  # a simulated engine has none
     # Content and no reference: True > 0
     cached = sum(sum(map(operator.gt, one.pool.has_content, one.pool.references)) for one in managers)
     return wire.EngineStats(
@@ -44,6 +45,8 @@ def stats_of(engine: Engine) -> wire.EngineStats:
         tiers={} if transfers is None else {tier.transport.name: _tier(tier) for tier in transfers.tiers},
         block_bytes=0 if transfers is None else transfers.block_bytes,
         swapped=0 if transfers is None else transfers.swapped,
+        experts=[] if load is None else load.counts.sum(0).tolist(),
+        experts_dropped=0 if load is None else int(load.dropped.sum()),
     )
 
 

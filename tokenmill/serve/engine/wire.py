@@ -80,6 +80,8 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     tiers: dict[str, TierReport] = {}
     block_bytes: int = 0  # of a block as tiers hold it; 0: there are none
     swapped: int = 0  # preempted requests whose blocks were read back from a tier
+    experts: list[int] = []  # how often each was chosen, over all layers; empty: nobody counts
+    experts_dropped: int = 0  # choices beyond an expert's capacity
 
 
 class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):

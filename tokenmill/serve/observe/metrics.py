@@ -177,6 +177,7 @@ class _StatsCollector(Collector):
                 family.add_metric([name], figure)
         yield from (drafted, accepted, verified)
         yield from _tiers(engine)
+        yield from _experts(engine)
         finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
         for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
             finished.add_metric([reason], count)
@@ -203,6 +204,21 @@ def _eviction(policy: str, found: int, shadow: int, takeovers: int) -> Iterable[
         family = CounterMetricFamily(f"tokenmill_{name}", what, labels=["policy"])
         family.add_metric([policy], count)
         yield family
+
+
+def _experts(engine: wire.EngineStats) -> Iterable[Metric]:
+    """Of a mixture whose experts are divided or limited: nobody counts those of others."""
+    if not engine.experts:
+        return
+    chosen = CounterMetricFamily(
+        "tokenmill_expert_chosen", "Tokens that chose an expert, over all layers", labels=["expert"]
+    )
+    for expert, count in enumerate(engine.experts):
+        chosen.add_metric([str(expert)], count)
+    yield chosen
+    yield CounterMetricFamily(
+        "tokenmill_expert_dropped", "Choices beyond an expert's capacity", value=engine.experts_dropped
+    )
 
 
 def _tiers(engine: wire.EngineStats) -> Iterable[Metric]:
