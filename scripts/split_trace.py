@@ -37,6 +37,7 @@ from tokenmill.plan.simulator.machines import Machine, machine_named
 from tokenmill.plan.simulator.replica import ReplicaSpec
 from tokenmill.plan.simulator.simulate import prompt_tokens, simulate
 
+LAYOUTS = ("cache-aware", "round-robin", "split")
 LOOKED_AT = 3000  # requests of the trace among which conversations are found
 LEAST_TURNS = 3
 VOCAB = 250  # ids that prompts are made of: fewer than any model has
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--scale", type=int, default=32, help="by which lengths are divided; divides 512")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--model", default="default")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--ttft", type=float, default=2.0, help="seconds that are promised for a first token")
@@ -72,7 +74,7 @@ def main() -> None:
     prompts = sum(workload.prompts)
     print(f"{len(workload)} requests, {prompts:,} prompt tokens, {sum(workload.outputs):,} to be answered")
     print(f"{'':24}{'good/s':>8}{'ttft p50':>10}{'p95':>8}{'gap p50':>9}{'p95':>8}{'computed':>10}{'cached':>9}")
-    for layout in ("cache-aware", "round-robin", "split"):
+    for layout in args.layouts:
         with started(layout, args.model, args.load_format) as (router, servers):
             answers, seconds = asyncio.run(ask(router, workload))
             computed = sum(counter(one, "prefilled_tokens_total") for one in servers)
@@ -152,7 +154,7 @@ def started(layout: str, model: str, load_format: str) -> Iterator[tuple[str, li
         for port, words in zip(ports, more, strict=True):
             processes.append(start("serve", *options, *words, "--port", str(port)))
         processes.append(start("route", *routes, "--port", str(front)))
-        wait_for([*urls, f"http://127.0.0.1:{front}"])
+        wait_for([*urls, f"http://127.0.0.1:{front}"], processes)
         yield f"http://127.0.0.1:{front}", urls
     finally:
         for one in processes:
@@ -167,15 +169,16 @@ def start(*words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "tokenmill", *words], **quiet)  # type: ignore[call-overload,no-any-return]
 
 
-def wait_for(urls: list[str]) -> None:
+def wait_for(urls: list[str], processes: list[subprocess.Popen[bytes]]) -> None:
     until = time.monotonic() + PATIENCE
     for url in urls:
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health/ready").status_code == 200:
                     break
-            if time.monotonic() > until:
-                raise SystemExit(f"{url} did not get ready")
+            ended = [one.args for one in processes if one.poll() is not None]
+            if ended or time.monotonic() > until:
+                raise SystemExit(f"{url} did not get ready; ended: {ended}")
             time.sleep(0.2)
 
 

@@ -212,6 +212,10 @@ class RankModel:
             memory=kv_memory,
         )
         graphs = config.cuda_graphs and decoder.recordable and others is None  # the host hears how many tokens come
+        prompt_graphs = config.prompt_graphs and not hidden_is_read  # pieces leave nothing for it
+        if (above := config.allreduce_8bit_above) is not None:  # recordings add up alike however many tokens there are
+            largest = max(settings.max_rows, most_verified(settings)) * part.hidden * made.dtype.itemsize
+            graphs, prompt_graphs = graphs and largest < above, False
         pipe = None if every is None or part.stage is None else Pipe(every, len(made.stages))
         if pipe is not None and not part.has_head:
             rows, tokens = settings.max_rows, settings.max_step_tokens
@@ -224,7 +228,7 @@ class RankModel:
             max_verified=most_verified(settings),
             max_tokens=settings.max_step_tokens,
             graphs=graphs,
-            prompt_graphs=graphs and config.prompt_graphs and not hidden_is_read,  # pieces leave nothing for it
+            prompt_graphs=graphs and prompt_graphs,
             guard=PrecisionGuard(decoder, self.need, settings.max_len) if made.guarded else None,
         )
         runner.reserve(settings.memory.activations)

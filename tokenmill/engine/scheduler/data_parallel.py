@@ -39,7 +39,8 @@ class DataParallelScheduler:
     def add(self, request: Request) -> None:
         """Queue a request, with its followers, where it probably starts first."""
         full: QueueFull | None = None
-        for part in sorted(self.parts, key=lambda part: self._cost(part, request)):
+        # Of equals the one with less in its cache.
+        for part in sorted(self.parts, key=lambda part: (self._cost(part, request), len(part.kv.index))):
             try:
                 part.add(request)
                 return
