@@ -55,8 +55,8 @@ def divided(model: str, blocks: int, parallel: str | None, **options: Any) -> LL
 @pytest.mark.parametrize(
     ("sender", "receiver"),
     [
-        (None, "tp2"),
         ("tp2", "tp4"),
+        pytest.param(None, "tp2", marks=pytest.mark.slow),
         pytest.param("tp2", None, marks=pytest.mark.slow),
         pytest.param("tp4", "tp2", marks=pytest.mark.slow),
     ],
