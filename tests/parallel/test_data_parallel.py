@@ -142,6 +142,21 @@ def test_the_load_of_experts_is_that_of_all_groups(moe: str, monkeypatch: pytest
     assert "'expert': '1'" in told and "value=4" in told and not list(_experts(EngineStats()))
 
 
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {}])
+def test_experts_in_other_forms_take_the_tokens_of_both_groups(tmp_path: Path, options: dict[str, Any]) -> None:
+    """In float32, which has kernels and packed forms of its own; one group is idle while the other goes on."""
+    model, found = write_tiny(tmp_path / "moe", **MOE), []
+    asked = [SamplingParams(max_tokens=length, temperature=0, prompt_logprobs=0, ignore_eos=True) for length in (1, 9)]
+    settings = OPTIONS | {"dtype": "float32"} | options
+    for parallel in (None, "dp2,ep2"):
+        opened_by = LLM if parallel is None else llm_of_threads
+        with opened_by(model=model, parallel=parallel, **settings) as llm:
+            outputs = llm.generate([[5 + n % 90 for n in range(40)], [9] * 12], asked, use_tqdm=False)
+            assert not llm._built.engine.scheduler.stats.failed_steps
+        found.append([next(iter(one.values())).logprob for each in outputs for one in each.prompt_logprobs[1:]])
+    assert found[1] == pytest.approx(found[0], abs=0.05) and len(found[0]) == 39 + 11
+
+
 def test_long_answers_of_another_group_do_not_wait_for_the_next_step(tmp_path: Path) -> None:
     """Of more bytes than lie between two ranks."""
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=60)

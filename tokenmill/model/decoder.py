@@ -201,8 +201,10 @@ class Decoder:
         for index in indices:
             mlp, moe = self.weights.layer(index).mlp, self.spec.moe
             if isinstance(mlp, MoEWeights) and moe is not None:
-                none, share = mlp.gate_up.new_empty(0, self.spec.hidden), mlp.router.new_empty(0, moe.top_k)
-                self._experts.compute(self._moe, none, share, share.long(), mlp.gate_up, mlp.down, self.spec.activation)
+                compute, gate_up, down = self._expert_product(mlp)
+                none, share = mlp.router.new_empty(0, self.spec.hidden), mlp.router.new_empty(0, moe.top_k)
+                none = none.to(self.weights.dtype)
+                self._experts.compute(compute, none, share, share.long(), gate_up, down, self.spec.activation)
 
     def leave(self, tokens: TokenBatch, kv: list[LayerKV]) -> torch.Tensor:  # [tokens, hidden]
         """All layers of a stage, for the next one to go on with."""
