@@ -74,6 +74,11 @@ def native_dir(chosen: Chosen = None) -> Path:
     return root(chosen) / "native"
 
 
+def layers_dir(chosen: Chosen = None) -> Path:
+    """Layers of models that are larger than the memory, in the form that they are computed with."""
+    return root(chosen) / "layers"
+
+
 def figures_dir(kind: str, chosen: Chosen = None) -> Path:
     """What was measured on this machine ("plan"), or made for a measurement ("bench")."""
     return root(chosen) / kind

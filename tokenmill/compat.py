@@ -46,6 +46,9 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
         found.setdefault("cache_dir", wanted)
     if isinstance(folder := found.get("cache_dir"), os.PathLike):
         found["cache_dir"] = os.fspath(folder)
+    if "cpu_offload_gb" in found:
+        wanted = found.pop("cpu_offload_gb")
+        found.setdefault("weights_offload", int(wanted * (1 << 30)) or None)  # there 0 means none where all fits
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))
     if isinstance(wanted := found.get("quantization"), str):

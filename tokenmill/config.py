@@ -165,6 +165,22 @@ class EngineConfig:
     gpu_memory_utilization: float = option(
         0.9, "share of the device's memory that may be used", MEMORY, above=0, high=1
     )
+    max_memory: int | None = option(
+        None,
+        "bytes of the device's memory that may be used in all",
+        MEMORY,
+        low=1,
+        unset="gpu_memory_utilization of a GPU, what is free beside a CPU",
+        more="What does not fit is streamed: [below](#models-larger-than-the-memory)",
+    )
+    weights_offload: int | None = option(
+        None,
+        "bytes of weights that are brought to the device in every step, from the host's memory or, to a CPU, from disk",
+        MEMORY,
+        low=0,
+        solved="as many as do not fit",
+        more="Whole layers, spread evenly. 0: none, and what does not fit is refused",
+    )
     kv_cache_memory: int | None = option(
         None, "bytes for the KV cache", MEMORY, low=1, solved="what is left on a GPU, at most 4 GiB on a CPU"
     )

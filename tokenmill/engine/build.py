@@ -36,11 +36,12 @@ from tokenmill.errors import ConfigError
 from tokenmill.kv.manager import KVManager
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.eagle import EagleHead
-from tokenmill.model.layers import MLPWeights, linears
+from tokenmill.model.layers import MLPWeights, WeightStore, linears
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import GroupCheckpoint
 from tokenmill.model.weights.source import ModelFiles
+from tokenmill.offload.streamed import StreamedWeights
 from tokenmill.ops.device_facts import outdated
 from tokenmill.ops.matmul import Matmul
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
@@ -113,6 +114,7 @@ def _build(
     sizes = sizes if draft is None else draft.beside(sizes)
     eagle = eagle_head_for(config, made.spec)
     sizes = sizes if eagle is None else with_head(sizes, eagle, made.dtype)
+    sizes = sizes if ranks is None else replace(sizes, layers=())  # ranks do not wait for each other's disks
     settings = solve(config, sizes, made.spec.max_positions, hardware_of(device, ranks.ranks if ranks else 1))
     order, shared_kv = load_order(config, made, settings), shared_kv_for(config, made, settings)
     group = None if ranks is None else RankGroup(ranks, order, threads, shared_kv=shared_kv)
@@ -140,6 +142,7 @@ def _build(
         *_native_lines(made.native, slower, device),
         f"kv cache     {made.kv_name} ({made.kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
+        *_streaming_lines(model.weights, settings),
         *tiers,
         *settings.reasons,
         *_eviction_lines(engine.scheduler.parts[0].kv),
@@ -241,6 +244,18 @@ def _eviction_lines(kv: KVManager) -> list[str]:
     return [f"eviction     {kv.eviction.name}: {kv.eviction.about} (as set)"]
 
 
+def _streaming_lines(weights: WeightStore, settings: SolvedSettings) -> list[str]:
+    """What it costs that layers are away."""
+    away = settings.memory.streamed
+    if not isinstance(weights, StreamedWeights):
+        return []
+    what = f"streaming    {away.nbytes / 1e6:,.0f} MB in every step"
+    if not weights.bandwidth:
+        return [what]
+    speed = f"{weights.bandwidth / 1e9:.2g} GB/s, as they have been read"
+    return [f"{what}: at least {away.seconds(weights.bandwidth):.2g} s of it, at {speed}; a step of more tokens costs no more"]
+
+
 def _native_lines(native: Library | str | None, slower: str | None, device: torch.device) -> list[str]:
     if slower is not None and device.type == "cpu":
         return [f"native       {slower}"]
@@ -271,7 +286,7 @@ def matmul_lines(decoder: Decoder) -> list[str]:
 
 
 def _gate_ups(decoder: Decoder) -> list[Matmul]:
-    mlps = [decoder.weights.layer(index).mlp for index in range(decoder.spec.num_layers)]
+    mlps = [decoder.weights.peek(index).mlp for index in range(decoder.spec.num_layers)]
     dense = [one if isinstance(one, MLPWeights) else one.shared for one in mlps]
     return [one.gate_up.matmul(decoder.weights.dtype) for one in dense if one is not None]
 

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
+from tokenmill.cache import layers_dir
 from tokenmill.config import EngineConfig
+from tokenmill.engine.identity import model_identity
 from tokenmill.errors import ConfigError
-from tokenmill.model.layers import WeightStore
+from tokenmill.model.layers import ResidentWeights, WeightStore
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, read_config
 from tokenmill.model.weights.source import ModelFiles
+from tokenmill.offload.load import Parameters, stream_from_disk, stream_from_host
+from tokenmill.offload.streamed import StreamedWeights
 from tokenmill.ops.native.library import load as load_native
+from tokenmill.plan.solve.offload import StreamedLayers
 from tokenmill.quant.schemes.scheme import Schemes
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -59,15 +64,52 @@ def load(
     schemes: Schemes,
     tell: Progress,
 ) -> WeightStore:
-    if checkpoint is None:
-        from tokenmill.model.weights.dummy import dummy_weights
+    what, parameters = _parameters(config, spec, checkpoint, dtype, device, schemes, tell)
+    weights = dict(parameters(lambda name: True, lambda done, total: tell(done, total, what)))
+    return ResidentWeights(spec, weights, dtype, device)
 
-        drawn = lambda done, total: tell(done, total, "making random weights")  # noqa: E731
-        return dummy_weights(spec, dtype, device, config.seed, schemes, drawn)
-    from tokenmill.model.weights.load import load_weights
+
+def load_streamed(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    schemes: Schemes,
+    tell: Progress,
+    away: StreamedLayers,
+    files: ModelFiles,
+) -> StreamedWeights:
+    """The same of a model whose layers are not all on the device."""
+    _, parameters = _parameters(config, spec, checkpoint, dtype, device, schemes, tell)
+    if device.type == "cuda":
+        return stream_from_host(spec, parameters, dtype, device, schemes, away, tell)
+    forms = sorted((name, schemes.of(name).name) for name in spec.parameters() if name.startswith("layers."))
+    identity = model_identity(files, config.seed if checkpoint is None else None, str(dtype), forms)
+    folder = layers_dir(config.cache_dir) / identity
+    return stream_from_disk(folder, spec, parameters, dtype, schemes, away, tell)
+
+
+def _parameters(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    schemes: Schemes,
+    tell: Progress,
+) -> tuple[str, Parameters]:
+    """Where they come from, and what is said meanwhile."""
+    if checkpoint is None:
+        from tokenmill.model.weights.dummy import draw_parameters
+
+        return "making random weights", lambda wanted, tell: draw_parameters(
+            spec, dtype, device, config.seed, schemes, tell, wanted
+        )
+    from tokenmill.model.weights.load import read_parameters
 
     if isinstance(checkpoint, BlockCheckpoint):  # the library unpacks blocks for every device
         load_native(tell, config.cache_dir)
-    return load_weights(
-        spec, checkpoint, dtype, device, lambda done, total: tell(done, total, "loading weights"), schemes
+    return "loading weights", lambda wanted, tell: read_parameters(
+        spec, checkpoint, dtype, device, tell, schemes, wanted
     )

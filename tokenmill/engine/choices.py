@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -208,8 +209,8 @@ def model_bytes(
     itemsize, schemes = dtype.itemsize, schemes or Schemes(Dense())
     widest = torch.float32 if guarded else dtype  # that products are computed in
     shapes, params = matrix_shapes(spec), spec.parameters()
-    weights = spec.weight_bytes(itemsize)
-    for name, held in matrix_bytes(spec, dtype, schemes, checkpoint).items():
+    weights, matrices = spec.weight_bytes(itemsize), matrix_bytes(spec, dtype, schemes, checkpoint)
+    for name, held in matrices.items():
         weights += held - params[name].numel * itemsize
     input_copy = max(schemes.of(name).input_bytes(columns) for name, (_, columns) in shapes.items())
     return ModelBytes(
@@ -223,7 +224,17 @@ def model_bytes(
         scratch=max(schemes.of(name).scratch_bytes(*shape, widest) for name, shape in shapes.items()),
         guard=_guard_bytes(spec, schemes) if guarded else 0,
         guard_per_token=spec.activation_elements * (widest.itemsize - itemsize),
+        layers=_layer_bytes(spec, itemsize, matrices),
     )
+
+
+def _layer_bytes(spec: DecoderSpec, itemsize: int, matrices: Mapping[str, int]) -> tuple[int, ...]:
+    found = [0] * spec.num_layers
+    for name, param in spec.parameters().items():
+        if name.startswith("layers."):
+            wide = max(4, itemsize) if spec.stored_wide(param.kind) else itemsize
+            found[int(name.split(".")[1])] += matrices.get(name, param.numel * wide)
+    return tuple(found)
 
 
 def matrix_bytes(

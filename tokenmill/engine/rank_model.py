@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.config import EngineConfig, parse_experts
-from tokenmill.engine.checkpoints import Progress, load, open_checkpoint
+from tokenmill.engine.checkpoints import Progress, load, load_streamed, open_checkpoint
 from tokenmill.engine.choices import (
     check_kv_form,
     choose_device,
@@ -48,6 +48,7 @@ from tokenmill.parallel.communicator import Communicator
 from tokenmill.parallel.compressed import CompressedSums
 from tokenmill.parallel.layout import Layout, parse_layout
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes
+from tokenmill.plan.solve.offload import StreamedLayers
 from tokenmill.plan.solve.settings import SolvedSettings
 from tokenmill.quant.schemes.choose import ComputeTarget
 from tokenmill.quant.schemes.dense import InvariantDense
@@ -212,6 +213,8 @@ class RankModel:
             memory=kv_memory,
         )
         graphs = config.cuda_graphs and decoder.recordable and others is None  # the host hears how many tokens come
+        if settings.memory.streamed.layers and made.device.type == "cuda":
+            graphs = False  # a layer's launches take far less time than its copy, and are ahead of it
         prompt_graphs = config.prompt_graphs and not hidden_is_read  # pieces leave nothing for it
         if (above := config.allreduce_8bit_above) is not None:  # recordings add up alike however many tokens there are
             largest = max(settings.max_rows, most_verified(settings)) * part.hidden * made.dtype.itemsize
@@ -256,7 +259,9 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
     )
     ops = select(need, config.ops)
     schemes = schemes_of_part(prepared.schemes, part)
-    weights = load(config, part, prepared.checkpoint, prepared.dtype, prepared.device, schemes, tell)
+    what = config, part, prepared.checkpoint, prepared.dtype, prepared.device, schemes, tell
+    away = settings.memory.streamed
+    weights = load_streamed(*what, away, prepared.files) if away.layers else load(*what)
     if config.batch_invariant and part.has_head:
         # Logits in float32: of equal ones, which is ranked first could depend on the batch.
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
@@ -274,4 +279,5 @@ def settings_text(settings: SolvedSettings) -> dict[str, Any]:
 
 
 def settings_from(text: Mapping[str, Any]) -> SolvedSettings:
-    return SolvedSettings(**{**text, "memory": MemoryPlan(**text["memory"]), "reasons": tuple(text["reasons"])})
+    memory = {**text["memory"], "streamed": StreamedLayers(**text["memory"]["streamed"])}
+    return SolvedSettings(**{**text, "memory": MemoryPlan(**memory), "reasons": tuple(text["reasons"])})

@@ -274,7 +274,7 @@ class Decoder:
         """What layers there are, by what they are made of and how they look at others; the first of each kind."""
         found: dict[object, int] = {}
         for index in range(self.spec.num_layers):
-            kind = layer_kind(self.weights.layer(index)), self._masks[index], self.rope_tables[index].dtype
+            kind = layer_kind(self.weights.peek(index)), self._masks[index], self.rope_tables[index].dtype
             found.setdefault(kind, index)
         return found
 

@@ -105,6 +105,10 @@ class WeightStore(Protocol):
 
     def layer(self, index: int) -> LayerWeights: ...
 
+    def peek(self, index: int) -> LayerWeights:
+        """The same to see what it is made of, at any time: its numbers need not be there."""
+        ...
+
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, hidden]
         """Zeros for tokens that another rank has."""
         ...
@@ -144,6 +148,9 @@ class ResidentWeights:
     def layer(self, index: int) -> LayerWeights:
         return self._layers[index]
 
+    def peek(self, index: int) -> LayerWeights:
+        return self._layers[index]
+
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         first = 0 if self._vocab is None else self._vocab.start
         if isinstance(self.embed, Linear):
@@ -157,7 +164,7 @@ class ResidentWeights:
 
 def linears(weights: WeightStore, num_layers: int) -> list[Linear]:
     """Every linear layer, head included where there is one."""
-    found = [one for index in range(num_layers) for one in weights.layer(index).linears()]
+    found = [one for index in range(num_layers) for one in weights.peek(index).linears()]
     head = getattr(weights, "lm_head", None)
     return found if head is None else [*found, head]
 

@@ -33,26 +33,41 @@ def dummy_weights(
     """The same seed gives the same weights on the same kind of device, each independent of the others, and a rank its
     part of these.
     """
+    weights = dict(draw_parameters(spec, dtype, device, seed, schemes, progress))
+    return ResidentWeights(spec, weights, dtype, torch.device(device))
+
+
+def draw_parameters(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    schemes: Schemes | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,  # by canonical name
+) -> Iterator[tuple[str, Weight]]:
+    """One parameter after the other, in the order of the layers; nobody but the caller keeps them."""
     place, schemes = torch.device(device), schemes or Schemes(Dense())
     generator = torch.Generator(place)
-    weights: dict[str, Weight] = {}
-    params, whole, parts, done = spec.parameters(), spec.whole.parameters(), held(spec), 0
+    whole, parts, done = spec.whole.parameters(), held(spec), 0
+    params = {name: param for name, param in spec.parameters().items() if wanted(name)}
     total = sum(param.numel for param in params.values())
     for name, param in params.items():
         # 32 bits, since torch's CPU generator ignores the rest.
         drawn = name if spec.stage is None else spec.stage.name_in_model(name)
         generator.manual_seed(zlib.crc32(f"{seed} {drawn}".encode()))
-        weights[name] = weight = allocate(spec, param, dtype, place, schemes.of(name))
+        weight = allocate(spec, param, dtype, place, schemes.of(name))
         if parts[name]:
             _fill_part(weight, whole[name], parts[name], dtype, saved_dtype(spec, dtype), generator)
         else:
             _fill(weight, param, dtype, saved_dtype(spec, dtype), generator)
         if isinstance(weight, torch.Tensor) and not adds_bias(spec, name):
             weight.zero_()
+        yield name, weight
+        del weight
         done += param.numel
         if progress is not None:
             progress(done, total)
-    return ResidentWeights(spec, weights, dtype, place)
 
 
 def saved_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -50,21 +50,35 @@ def load_weights(
     schemes: Schemes | None = None,
 ) -> WeightStore:
     """Peak memory is one copy of the weights plus the tensor being read."""
+    weights = dict(read_parameters(spec, checkpoint, dtype, device, progress, schemes))
+    return ResidentWeights(spec, weights, dtype, torch.device(device))
+
+
+def read_parameters(
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[int, int], None] | None = None,
+    schemes: Schemes | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,  # by canonical name
+) -> Iterator[tuple[str, Weight]]:
+    """One parameter after the other, in the order of the layers; nobody but the caller keeps them."""
     _refuse_quantized(checkpoint)
     spelled = spelled_as_in_transformers(checkpoint.names())
     chosen = _choose(spec, spelled)
     place, schemes = torch.device(device), schemes or Schemes(Dense())
     params, whole, parts = spec.parameters(), spec.whole.parameters(), held(spec)
+    params = {name: param for name, param in params.items() if wanted(name)}
     total, done = sum(param.numel for param in params.values()), 0
     tell = progress or (lambda done, total: None)
     tell(0, total)
-    weights: dict[str, Weight] = {}
     planned = {
         name: [(piece, cut) for piece in chosen[name] for cut in cuts(piece, whole[name].shape, parts[name])]
         for name in params
     }
     upcoming = (spelled[piece.source] for plan in planned.values() for piece, _ in plan)  # one ahead of what is filled
-    next(upcoming)
+    next(upcoming, None)
     for name, param in params.items():
         weight = allocate(spec, param, dtype, place, schemes.of(name))
         before = done
@@ -76,10 +90,10 @@ def load_weights(
             tell(min(done, before + param.numel), total)
         if isinstance(weight, torch.Tensor) and not adds_bias(spec, name):
             weight.zero_()
-        weights[name] = weight
+        yield name, weight
+        del weight
         done = before + param.numel  # pieces may have had more than was used of them
         tell(done, total)
-    return ResidentWeights(spec, weights, dtype, place)
 
 
 def stored_forms(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, WeightForm]:

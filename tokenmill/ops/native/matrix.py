@@ -7,7 +7,7 @@ import torch
 from tokenmill.ops.native import recording
 from tokenmill.ops.native.arena import Arena
 from tokenmill.ops.native.blocks import Bytes, Order, book_of, check_blocks
-from tokenmill.ops.native.formats import OF_GGUF, GGUFFormat, PanelForm
+from tokenmill.ops.native.formats import FORMS, OF_GGUF, GGUFFormat, PanelForm
 from tokenmill.ops.native.library import library
 from tokenmill.ops.native.structs import MAX_SEGMENTS, MatmulArgs, RepackArgs, Segment, TakeRowsArgs, check_structs
 
@@ -37,13 +37,28 @@ class PackedMatrix:
     def append_blocks(self, raw: Bytes, format: GGUFFormat, rows: int, order: Order | None = None) -> None:
         """The next rows, from the blocks of a file; row r of them is row order[r] of the file."""
         check_blocks(raw, format, rows, self.columns, order)
-        if self.filled + rows > self.rows or len(self.segments) == MAX_SEGMENTS:
-            raise ValueError(f"{rows} rows more do not fit in a matrix of {self.rows}")
+        self._check_room(rows)
         form = format.form
         panels = self._arena.take(form.nbytes(rows, self.columns))
         place = {"source": raw, "order": order, "book": book_of(format), "panels": panels}
         args = RepackArgs(**place, rows=rows, columns=self.columns, format=format.number)
         self._native.run(args.KIND, args)
+        self._add(form, rows, panels)
+
+    def adopt(self, form: int, rows: int, panels: torch.Tensor) -> None:  # [bytes] uint8, packed already
+        """The next rows, which lie in somebody else's memory, or will when they are multiplied with."""
+        known = FORMS[form] if 0 <= form < len(FORMS) else None
+        fits = known is not None and panels.dtype == torch.uint8 and len(panels) == known.nbytes(rows, self.columns)
+        if not fits or not panels.is_contiguous() or panels.data_ptr() % 64:
+            raise ValueError(f"{list(panels.shape)} of {panels.dtype} are no {rows} rows in form {form}")
+        self._check_room(rows)
+        self._add(FORMS[form], rows, panels)
+
+    def _check_room(self, rows: int) -> None:
+        if self.filled + rows > self.rows or len(self.segments) == MAX_SEGMENTS:
+            raise ValueError(f"{rows} rows more do not fit in a matrix of {self.rows}")
+
+    def _add(self, form: PanelForm, rows: int, panels: torch.Tensor) -> None:
         number = len(self.segments)
         self.segments.append((form, rows, panels))
         for known in (self._matmul, self._take):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -43,6 +43,18 @@ def row_count(rows: int) -> int:
     return -(rows // buffers.capacity)
 
 
+def is_recording() -> bool:
+    return _recording.get() is not None
+
+
+def explain_with(explain: Callable[[], None]) -> None:
+    """Have a run of the graph that is recorded ask this, where it was void: it raises what it knows of that."""
+    buffers = _recording.get()
+    assert buffers is not None
+    if explain not in buffers.explain:
+        buffers.explain.append(explain)
+
+
 class RecordedGraph:
     """A recorded step. It owns the memory between its ops; what they read and write at both ends is the caller's."""
 
@@ -72,6 +84,8 @@ class RecordedGraph:
     def run(self, rows: int) -> None:
         """Compute the step for the first `rows` rows of its inputs. PeerLostError: a rank that it needs is gone."""
         said = self._library.c.tm_graph_run(self._graph, rows)
+        for explain in self._buffers.explain if said == 2 else ():
+            explain()
         if said == 1:
             raise RuntimeError(f"a graph of {self.capacity} rows cannot run {rows}, or was made for another CPU level")
         self._library.check_peers(said)
@@ -93,6 +107,7 @@ class Buffers:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.nbytes = 0
+        self.explain: list[Callable[[], None]] = []
         self._free: list[npt.NDArray[np.uint8]] = []
         self._lent: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.uint8]]] = {}
 

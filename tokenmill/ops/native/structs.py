@@ -190,6 +190,11 @@ class ExchangeArgs(Args):
     _fields_ = _fields("group x out", "rows row_bytes x_part out_part verb")
 
 
+class EnterArgs(Args):
+    KIND = 92
+    _fields_ = _fields("told there", "layer bell")
+
+
 @lru_cache
 def check_structs(native: Library) -> None:
     """That both sides mean the same."""

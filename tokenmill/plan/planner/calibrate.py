@@ -139,7 +139,7 @@ def built_element_bytes(built: Built, shape: ModelShape) -> tuple[ElementBytes, 
     decoder = runner_of(built).decoder
     weights, spec, settings = decoder.weights, built.spec, built.settings
     itemsize = weights.dtype.itemsize
-    linear = sum(_stored(one) for layer in range(spec.num_layers) for one in weights.layer(layer).linears())
+    linear = sum(_stored(one) for layer in range(spec.num_layers) for one in weights.peek(layer).linears())
     kv_per_token = settings.memory.kv // (settings.num_blocks * settings.block_size)
     element_bytes = ElementBytes(
         weight=linear / shape.linear,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenmill.errors import ConfigError
 from tokenmill.plan.solve.hardware import GIB, Hardware
+from tokenmill.plan.solve.offload import StreamedLayers, to_free, to_hold
 
 MIB = 1 << 20
 # Scratch of the sampler per logit, beyond the logits: reference sampling sorts and draws noise in plain torch.
@@ -13,6 +14,7 @@ SAMPLER_BYTES_PER_LOGIT = {"cpu": 44, "cuda": 24}
 ATTENTION_WORKSPACE = {"cpu": 256 * MIB, "cuda": 256 * MIB}
 LIBRARY_WORKSPACE = {"cpu": 0, "cuda": 640 * MIB}  # matmul library, kernels, and rounding of the allocator
 CPU_KV_LIMIT = 4 * GIB
+KV_BESIDE_STREAMED = 8  # the cache may take one part in so many of the memory, where layers have to make room for it
 RECORDED_TOKENS = 1024  # of the largest step on a GPU that is recorded in pieces (engine/runner/piecewise.py)
 RECORDED_PIECES, RECORDED_PIECE = 1024, 3 * MIB // 16  # at most, of all sizes; bytes of one besides its tensors
 WIDENED_AT_ONCE = 64 * MIB  # of a matrix in float32, where `adaptive_precision` computes in float32 (model/widened.py)
@@ -32,6 +34,7 @@ class ModelBytes:
     scratch: int = 0  # what the largest product needs while it runs
     guard: int = 0  # float32 copies of weights, where rows that overflow are computed again (see guard_bytes)
     guard_per_token: int = 0  # by how much the activations of such a step are wider
+    layers: tuple[int, ...] = ()  # bytes of each layer, of the weights; (): they cannot be streamed
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class MemoryPlan:
     budget: int
     num_blocks: int
     guard: int = 0  # of activations and workspace: what is there for rows that are computed again in float32
+    streamed: StreamedLayers = StreamedLayers()  # whose buffers are of the weights
 
     @property
     def total(self) -> int:
@@ -50,8 +54,10 @@ class MemoryPlan:
 
     def lines(self, kv_tokens: int) -> list[str]:
         guard = f" ({_size(self.guard)} of it for adaptive_precision)" if self.guard else ""
+        away = self.streamed
+        buffers = f"  ({_size(away.buffers)} of it are buffers of {len(away.layers)} layers)" if away.layers else ""
         return [
-            f"weights      {_size(self.weights)}",
+            f"weights      {_size(self.weights)}{buffers}",
             f"kv cache     {_size(self.kv)}  ({kv_tokens:,} tokens in {self.num_blocks:,} blocks)",
             f"activations  {_size(self.activations)}  (the largest step, logits and sampling included)",
             f"workspace    {_size(self.workspace)}  (tables, attention scratch, libraries)",
@@ -80,6 +86,8 @@ def plan_memory(
     longest: int,  # the model's own limit
     kv_bytes: int | None,  # None: what is left
     prompt_graphs: bool = True,  # steps that read prompts are recorded
+    max_memory: int | None = None,  # bytes of the device that may be used in all
+    offload: int | None = None,  # bytes of weights that live elsewhere; None: as many as do not fit
 ) -> tuple[MemoryPlan, int]:
     """The plan and the length of the longest request it can hold. Refuses, with the numbers, what cannot fit."""
     where = hardware.device
@@ -103,9 +111,10 @@ def plan_memory(
     else:
         workspace += 2 * recorded + (max_step_tokens * model.activation_per_token if prompt_graphs else 0)
         budget = hardware.free_bytes
+    if max_memory is not None:
+        budget = min(budget, max_memory)
     fixed = model.weights + activations + workspace
     block_bytes = model.kv_per_token * block_size
-    left = budget - fixed
     smallest = -(-(max_len or block_size) // block_size) * block_bytes  # one request of full length
     if kv_bytes is not None and kv_bytes < smallest:
         what = f"max_model_len {max_len}" if max_len else f"a single block of {block_size}"
@@ -113,16 +122,35 @@ def plan_memory(
             f"kv_cache_memory is {kv_bytes:,} bytes, but a request of {what} tokens takes {smallest:,}; "
             f"raise it to that or more{', or lower max_model_len' if max_len else ''}"
         )
+    most_kv = max_rows * -(-length // block_size) * block_bytes
+    away = StreamedLayers()
+    if offload:
+        away = to_hold(model.layers, offload)
+        if not away.layers:
+            why = f"a model of {len(model.layers)} layers has too few to stream" if model.layers else "ranks hold all of theirs"
+            raise ConfigError(f"weights_offload is {offload:,}, but {why}; leave it out")
+    elif offload is None and fixed + (kv_bytes or smallest) > budget:
+        # Every byte of the cache is one that steps have to bring: it gets what requests cannot do without, and a share.
+        wanted = kv_bytes or max(smallest, min(budget // KV_BESIDE_STREAMED, most_kv))
+        away = to_free(model.layers, fixed + wanted - budget) or away
+        away = away if away.layers else to_free(model.layers, fixed + smallest - budget) or away
+    weights = model.weights - away.freed
+    fixed -= away.freed
+    left = budget - fixed
     options = ["lower kv_cache_memory"] if kv_bytes is not None else []
     if kv_bytes is None:
-        kv_bytes = left if where == "cuda" else min(left // 2, CPU_KV_LIMIT)
-        kv_bytes = min(kv_bytes, max_rows * -(-length // block_size) * block_bytes * (4 if where == "cuda" else 1))
+        kv_bytes = left if where == "cuda" else min(left if away.layers else left // 2, CPU_KV_LIMIT)
+        kv_bytes = min(kv_bytes, most_kv * (4 if where == "cuda" else 1))
     num_blocks = kv_bytes // block_bytes
     if kv_bytes < smallest or fixed + num_blocks * block_bytes > budget:
-        raise ConfigError(_refusal(model, hardware, activations, workspace, budget, kv_bytes, smallest, options))
+        if offload == 0 and model.layers:
+            options.append("leave weights_offload out, so that layers are streamed")
+        of = replace(model, weights=weights)
+        raise ConfigError(_refusal(of, hardware, activations, workspace, budget, kv_bytes, smallest, options))
     fitting = min(length, num_blocks * block_size)
     kv = num_blocks * block_bytes
-    return MemoryPlan(model.weights, kv, activations, workspace, budget, num_blocks, guard + wider), fitting
+    plan = MemoryPlan(weights, kv, activations, workspace, budget, num_blocks, guard + wider, away)
+    return plan, fitting
 
 
 def _refusal(
@@ -138,6 +166,8 @@ def _refusal(
     options = [*options, "lower max_num_batched_tokens or max_num_seqs", "lower max_model_len"]
     if hardware.device == "cuda":
         options.append("raise gpu_memory_utilization")
+    else:
+        options.append("raise max_memory, if it is set")
     if model.guard:
         options.append("set adaptive_precision=False")
     options.append("use a smaller dtype or model")

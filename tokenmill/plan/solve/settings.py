@@ -68,7 +68,11 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         longest=longest,
         kv_bytes=config.kv_cache_memory,
         prompt_graphs=config.cuda_graphs and config.prompt_graphs,
+        max_memory=config.max_memory,
+        offload=config.weights_offload,
     )
+    if memory.streamed.layers:
+        reasons.append(_streamed(config, model, memory, hardware))
     why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model knows {longest}"
     choose("max_model_len", config.max_model_len, max_len, why)
     return SolvedSettings(
@@ -79,6 +83,15 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
         num_blocks=memory.num_blocks,
         memory=memory,
         reasons=tuple(reasons),
+    )
+
+
+def _streamed(config: EngineConfig, model: ModelBytes, memory: MemoryPlan, hardware: Hardware) -> str:
+    away, where = memory.streamed, "the host's memory" if hardware.device == "cuda" else "disk"
+    why = "as set" if config.weights_offload is not None else "the rest fits"
+    return (
+        f"weights_offload = {away.nbytes}  ({why}: {len(away.layers)} of {len(model.layers)} layers are brought from "
+        f"{where} in every step, each while those before it are computed)"
     )
 
 

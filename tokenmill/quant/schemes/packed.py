@@ -120,7 +120,7 @@ class Packed(QuantScheme):
         matrix = _matrix(storage)
         assert first_row == matrix.filled, "rows are packed in their order"
         matrix.append_floats(weight)
-        self._show(storage)
+        self.show(storage)
 
     def write_groups(self, storage: Storage, first_row: int, groups: Groups) -> None:
         """Codes are kept; scales are rounded to float16, which is all that blocks hold."""
@@ -130,7 +130,7 @@ class Packed(QuantScheme):
         matrix = _matrix(storage)
         assert first_row == matrix.filled, "rows are packed in their order"
         matrix.append_blocks(blocks.raw, OF_GGUF[blocks.type_id], blocks.shape[0], blocks.order)
-        self._show(storage)
+        self.show(storage)
 
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
         matrix = _matrix(storage)
@@ -143,7 +143,7 @@ class Packed(QuantScheme):
         """Some rows as floats: an embedding that is packed, too."""
         return _matrix(storage).take_rows(ids, first)
 
-    def _show(self, storage: Storage) -> None:
+    def show(self, storage: Storage) -> None:
         """The tensors of a storage are what the memory accounting looks at."""
         for number, (form, _, panels) in enumerate(_matrix(storage).segments):
             storage[f"{number} {form.name}"] = panels

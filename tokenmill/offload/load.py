@@ -1,0 +1,120 @@
+"""Loads a model of which only some layers stay on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tokenmill.errors import ConfigError, ModelError
+from tokenmill.model.layers import Weight
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.offload.copy_feed import CopyFeed, CudaStreams, Streams
+from tokenmill.offload.disk_feed import READERS, DiskFeed
+from tokenmill.offload.image import Image, image_of, weights_in, write_image
+from tokenmill.offload.layer_file import LayerFile, is_prepared, prepare, room
+from tokenmill.offload.rotation import Rotation
+from tokenmill.offload.streamed import StreamedWeights
+from tokenmill.plan.solve.hardware import cpu_hardware
+from tokenmill.plan.solve.offload import StreamedLayers
+from tokenmill.quant.schemes.scheme import Schemes
+
+PINNED = 0.9  # of the host's free memory: what may be taken where nothing of it can be swapped out again
+
+Progress = Callable[[int, int, str], None]  # done, in all, what
+
+
+class Parameters(Protocol):
+    """Reads or draws those whose names are wanted, one after the other."""
+
+    def __call__(
+        self, wanted: Callable[[str], bool], tell: Callable[[int, int], None]
+    ) -> Iterator[tuple[str, Weight]]: ...
+
+
+def stream_from_disk(
+    folder: Path,  # of the prepared layers, which are made where they are not there
+    spec: DecoderSpec,
+    parameters: Parameters,
+    dtype: torch.dtype,
+    schemes: Schemes,
+    away: StreamedLayers,
+    tell: Progress,
+) -> StreamedWeights:
+    if not is_prepared(folder):
+        each = parameters(is_of_layer, lambda done, total: tell(done, total, "preparing layers to stream"))
+        prepare(folder, by_layer(each))
+    file = LayerFile(folder)
+    if len(file.entries) != spec.num_layers:
+        raise ModelError(f"{folder} has {len(file.entries)} layers, not {spec.num_layers}; remove it, and it is made again")
+    weights = dict(parameters(lambda name: not is_of_layer(name), lambda done, total: None))
+    rotation, began, read = Rotation(away.layers), time.perf_counter(), 0
+    buffers = [room(size) for size in rotation.sizes([one.image.nbytes for one in file.entries])]
+    with ThreadPoolExecutor(READERS) as readers:
+        for layer, entry in enumerate(file.entries):
+            if (buffer := rotation.buffer_of.get(layer)) is not None:
+                memory = buffers[buffer]
+            else:
+                memory = room(entry.image.nbytes)
+                read += sum(readers.map(lambda piece: file.read(layer, piece, memory), range(entry.pieces)))  # noqa: B023
+            weights |= weights_in(spec, entry.image, memory, dtype, schemes)
+            tell(layer + 1, spec.num_layers, "reading the layers that stay")
+    feed = DiskFeed(file, rotation, buffers, spec.num_layers, read / max(1e-9, time.perf_counter() - began))
+    return StreamedWeights(spec, weights, dtype, torch.device("cpu"), feed)
+
+
+def stream_from_host(
+    spec: DecoderSpec,
+    parameters: Parameters,
+    dtype: torch.dtype,
+    device: torch.device,
+    schemes: Schemes,
+    away: StreamedLayers,
+    tell: Progress,
+    streams: Streams | None = None,  # None: the GPU's
+) -> StreamedWeights:
+    """Streamed layers are made on the device, one at a time, and moved to pinned memory."""
+    _check_host(away.nbytes)
+    streams = streams or CudaStreams(device)
+    rotation, weights = Rotation(away.layers), {}
+    homes: dict[int, torch.Tensor] = {}
+    images: dict[int, Image] = {}
+    loading = parameters(is_of_layer, lambda done, total: tell(done, total, "loading weights"))
+    for layer, its in enumerate(by_layer(loading)):
+        if layer not in rotation.buffer_of:
+            weights |= its
+            continue
+        images[layer] = image_of(its)
+        homes[layer] = streams.host_memory(images[layer].nbytes)
+        write_image(its, images[layer], homes[layer])
+        del its
+    weights |= dict(parameters(lambda name: not is_of_layer(name), lambda done, total: None))
+    sizes = rotation.sizes([images[layer].nbytes if layer in images else 0 for layer in range(spec.num_layers)])
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    for layer, image in images.items():
+        weights |= weights_in(spec, image, buffers[rotation.buffer_of[layer]], dtype, schemes)
+    return StreamedWeights(spec, weights, dtype, device, CopyFeed(homes, rotation, buffers, streams))
+
+
+def _check_host(nbytes: int) -> None:
+    free = cpu_hardware().free_bytes
+    if nbytes > PINNED * free:
+        raise ConfigError(
+            f"{nbytes:,} bytes of weights do not fit on the GPU, and of the host's memory {free:,} are free, of which "
+            f"{PINNED:.0%} may be pinned; use quantization, a smaller model, or a host with more memory"
+        )
+
+
+def is_of_layer(name: str) -> bool:
+    return name.startswith("layers.")
+
+
+def by_layer(parameters: Iterator[tuple[str, Weight]]) -> Iterator[dict[str, Weight]]:
+    """Layer by layer: nobody here keeps one when the next is made."""
+    for _, layer in groupby(parameters, key=lambda one: one[0].split(".")[1]):
+        yield dict(layer)
