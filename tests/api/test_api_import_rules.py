@@ -26,9 +26,11 @@ PACKAGES = {  # package -> what it may import beside itself
     "quant": ("tokenmill.ops",),  # all but quant/tool, which is built on models and engines
     "sampling": ("tokenmill.ops", "tokenmill.parallel", "tokenmill.params"),
     "model": ("tokenmill.ops", "tokenmill.parallel", *QUANT),
+    "offload": ("tokenmill.model", "tokenmill.ops", *PLAN, *QUANT),
     "engine": (
         "tokenmill.kv",
         "tokenmill.model",
+        "tokenmill.offload",
         "tokenmill.ops",
         "tokenmill.parallel",
         "tokenmill.sampling",

@@ -59,6 +59,8 @@ OTHER: dict[str, Any] = {
     "block_size": 32,
     "enable_prefix_caching": False,
     "eviction": "learned",
+    "max_memory": 1 << 34,
+    "weights_offload": 1 << 30,
     "kv_host_memory": 1 << 30,
     "kv_disk_path": "/some/where",
     "kv_disk_bytes": 1 << 33,
@@ -90,6 +92,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     **{name: ("lottery", f"one of {', '.join(one.choices)}") for name, one in OPTIONS.items() if one.choices},
     **{name: (0, "a positive whole number") for name, one in OPTIONS.items() if one.low == 1},
     "gpu_memory_utilization": (1.5, "a number above 0 and at most 1"),
+    "weights_offload": (-1, "a whole number of at least 0"),
     "slo_itl_ms": (0.0, "a number of milliseconds above 0, or unset"),
     "slo_ttft_ms": (-1.0, "a number of milliseconds above 0, or unset"),
 }

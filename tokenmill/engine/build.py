@@ -129,6 +129,7 @@ def _build(
     engine, drafts = join(model, runner, group, grammars, draft, eagle)
     made_up = config.seed if made.checkpoint is None else None
     computed = device.type, str(made.dtype), config.quantization, config.batch_invariant, config.ops, config.speculation
+    engine.feed = model.weights.feed if isinstance(model.weights, StreamedWeights) else None
     identity = model_identity(made.files, made_up, *computed)
     tiers = add_tiers(config, engine, identity, block_memory(model, runner, shared_kv))
     warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
@@ -253,7 +254,7 @@ def _streaming_lines(weights: WeightStore, settings: SolvedSettings) -> list[str
     if not weights.bandwidth:
         return [what]
     speed = f"{weights.bandwidth / 1e9:.2g} GB/s, as they have been read"
-    return [f"{what}: at least {away.seconds(weights.bandwidth):.2g} s of it, at {speed}; a step of more tokens costs no more"]
+    return [f"{what}: at least {away.seconds(weights.bandwidth):.2g} s of each, at {speed}, however many tokens it has"]
 
 
 def _native_lines(native: Library | str | None, slower: str | None, device: torch.device) -> list[str]:

@@ -13,6 +13,7 @@ from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.step import Pending, Runner, Step, StepResult
 from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.offload.feed import Feed
 from tokenmill.sampling.grammar import Constraint, Grammars
 
 log = logging.getLogger("tokenmill.engine")
@@ -45,6 +46,7 @@ class Engine:
         self.speculation = speculation
         if grammars is not None:
             grammars.looks_ahead = speculation is not None
+        self.feed: Feed | None = None  # what brings layers that do not fit, where there are such
         self.clock = clock
         self._depth = max(scheduler.limits.stages - 1, int(overlap))  # steps that stay in flight behind a commit
         self._in_flight: deque[tuple[Step, Pending, float]] = deque()  # and when it was launched
@@ -125,6 +127,8 @@ class Engine:
         if self.scheduler.transfers is not None:
             self.scheduler.transfers.close()
         self.runner.close()
+        if self.feed is not None:
+            self.feed.close()
         if self.grammars is not None:
             self.grammars.close()
 

@@ -36,7 +36,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -10,8 +10,8 @@ from typing import Protocol
 class FeedStats:
     """Since the start."""
 
-    streamed_bytes: int = 0
-    layers: int = 0  # that were brought
+    nbytes: int = 0
+    layers: int = 0  # that were brought, these bytes
     stalls: int = 0  # layers that were waited for
     stall_seconds: float = 0.0
     moving_seconds: float = 0.0  # in which something was on its way

@@ -64,7 +64,8 @@ def weights_in(
     schemes: Schemes,
 ) -> dict[str, Weight]:
     """The weights as views of `memory`: what is written there is what is computed with."""
-    params, found = spec.parameters(), {}
+    params = spec.parameters()
+    found: dict[str, Weight] = {}
     by_name: dict[str, list[Part]] = {}
     for part in image.parts:
         if part.weight not in params or not 0 <= part.at <= part.at + part.nbytes <= min(image.nbytes, len(memory)):

@@ -64,7 +64,9 @@ class LayerFile:
             self.entries = tuple(_entry(one) for one in index["layers"])
             known = index["version"] == VERSION and index["checksum"] == name and index["piece"] == PIECE
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{folder / _INDEX} cannot be read ({error}); remove the folder, and it is made again") from None
+            raise ModelError(
+                f"{folder / _INDEX} cannot be read ({error}); remove the folder, and it is made again"
+            ) from None
         if not known:
             raise ModelError(f"{folder} was made by another release; remove the folder, and it is made again")
         flags = os.O_RDONLY | os.O_CLOEXEC
@@ -80,7 +82,7 @@ class LayerFile:
         entry = self.entries[layer]
         first = piece * PIECE
         size = min(PIECE, entry.image.nbytes - first)
-        view = memoryview(into[first : first + size].numpy())
+        view = memoryview(into[first : first + size].numpy())  # type: ignore[arg-type]
         done = 0
         try:
             while done < size:
@@ -93,7 +95,9 @@ class LayerFile:
         except OSError as error:
             raise StepFailed(f"layer {layer} cannot be read from {self.path}: {error.strerror or error}") from None
         if done < size:
-            raise StepFailed(f"layer {layer} cannot be read: {self.path} has been cut short; remove its folder and restart")
+            raise StepFailed(
+                f"layer {layer} cannot be read: {self.path} has been cut short; remove its folder and restart"
+            )
         if self._checksum(view) != entry.sums[piece]:
             raise StepFailed(
                 f"layer {layer} is not what was written to {self.path}: the file has been changed, or its disk is "
@@ -132,7 +136,7 @@ def prepare(
                 memory = room(image.nbytes)
                 write_image(weights, image, memory)
                 del weights
-                view = memoryview(memory.numpy())
+                view = memoryview(memory.numpy())  # type: ignore[arg-type]
                 sums = [add_up(view[first : first + PIECE]) for first in range(0, image.nbytes, PIECE)]
                 with kept_in(folder.parent, WHAT):
                     file.write(view)

@@ -51,7 +51,9 @@ def stream_from_disk(
         prepare(folder, by_layer(each))
     file = LayerFile(folder)
     if len(file.entries) != spec.num_layers:
-        raise ModelError(f"{folder} has {len(file.entries)} layers, not {spec.num_layers}; remove it, and it is made again")
+        raise ModelError(
+            f"{folder} has {len(file.entries)} layers, not {spec.num_layers}; remove it, and it is made again"
+        )
     weights = dict(parameters(lambda name: not is_of_layer(name), lambda done, total: None))
     rotation, began, read = Rotation(away.layers), time.perf_counter(), 0
     buffers = [room(size) for size in rotation.sizes([one.image.nbytes for one in file.entries])]
@@ -81,7 +83,8 @@ def stream_from_host(
     """Streamed layers are made on the device, one at a time, and moved to pinned memory."""
     _check_host(away.nbytes)
     streams = streams or CudaStreams(device)
-    rotation, weights = Rotation(away.layers), {}
+    rotation = Rotation(away.layers)
+    weights: dict[str, Weight] = {}
     homes: dict[int, torch.Tensor] = {}
     images: dict[int, Image] = {}
     loading = parameters(is_of_layer, lambda done, total: tell(done, total, "loading weights"))

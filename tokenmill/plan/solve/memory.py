@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tokenmill.errors import ConfigError
 from tokenmill.plan.solve.hardware import GIB, Hardware
-from tokenmill.plan.solve.offload import StreamedLayers, to_free, to_hold
+from tokenmill.plan.solve.offload import NOTHING_STREAMED, StreamedLayers, to_free, to_hold
 
 MIB = 1 << 20
 # Scratch of the sampler per logit, beyond the logits: reference sampling sorts and draws noise in plain torch.
@@ -46,7 +46,7 @@ class MemoryPlan:
     budget: int
     num_blocks: int
     guard: int = 0  # of activations and workspace: what is there for rows that are computed again in float32
-    streamed: StreamedLayers = StreamedLayers()  # whose buffers are of the weights
+    streamed: StreamedLayers = NOTHING_STREAMED  # whose buffers are of the weights
 
     @property
     def total(self) -> int:
@@ -123,11 +123,15 @@ def plan_memory(
             f"raise it to that or more{', or lower max_model_len' if max_len else ''}"
         )
     most_kv = max_rows * -(-length // block_size) * block_bytes
-    away = StreamedLayers()
+    away = NOTHING_STREAMED
     if offload:
         away = to_hold(model.layers, offload)
         if not away.layers:
-            why = f"a model of {len(model.layers)} layers has too few to stream" if model.layers else "ranks hold all of theirs"
+            why = (
+                f"a model of {len(model.layers)} layers has too few to stream"
+                if model.layers
+                else "ranks hold all of theirs"
+            )
             raise ConfigError(f"weights_offload is {offload:,}, but {why}; leave it out")
     elif offload is None and fixed + (kv_bytes or smallest) > budget:
         # Every byte of the cache is one that steps have to bring: it gets what requests cannot do without, and a share.

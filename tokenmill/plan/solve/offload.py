@@ -26,6 +26,9 @@ class StreamedLayers:
         return self.nbytes / bandwidth
 
 
+NOTHING_STREAMED = StreamedLayers()
+
+
 def spread(count: int, of: int) -> tuple[int, ...]:
     """So many layers, evenly: between two of them the next one has time to arrive."""
     return tuple((2 * number + 1) * of // (2 * count) for number in range(count))
@@ -46,7 +49,7 @@ def to_free(layer_bytes: Sequence[int], wanted: int) -> StreamedLayers | None:
 
 def to_hold(layer_bytes: Sequence[int], wanted: int) -> StreamedLayers:
     """The fewest layers that have so many bytes, or as many as there are."""
-    found = StreamedLayers()
+    found = NOTHING_STREAMED
     for count in _counts(len(layer_bytes)):
         found = streamed(layer_bytes, count)
         if found.nbytes >= wanted:

@@ -47,6 +47,7 @@ def stats_of(engine: Engine) -> wire.EngineStats:
         swapped=0 if transfers is None else transfers.swapped,
         experts=[] if load is None else load.counts.sum(0).tolist(),
         experts_dropped=0 if load is None else int(load.dropped.sum()),
+        streamed=_streamed(engine),
     )
 
 
@@ -70,6 +71,15 @@ def _eviction_of(managers: list[KVManager]) -> tuple[str, int, int, int] | None:
     stats = [one.stats for one in found]
     shadow_hits = round(sum(one.shadow_hits for one in stats))
     return found[0].name, sum(one.hits for one in stats), shadow_hits, sum(one.takeovers for one in stats)
+
+
+def _streamed(engine: Engine) -> wire.StreamedReport | None:
+    if engine.feed is None:
+        return None
+    found = engine.feed.stats()
+    return wire.StreamedReport(
+        found.nbytes, found.layers, found.stalls, found.stall_seconds, found.overlap_seconds
+    )
 
 
 def _late_kernels() -> int:

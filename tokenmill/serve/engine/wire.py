@@ -55,6 +55,16 @@ class TierReport(msgspec.Struct, array_like=True, frozen=True):
     bandwidth: float = 0.0  # bytes per second of reads, of late; 0: none yet
 
 
+class StreamedReport(msgspec.Struct, array_like=True, frozen=True):
+    """Layers that were brought to the device."""
+
+    nbytes: int
+    layers: int
+    stalls: int  # layers that were waited for; of a GPU nobody knows
+    stall_seconds: float
+    overlap_seconds: float  # of bringing them, in which something else was computed
+
+
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """The engine's stats. Counters count since this engine process started."""
 
@@ -82,6 +92,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     swapped: int = 0  # preempted requests whose blocks were read back from a tier
     experts: list[int] = []  # how often each was chosen, over all layers; empty: nobody counts
     experts_dropped: int = 0  # choices beyond an expert's capacity
+    streamed: StreamedReport | None = None  # where not all weights are on the device
 
 
 class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):

@@ -178,6 +178,7 @@ class _StatsCollector(Collector):
         yield from (drafted, accepted, verified)
         yield from _tiers(engine)
         yield from _experts(engine)
+        yield from _streamed(engine.streamed)
         finished = CounterMetricFamily("tokenmill_requests_finished", "Requests by how they ended", labels=["reason"])
         for reason, count in (dict.fromkeys(map(str, Finish), 0) | stats.finished).items():
             finished.add_metric([reason], count)
@@ -248,6 +249,20 @@ def _tiers(engine: wire.EngineStats) -> Iterable[Metric]:
     yield CounterMetricFamily(
         "tokenmill_requests_swapped", "Preempted requests whose KV was read back from a tier", value=engine.swapped
     )
+
+
+def _streamed(report: wire.StreamedReport | None) -> Iterable[Metric]:
+    """Layers that do not fit on the device; where all do, no figures."""
+    if report is None:
+        return
+    for name, what, value in (
+        ("bytes", "Bytes of weights brought to the device", report.nbytes),
+        ("layers", "Layers brought to the device", report.layers),
+        ("stalls", "Layers that a step of a CPU waited for", report.stalls),
+        ("stall_seconds", "Seconds that steps of a CPU waited for layers", report.stall_seconds),
+        ("overlap_seconds", "Seconds of reading in which a CPU computed something", report.overlap_seconds),
+    ):
+        yield CounterMetricFamily(f"tokenmill_streamed_{name}", f"{what}, since this engine started", value)
 
 
 class FastHistogram(Collector):
