@@ -67,7 +67,9 @@ def open_llm(models, model="llama", **options):
 
 
 def answers(llm, output=12):
-    prompts = [{"prompt_token_ids": [3 + (7 * at + number) % 60 for at in range(9 + 8 * number)]} for number in range(4)]
+    prompts = [
+        {"prompt_token_ids": [3 + (7 * at + number) % 60 for at in range(9 + 8 * number)]} for number in range(4)
+    ]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, logprobs=1)
     outputs = [(one.outputs[0], one.error) for one in llm.generate(prompts, params)]
     return [(list(one.token_ids), one.cumulative_logprob, error) for one, error in outputs]

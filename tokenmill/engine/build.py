@@ -216,7 +216,7 @@ def join(
     scheduler = parts[0] if groups == 1 else DataParallelScheduler(parts, isolation)
     # A CPU computes a step while launching it: to be a step behind would only hold answers back.
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    graphs = config.cuda_graphs and runner.decoder.recordable
+    graphs = model.records(runner.decoder)
     most = max(settings.max_rows, limits.max_verified)
     if isinstance(runner, TorchRunner):
         speculation, why = speculation_for(config, runner, graphs, most, draft, eagle, alone=group is None)

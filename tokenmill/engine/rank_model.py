@@ -179,6 +179,13 @@ class RankModel:
         """Whether the native library reads and writes keys and values."""
         return all(self.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention"))
 
+    def records(self, decoder: Decoder) -> bool:
+        """Whether steps are recorded. Beside layers that come from the host they are not: launching a layer takes a
+        GPU's host far less time than its copy does.
+        """
+        copied = bool(self.settings.memory.streamed.layers) and self.prepared.device.type == "cuda"
+        return self.config.cuda_graphs and decoder.recordable and not copied
+
     def runner(
         self,
         communicator: Communicator | None = None,
@@ -212,9 +219,7 @@ class RankModel:
             native=self.native_kv,
             memory=kv_memory,
         )
-        graphs = config.cuda_graphs and decoder.recordable and others is None  # the host hears how many tokens come
-        if settings.memory.streamed.layers and made.device.type == "cuda":
-            graphs = False  # a layer's launches take far less time than its copy, and are ahead of it
+        graphs = self.records(decoder) and others is None  # the host hears how many tokens come
         prompt_graphs = config.prompt_graphs and not hidden_is_read  # pieces leave nothing for it
         if (above := config.allreduce_8bit_above) is not None:  # recordings add up alike however many tokens there are
             largest = max(settings.max_rows, most_verified(settings)) * part.hidden * made.dtype.itemsize
