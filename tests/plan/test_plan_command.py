@@ -71,7 +71,7 @@ def test_what_is_not_available_yet_is_not_applied(tmp_path):
     words = [str(folder), "--gpu", "h200x4", "--rate", "0.2", "--quality", "exact", "--apply", str(target)]
     done = run(*words)
     assert done.exit_code == 2 and "ranks on GPUs are not there yet" in done.output and not target.exists()
-    assert "fits in no way" in run(*words, "--available").output
+    assert "weights_offload" in run(*words[:-2], "--available").output  # one GPU can, if slowly
 
 
 def test_a_divided_model_is_one_line_that_an_engine_takes(tmp_path, monkeypatch):

@@ -45,8 +45,20 @@ def test_a_larger_load_takes_more_gpus_and_never_fewer():
 def test_a_model_that_is_too_large_for_one_gpu_is_divided():
     best = plan(ask("llama3-70b", quality="exact", rate=0.5)).best
     assert best.layout.split.gpus > 1
+
+
+def test_what_fits_in_no_other_way_is_streamed():
+    found = plan(ask("llama3-70b", gpu="l4", count=1))
+    placement = found.best.placement
+    stream, away = placement.step_time.stream, placement.memory.streamed
+    assert stream is not None and stream.nbytes == away.nbytes > 4 * placement.memory.total
+    assert placement.memory.total <= placement.memory.budget
+    assert found.best.estimate.itl >= stream.seconds
+    lines = [line for line in explain(found) if "weights_offload" in line]
+    assert len(lines) == 1 and "s of it at 25 GB/s" in lines[0] and "95%" in lines[0]
+    small = replace(GPUS["l4"], memory=2 << 30)
     with pytest.raises(ConfigError, match="fits in no way"):
-        plan(ask("llama3-70b", gpu="l4", count=1))
+        plan(replace(ask("llama3-70b", gpu="l4", count=1), fleet=GpuFleet(small, 1)))
 
 
 def test_a_tighter_promise_between_tokens_makes_steps_shorter():

@@ -198,7 +198,7 @@ def _read(path: Path) -> MachineCalibration | None:
             model=kept["model"],
             settings=kept["settings"],
             element_bytes=ElementBytes(**kept["element_bytes"]),
-            sizes=ModelBytes(**kept["sizes"]),
+            sizes=ModelBytes(**{**kept["sizes"], "layers": tuple(kept["sizes"]["layers"])}),
             rates=Rates(**kept["rates"]),
             points=tuple((name, seconds, error) for name, seconds, error in kept["points"]),
         )

@@ -20,7 +20,7 @@ from tokenmill.plan.planner.queueing import Capacity
 from tokenmill.plan.solve.gpus import WEIGHT_ONLY_ROWS, Gpu, rates_of
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes, plan_memory
-from tokenmill.plan.solve.roofline import ElementBytes, Link, Roofline
+from tokenmill.plan.solve.roofline import ElementBytes, Link, Roofline, Stream
 from tokenmill.plan.solve.shape import ONE_GPU, ModelShape, Split
 
 BLOCK = 16
@@ -81,6 +81,10 @@ class Fleet(Protocol):
         """Why floats are what a layout says."""
         ...
 
+    def streaming(self) -> Fleet | None:
+        """The same, with layers that do not fit brought in every step; None: it does not, or does already."""
+        ...
+
     def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[ReplicaLayout]:
         """Ways to store and divide a model, fewest GPUs first."""
         ...
@@ -103,6 +107,7 @@ class GpuFleet:
         None  # of a quantized checkpoint, which stays as it is; None: floats, rounded or not
     )
     floats: str = ""  # what there is to say of the checkpoint's floats, where it was not saved as such
+    streams: bool = False  # layers that do not fit are brought from the host's memory
 
     @property
     def name(self) -> str:
@@ -125,9 +130,12 @@ class GpuFleet:
             return "as the checkpoint was saved"
         return f"half the bytes of {shape.saved_dtype}, in which it was saved" if shape.saved_dtype else "the usual one"
 
+    def streaming(self) -> Fleet | None:
+        return None if self.streams else replace(self, streams=True)
+
     def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[ReplicaLayout]:
         dtype = shape.saved_dtype if shape.saved_dtype in NARROW else NARROW[0]
-        for split in splits(shape, self.gpus if self.divide else 1):
+        for split in splits(shape, self.gpus if self.divide and not self.streams else 1):
             for weights in WEIGHT_PRECISIONS if self.stored is None else (self.stored,):
                 for kv in KV_PRECISIONS:
                     layout = ReplicaLayout(weights, kv, dtype, split)
@@ -145,11 +153,13 @@ class GpuFleet:
         widened = bool(layout.weights.stored) and not self.gpu.rounds
         model = replace(model, scratch=_scratch(layout.weights, widened) // layout.split.tensor)
         hardware = Hardware("cuda", self.gpu.name, self.gpu.memory, self.gpu.memory)
-        memory = _memory(shape, model, hardware, longest, rows, step_tokens)
+        memory = _memory(shape, model, hardware, longest, rows, step_tokens, None if self.streams else 0)
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
         moved, efficiency = _moved(layout.weights, element_bytes, rows, widened)
-        step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link)
+        away = memory.streamed
+        stream = Stream(away.nbytes, self.gpu.host) if away.layers else None
+        step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link, stream)
         return Placement(layout, step_time, Capacity(rows, step_tokens, tokens), memory, widened)
 
 
@@ -177,6 +187,9 @@ class LocalFleet:
 
     def dtype_reason(self, shape: ModelShape) -> str:
         return "as it was measured"
+
+    def streaming(self) -> Fleet | None:
+        return None  # it was measured as it is
 
     def layouts(self, shape: ModelShape, most_loss: int) -> Iterator[ReplicaLayout]:
         yield ReplicaLayout(WEIGHT_PRECISIONS[0], KV_PRECISIONS[0], self.dtype, ONE_GPU)
@@ -251,7 +264,13 @@ def placements(fleet: Fleet, shape: ModelShape, layout: ReplicaLayout, longest: 
 
 
 def _memory(
-    shape: ModelShape, model: ModelBytes, hardware: Hardware, longest: int, rows: int, step_tokens: int
+    shape: ModelShape,
+    model: ModelBytes,
+    hardware: Hardware,
+    longest: int,
+    rows: int,
+    step_tokens: int,
+    offload: int | None = 0,
 ) -> MemoryPlan:
     return plan_memory(
         model,
@@ -263,4 +282,5 @@ def _memory(
         max_len=longest,
         longest=shape.max_positions,
         kv_bytes=None,
+        offload=offload,
     )[0]

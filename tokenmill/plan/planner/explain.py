@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tokenmill.parallel.layout import why_not
+from tokenmill.plan.planner.candidates import Placement
 from tokenmill.plan.planner.search import BETTER, RESERVE, Choice, Plan
 from tokenmill.plan.solve.drafts import Drafts, verifying
+from tokenmill.plan.solve.offload import NEAR_RESIDENT, hiding_tokens
+from tokenmill.plan.solve.roofline import facts_for
 
 SHOWN = 5  # runners-up
 MILLION = 1e6
@@ -62,11 +66,27 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
         ("max_num_batched_tokens", str(room.step_tokens), _budget_reason(plan)),
         ("max_model_len", str(ask.longest), _length_reason(plan)),
     ]
+    if best.placement.step_time.stream is not None:
+        found.append(("weights_offload", *_streamed(best.placement)))
     if ask.work.hash_ids is not None:
         found.append(("prefix cache", "on", f"{best.cached_share:.0%} of prompt tokens are found in it"))
     if ask.drafts is not None:
         found.append(("speculation", *_drafts(plan, ask.drafts)))
     return found
+
+
+def _streamed(placement: Placement) -> tuple[str, str]:
+    model = placement.step_time
+    stream, away = model.stream, placement.memory.streamed
+    assert stream is not None
+    some, more = (replace(model, stream=None).seconds(facts_for(model.shape, (), [(0, n, 1)])) for n in (2048, 4096))
+    hides = hiding_tokens(stream.seconds, (more - some) / 2048)
+    why = (
+        f"{len(away.layers)} of {model.shape.layers} layers do not fit, and are brought from the host's memory in "
+        f"every step: {stream.seconds:.2g} s of it at {stream.bytes_per_s / 1e9:.0f} GB/s (not measured), which steps of "
+        f"{hides:,} tokens and more hide at {NEAR_RESIDENT:.0%} of the speed without"
+    )
+    return f"{away.nbytes:,}", why
 
 
 def _drafts(plan: Plan, drafts: Drafts) -> tuple[str, str]:

@@ -111,6 +111,7 @@ def rank_bytes(shape: ModelShape, element_bytes: ElementBytes, split: Split, ite
         flops_per_token=2.0 * shape.active,
         guard=guard,
         guard_per_token=int((stream + inner) * (4 - itemsize)) + 1 if guard else 0,
+        layers=(int((weights - outer) / shape.layers),) * shape.layers if split.gpus == 1 else (),
     )
 
 

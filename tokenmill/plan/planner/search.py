@@ -150,6 +150,8 @@ def plan(ask: PlanRequest) -> Plan:
                 enough = min(enough, choices[-1].gpus)
         else:
             refused.append((layout, reason))
+    if not choices and (streaming := ask.fleet.streaming()) is not None:
+        return plan(replace(ask, fleet=streaming))
     if not choices:
         raise ConfigError(f"{ask.shape.name} fits in no way into {ask.fleet.name}: {refused[-1][1]}")
     choices.sort(key=lambda one: _merit(ask, one))

@@ -22,6 +22,7 @@ class Gpu:
     bandwidth: float  # bytes/s
     flops: Mapping[str, float]  # by the kind of number that is multiplied: bf16, fp8, int8
     link: Link  # to the others of the same machine
+    host: float = 25e9  # bytes/s from pinned memory of the host, of its PCIe slot less what that takes for itself
 
     @property
     def rounds(self) -> bool:
@@ -40,6 +41,7 @@ class Efficiency:
 
 _NVLINK4 = Link(450e9, 9e-6)
 _PCIE4 = Link(26e9, 2.5e-5)
+_PCIE5 = 55e9
 
 GPUS = {
     gpu.name: gpu
@@ -50,9 +52,24 @@ GPUS = {
             8.0 * TERA,
             {"bf16": 2250 * TERA, "fp8": 4500 * TERA, "int8": 4500 * TERA},
             Link(900e9, 9e-6),
+            _PCIE5,
         ),
-        Gpu("h200", 139 * GIB, 4.8 * TERA, {"bf16": 989 * TERA, "fp8": 1979 * TERA, "int8": 1979 * TERA}, _NVLINK4),
-        Gpu("h100", 79 * GIB, 3.35 * TERA, {"bf16": 989 * TERA, "fp8": 1979 * TERA, "int8": 1979 * TERA}, _NVLINK4),
+        Gpu(
+            "h200",
+            139 * GIB,
+            4.8 * TERA,
+            {"bf16": 989 * TERA, "fp8": 1979 * TERA, "int8": 1979 * TERA},
+            _NVLINK4,
+            _PCIE5,
+        ),
+        Gpu(
+            "h100",
+            79 * GIB,
+            3.35 * TERA,
+            {"bf16": 989 * TERA, "fp8": 1979 * TERA, "int8": 1979 * TERA},
+            _NVLINK4,
+            _PCIE5,
+        ),
         Gpu("a100", 79 * GIB, 2.04 * TERA, {"bf16": 312 * TERA, "int8": 624 * TERA}, Link(300e9, 1e-5)),
         Gpu("a100-40gb", 39 * GIB, 1.56 * TERA, {"bf16": 312 * TERA, "int8": 624 * TERA}, Link(300e9, 1e-5)),
         Gpu("l40s", 44 * GIB, 0.864 * TERA, {"bf16": 362 * TERA, "fp8": 733 * TERA, "int8": 733 * TERA}, _PCIE4),

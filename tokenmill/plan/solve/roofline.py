@@ -62,6 +62,18 @@ class Link:
     latency_s: float  # of one exchange
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Weights that every step brings to the device, while it computes with others."""
+
+    nbytes: int
+    bytes_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.nbytes / self.bytes_per_s
+
+
 def facts_for(
     shape: ModelShape,
     decodes: Iterable[int] = (),  # tokens that each decoding row attends to, its own included
@@ -90,6 +102,7 @@ class Roofline:
     rates: Rates
     split: Split = ONE_GPU
     link: Link | None = None
+    stream: Stream | None = None
 
     def seconds(self, facts: Facts) -> float:
         """From launch to tokens, all stages of a pipeline one after another."""
@@ -101,7 +114,8 @@ class Roofline:
         device += facts.sampled * shape.vocab * rates.logit_s / ranks
         device += rates.step_s + shape.layers * rates.layer_s + (facts.decode_rows + facts.chunks) * rates.row_s
         host = shape.layers * rates.eager_s if facts.chunks else 0.0
-        return max(device, host) if rates.overlapped else device + host
+        computed = max(device, host) if rates.overlapped else device + host
+        return computed if self.stream is None else max(computed, self.stream.seconds)
 
     def _products(self, facts: Facts) -> float:
         """Ranks of an expert split read every other weight for their own share of the rows."""

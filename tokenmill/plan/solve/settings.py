@@ -9,6 +9,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.plan.solve.gpus import rates_of, recognize
 from tokenmill.plan.solve.hardware import GIB, Hardware
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes, plan_memory
+from tokenmill.plan.solve.offload import NEAR_RESIDENT, hiding_tokens
 
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
 # A GPU with as much memory has room for more requests at once; where they come faster than it can serve them, whoever
@@ -89,9 +90,17 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
 def _streamed(config: EngineConfig, model: ModelBytes, memory: MemoryPlan, hardware: Hardware) -> str:
     away, where = memory.streamed, "the host's memory" if hardware.device == "cuda" else "disk"
     why = "as set" if config.weights_offload is not None else "the rest fits"
+    cost, gpu = "", recognize(hardware.name) if hardware.device == "cuda" else None
+    if gpu is not None and model.flops_per_token:
+        seconds = away.seconds(gpu.host)
+        hides = hiding_tokens(seconds, model.flops_per_token / rates_of(gpu, "dense").linear_flops)
+        cost = (
+            f"; about {seconds:.2g} s of each, which steps of {hides:,} tokens and more hide at {NEAR_RESIDENT:.0%} of "
+            "the speed without"
+        )
     return (
         f"weights_offload = {away.nbytes}  ({why}: {len(away.layers)} of {len(model.layers)} layers are brought from "
-        f"{where} in every step, each while those before it are computed)"
+        f"{where} in every step, each while those before it are computed{cost})"
     )
 
 
