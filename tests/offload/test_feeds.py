@@ -64,7 +64,9 @@ def test_steps_that_hide_the_stream():
 
 def file_of(folder: Path, layers: int, size: int) -> LayerFile:
     """Layer n is full of the number n."""
-    prepare(folder / "made", [{f"layers.{n}.o.bias": torch.full((size,), n, dtype=torch.uint8)} for n in range(layers)])
+    prepare(
+        folder / "made", [{f"layers.{n}.o.bias": torch.full((size,), n, dtype=torch.uint8)} for n in range(layers)], 0
+    )
     return LayerFile(folder / "made")
 
 

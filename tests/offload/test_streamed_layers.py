@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ SUBJECTS = {
     "int4 in torch": {"dtype": "float64", "quantization": "int4-g32-zeros"},
     "w8a8 in torch": {"dtype": "float64", "quantization": "w8a8"},
     "batch-invariant": {"batch_invariant": True},
+    "drafts of the first layers": {"quantization": "int8", "speculation": "layers:2"},
     "drafts": {"quantization": "int8", "speculation": "suffix"},
     "a mixture": {"model": "mixtral"},
     "a mixture in float64": {"model": "mixtral", "dtype": "float64"},
@@ -222,6 +224,10 @@ def test_a_full_disk_is_told_of_and_leaves_nothing(models, folder, monkeypatch):
     with pytest.raises(ModelError, match="there is no room for a model's layers"):
         open_llm(models, weights_offload=1)
     assert not list(folder.iterdir())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ModelError, match="has 1,000; make room there"):
+        open_llm(models, weights_offload=1)
 
 
 def test_nothing_is_left_running(models):

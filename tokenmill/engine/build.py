@@ -250,11 +250,12 @@ def _streaming_lines(weights: WeightStore, settings: SolvedSettings) -> list[str
     away = settings.memory.streamed
     if not isinstance(weights, StreamedWeights):
         return []
-    what = f"streaming    {away.nbytes / 1e6:,.0f} MB in every step"
-    if not weights.bandwidth:
-        return [what]
-    speed = f"{weights.bandwidth / 1e9:.2g} GB/s, as they have been read"
-    return [f"{what}: at least {away.seconds(weights.bandwidth):.2g} s of each, at {speed}, however many tokens it has"]
+    feed = weights.feed
+    cost = ""
+    if feed.bandwidth:
+        speed = f"{feed.bandwidth / 1e9:.2g} GB/s, as layers were read while loading"
+        cost = f": at least {away.seconds(feed.bandwidth):.2g} s of each, at {speed}, however many tokens it has"
+    return [f"streaming    {away.nbytes / 1e6:,.0f} MB in every step from {feed.place}{cost}"]
 
 
 def _native_lines(native: Library | str | None, slower: str | None, device: torch.device) -> list[str]:

@@ -79,6 +79,7 @@ def load_streamed(
     tell: Progress,
     away: StreamedLayers,
     files: ModelFiles,
+    nbytes: int,  # about, of all layers
 ) -> StreamedWeights:
     """The same of a model whose layers are not all on the device."""
     _, parameters = _parameters(config, spec, checkpoint, dtype, device, schemes, tell)
@@ -87,7 +88,7 @@ def load_streamed(
     forms = sorted((name, schemes.of(name).name) for name in spec.parameters() if name.startswith("layers."))
     identity = model_identity(files, config.seed if checkpoint is None else None, str(dtype), forms)
     folder = layers_dir(config.cache_dir) / identity
-    return stream_from_disk(folder, spec, parameters, dtype, schemes, away, tell)
+    return stream_from_disk(folder, spec, parameters, dtype, schemes, away, nbytes, tell)
 
 
 def _parameters(

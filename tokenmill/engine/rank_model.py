@@ -266,7 +266,10 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
     schemes = schemes_of_part(prepared.schemes, part)
     what = config, part, prepared.checkpoint, prepared.dtype, prepared.device, schemes, tell
     away = settings.memory.streamed
-    weights = load_streamed(*what, away, prepared.files) if away.layers else load(*what)
+    if away.layers:
+        weights: WeightStore = load_streamed(*what, away, prepared.files, sum(prepared.sizes.layers))
+    else:
+        weights = load(*what)
     if config.batch_invariant and part.has_head:
         # Logits in float32: of equal ones, which is ranked first could depend on the batch.
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))

@@ -62,7 +62,7 @@ class CudaStreams:
 class CopyFeed:
     """A buffer is copied to behind all that was launched on its last layer; a layer is computed behind its copy."""
 
-    bandwidth = 0.0
+    bandwidth, place = 0.0, "pinned memory of the host"
 
     def __init__(
         self, homes: Mapping[int, torch.Tensor], rotation: Rotation, buffers: list[torch.Tensor], streams: Streams

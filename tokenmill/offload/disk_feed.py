@@ -41,7 +41,7 @@ class DiskFeed:
         layers: int,
         bandwidth: float = 0.0,  # bytes per second that the file has been read at
     ) -> None:
-        self.bandwidth = bandwidth
+        self.file, self.bandwidth, self.place = file, bandwidth, str(file.path.parent)
         self._told = np.zeros(3, dtype=np.int64)
         self._there = np.zeros(layers, dtype=np.int64)
         listen, self._bell = os.pipe()

@@ -26,6 +26,7 @@ class Feed(Protocol):
     """Asked on the thread and stream that computes, before every layer of a pass, resident ones included."""
 
     bandwidth: float  # bytes per second at which layers were brought while loading; 0: not known
+    place: str  # where the layers are
 
     def enter(self, layer: int) -> None:
         """The layers before this one are done with; what is computed next finds this one's weights in their buffer.

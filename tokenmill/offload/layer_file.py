@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.cache import kept_in
+from tokenmill.cache import ELSEWHERE, kept_in
 from tokenmill.errors import ModelError, StepFailed
 from tokenmill.model.layers import Weight
 from tokenmill.offload.image import PAGE, Image, Part, image_of, write_image
@@ -120,10 +120,17 @@ def is_prepared(folder: Path) -> bool:
 def prepare(
     folder: Path,
     layers: Iterable[Mapping[str, Weight]],  # in their order; each is forgotten when it has been written
+    nbytes: int,  # about, of all
 ) -> None:
     """Write the file. Whoever else does so at the same time has the same, and the first one's is kept."""
     with kept_in(folder.parent, WHAT):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+    if free < nbytes:
+        raise ModelError(
+            f"a model whose layers do not all fit into memory is written to disk once more, {nbytes:,} bytes, and "
+            f"{folder.parent} has {free:,}; make room there, or {ELSEWHERE}"
+        )
     name, add_up = checksum()
     with kept_in(folder.parent, WHAT):
         part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))

@@ -44,11 +44,12 @@ def stream_from_disk(
     dtype: torch.dtype,
     schemes: Schemes,
     away: StreamedLayers,
+    nbytes: int,  # about, of all layers
     tell: Progress,
 ) -> StreamedWeights:
     if not is_prepared(folder):
         each = parameters(is_of_layer, lambda done, total: tell(done, total, "preparing layers to stream"))
-        prepare(folder, by_layer(each))
+        prepare(folder, by_layer(each), nbytes)
     file = LayerFile(folder)
     if len(file.entries) != spec.num_layers:
         raise ModelError(

@@ -19,7 +19,6 @@ class StreamedWeights(ResidentWeights):
     ) -> None:
         super().__init__(spec, weights, dtype, device)
         self.feed = feed
-        self.bandwidth = feed.bandwidth  # bytes per second, measured while loading; 0: not known
 
     def layer(self, index: int) -> LayerWeights:
         self.feed.enter(index)

@@ -83,8 +83,8 @@ def _streamed(placement: Placement) -> tuple[str, str]:
     hides = hiding_tokens(stream.seconds, (more - some) / 2048)
     why = (
         f"{len(away.layers)} of {model.shape.layers} layers do not fit, and are brought from the host's memory in "
-        f"every step: {stream.seconds:.2g} s of it at {stream.bytes_per_s / 1e9:.0f} GB/s (not measured), which steps of "
-        f"{hides:,} tokens and more hide at {NEAR_RESIDENT:.0%} of the speed without"
+        f"every step: {stream.seconds:.2g} s of it at {stream.bytes_per_s / 1e9:.0f} GB/s (not measured), which steps "
+        f"of {hides:,} tokens and more hide at {NEAR_RESIDENT:.0%} of the speed without"
     )
     return f"{away.nbytes:,}", why
 

@@ -77,9 +77,7 @@ def _streamed(engine: Engine) -> wire.StreamedReport | None:
     if engine.feed is None:
         return None
     found = engine.feed.stats()
-    return wire.StreamedReport(
-        found.nbytes, found.layers, found.stalls, found.stall_seconds, found.overlap_seconds
-    )
+    return wire.StreamedReport(found.nbytes, found.layers, found.stalls, found.stall_seconds, found.overlap_seconds)
 
 
 def _late_kernels() -> int:
