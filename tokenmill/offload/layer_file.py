@@ -47,7 +47,7 @@ class Entry:
 
 def room(nbytes: int) -> torch.Tensor:  # [nbytes] uint8
     """Memory on whole pages, large ones where the system has them."""
-    memory = mmap.mmap(-1, max(PAGE, nbytes))
+    memory = mmap.mmap(-1, max(PAGE, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError, ValueError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
