@@ -17,7 +17,7 @@ from tokenmill.engine.choices import model_bytes
 from tokenmill.errors import ConfigError
 from tokenmill.model.families import spec_from_config
 from tokenmill.plan.solve.hardware import GIB, Hardware, cpu_hardware
-from tokenmill.plan.solve.memory import ATTENTION_WORKSPACE, ModelBytes
+from tokenmill.plan.solve.memory import ATTENTION_WORKSPACE, MemoryPlan, ModelBytes, plan_memory
 from tokenmill.plan.solve.settings import SolvedSettings, solve
 from tokenmill.quant.schemes.scheme import Linear
 
@@ -328,3 +328,32 @@ def test_a_gpu_step_takes_more_tokens_where_the_model_is_small(flops_per_token: 
     model = dataclasses.replace(SMALL, flops_per_token=flops_per_token)
     hardware = Hardware("cuda", "a large GPU", 140 << 30, 139 << 30)
     assert solve(EngineConfig(), model, 8192, hardware).max_step_tokens == expected
+
+
+LAYERED = ModelBytes(40 * GIB, 10**5, 10**5, 10**6, 10**5, layers=(GIB,) * 38)
+
+
+@given(free=st.integers(1, 60), kv=st.none() | st.integers(1, 30), where=st.sampled_from(["cpu", "cuda"]))
+def test_layers_are_streamed_where_they_have_to_be_and_no_more(free: int, kv: int | None, where: str) -> None:
+    def planned(offload: int | None) -> MemoryPlan:
+        machine = Hardware(where, "a machine", 64 * GIB, 64 * GIB)
+        sizes = {"block_size": 16, "max_rows": 8, "max_step_tokens": 64, "max_len": 1024, "longest": 4096}
+        kv_bytes = None if kv is None else kv * GIB
+        return plan_memory(
+            LAYERED, machine, utilization=1.0, kv_bytes=kv_bytes, max_memory=free * GIB, offload=offload, **sizes
+        )[0]
+
+    try:
+        whole = planned(0)
+    except ConfigError:
+        whole = None
+    try:
+        plan = planned(None)
+    except ConfigError as error:
+        assert whole is None and "does not fit" in str(error)
+        assert free <= 5 + (kv or 1)  # all but two layers' room may be away
+        return
+    assert plan.total <= plan.budget <= free * GIB
+    assert (plan == whole) if whole is not None else plan.streamed.layers
+    assert plan.weights == LAYERED.weights - plan.streamed.freed
+    assert plan.kv >= 1024 * 10**5

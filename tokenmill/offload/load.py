@@ -21,7 +21,7 @@ from tokenmill.offload.layer_file import LayerFile, is_prepared, prepare, room
 from tokenmill.offload.rotation import Rotation
 from tokenmill.offload.streamed import StreamedWeights
 from tokenmill.plan.solve.hardware import cpu_hardware
-from tokenmill.plan.solve.offload import StreamedLayers
+from tokenmill.plan.solve.offload import BUFFERS, StreamedLayers
 from tokenmill.quant.schemes.scheme import Schemes
 
 PINNED = 0.9  # of the host's free memory: what may be taken where nothing of it can be swapped out again
@@ -60,10 +60,9 @@ def stream_from_disk(
     buffers = [room(size) for size in rotation.sizes([one.image.nbytes for one in file.entries])]
     with ThreadPoolExecutor(READERS) as readers:
         for layer, entry in enumerate(file.entries):
-            if (buffer := rotation.buffer_of.get(layer)) is not None:
-                memory = buffers[buffer]
-            else:
-                memory = room(entry.image.nbytes)
+            buffer = rotation.buffer_of.get(layer)
+            memory = room(entry.image.nbytes) if buffer is None else buffers[buffer]
+            if buffer is None or layer < BUFFERS:  # where none is resident, these say how fast they are read
                 read += sum(readers.map(lambda piece: file.read(layer, piece, memory), range(entry.pieces)))  # noqa: B023
             weights |= weights_in(spec, entry.image, memory, dtype, schemes)
             tell(layer + 1, spec.num_layers, "reading the layers that stay")

@@ -127,17 +127,15 @@ def plan_memory(
     if offload:
         away = to_hold(model.layers, offload)
         if not away.layers:
-            why = (
-                f"a model of {len(model.layers)} layers has too few to stream"
-                if model.layers
-                else "ranks hold all of theirs"
-            )
+            few = f"a model of {len(model.layers)} layers has too few to stream"
+            why = few if model.layers else "several ranks do not stream"
             raise ConfigError(f"weights_offload is {offload:,}, but {why}; leave it out")
-    elif offload is None and fixed + (kv_bytes or smallest) > budget:
+    elif offload is None and fixed + (kv_bytes or smallest * (1 if where == "cuda" else 2)) > budget:  # see below
         # Every byte of the cache is one that steps have to bring: it gets what requests cannot do without, and a share.
         wanted = kv_bytes or max(smallest, min(budget // KV_BESIDE_STREAMED, most_kv))
-        away = to_free(model.layers, fixed + wanted - budget) or away
-        away = away if away.layers else to_free(model.layers, fixed + smallest - budget) or away
+        while not away.layers and wanted >= smallest:
+            away = to_free(model.layers, fixed + wanted - budget) or away
+            wanted = max(smallest, wanted // 2) if wanted > smallest and kv_bytes is None else -1
     weights = model.weights - away.freed
     fixed -= away.freed
     left = budget - fixed
