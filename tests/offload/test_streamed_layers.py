@@ -242,3 +242,15 @@ def test_nothing_is_left_running(models):
     del dropped
     gc.collect()
     assert set(threading.enumerate()) <= before
+
+
+def test_metrics_tell_of_streams_where_there_are_any():
+    pytest.importorskip("prometheus_client")
+    from tokenmill.serve.engine.wire import StreamedReport
+    from tokenmill.serve.observe.metrics import _streamed
+
+    found = {
+        sample.name: sample.value for one in _streamed(StreamedReport(7, 6, 5, 4.0, 3.0)) for sample in one.samples
+    }
+    assert found["tokenmill_streamed_bytes_total"] == 7 and found["tokenmill_streamed_overlap_seconds_total"] == 3
+    assert list(_streamed(None)) == []
