@@ -40,6 +40,8 @@ SUBJECTS = {
     "drafts": {"quantization": "int8", "speculation": "suffix"},
     "a mixture": {"model": "mixtral"},
     "a mixture in float64": {"model": "mixtral", "dtype": "float64"},
+    "a mixture in int8": {"model": "mixtral", "quantization": "int8"},
+    "a mixture in codes, in torch": {"model": "mixtral", "quantization": "int8", "dtype": "float64"},
     "GGUF, recorded": {"model": "gguf"},
 }
 

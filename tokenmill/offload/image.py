@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from tokenmill.errors import ModelError
 from tokenmill.model.layers import Weight, allocate
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.native.matmul import PackedStorage
+from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.scheme import Linear, Schemes
 
 ALIGNMENT = 64  # of every tensor: a cache line, and what vector loads and copy engines want
@@ -30,6 +31,7 @@ class Part:
     shape: tuple[int, ...]
     form: int = -1  # of a segment of a packed matrix, which follow each other
     rows: int = 0
+    expert: int = -1  # whose it is, where each has tensors of its own
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,17 @@ def image_of(weights: Mapping[str, Weight]) -> Image:
     """How these lie behind each other."""
     parts, at = [], 0
     for name, weight in weights.items():
-        for key, tensor, form, rows in _tensors(weight):
-            size, kind = tensor.numel() * tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
-            parts.append(Part(name, key, at, size, kind, tuple(tensor.shape), form, rows))
-            at += -(-size // ALIGNMENT) * ALIGNMENT
+        for part, _ in _parts(name, weight):
+            parts.append(replace(part, at=at))
+            at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
     return Image(tuple(parts), max(PAGE, -(-at // PAGE) * PAGE))
 
 
 def write_image(weights: Mapping[str, Weight], image: Image, into: torch.Tensor) -> None:  # [nbytes] uint8
-    parts = iter(image.parts)
-    for weight in weights.values():
-        for _, tensor, _, _ in _tensors(weight):
-            _view(next(parts), into).copy_(tensor)
+    places = iter(image.parts)
+    for name, weight in weights.items():
+        for _, tensor in _parts(name, weight):
+            _view(next(places), into).copy_(tensor)
 
 
 def weights_in(
@@ -75,17 +76,24 @@ def weights_in(
         weight = allocate(spec, params[name], dtype, memory.device, schemes.of(name))  # untouched, and soon gone
         if isinstance(weight, torch.Tensor):
             found[name] = _placed(parts[0], memory, weight)
-            continue
-        if isinstance(weight.storage, PackedStorage):
-            matrix = weight.storage.matrix
-            for part in parts:
-                matrix.adopt(part.form, part.rows, _view(part, memory))
-            weight.scheme.show(weight.storage)  # type: ignore[attr-defined]  # a Packed has it
+        elif isinstance(weight, Experts) and weight.stacked:
+            stacked = weight.stacked | {part.key: _placed(part, memory, weight.stacked[part.key]) for part in parts}
+            each = tuple({key: one[expert] for key, one in stacked.items()} for expert in range(len(weight)))
+            found[name] = Experts(weight.scheme, each, stacked)
         else:
             for part in parts:
-                weight.storage[part.key] = _placed(part, memory, weight.storage[part.key])
-        found[name] = weight
+                _lay(weight.linear(part.expert) if isinstance(weight, Experts) else weight, part, memory)
+            found[name] = weight
     return found
+
+
+def _lay(linear: Linear, part: Part, memory: torch.Tensor) -> None:
+    storage = linear.storage
+    if isinstance(storage, PackedStorage):
+        storage.matrix.adopt(part.form, part.rows, _view(part, memory))
+        linear.scheme.show(storage)  # type: ignore[attr-defined]  # a Packed has it
+    else:
+        storage[part.key] = _placed(part, memory, storage[part.key])
 
 
 def _placed(part: Part, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -100,13 +108,23 @@ def _view(part: Part, memory: torch.Tensor) -> torch.Tensor:
     return run.view(getattr(torch, part.dtype)).view(part.shape)
 
 
-def _tensors(weight: Weight) -> Iterator[tuple[str, torch.Tensor, int, int]]:
-    if not isinstance(weight, Linear):
-        yield "", weight, -1, 0
-    elif isinstance(weight.storage, PackedStorage):
+def _parts(name: str, weight: Weight) -> Iterator[tuple[Part, torch.Tensor]]:
+    """Where they are is not known yet."""
+    if isinstance(weight, Experts) and not weight.stacked:
+        for expert in range(len(weight)):
+            for part, tensor in _parts(name, weight.linear(expert)):
+                yield replace(part, expert=expert), tensor
+    elif isinstance(weight, torch.Tensor):
+        yield _part(name, "", weight), weight
+    elif isinstance(weight, Linear) and isinstance(weight.storage, PackedStorage):
         for form, rows, panels in weight.storage.matrix.segments:
-            yield "", panels, form.number, rows
+            yield replace(_part(name, "", panels), form=form.number, rows=rows), panels
     else:
-        for key, tensor in weight.storage.items():
+        for key, tensor in (weight.stacked if isinstance(weight, Experts) else weight.storage).items():
             if key not in _OWN:
-                yield key, tensor, -1, 0
+                yield _part(name, key, tensor), tensor
+
+
+def _part(name: str, key: str, tensor: torch.Tensor) -> Part:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return Part(name, key, 0, tensor.numel() * tensor.element_size(), kind, tuple(tensor.shape))
