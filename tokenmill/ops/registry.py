@@ -126,7 +126,8 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
     chosen, reasons, refused = {}, {}, []
     for op, candidates in by_op.items():
         wanted = prefer.get(op) if isinstance(prefer, dict) else prefer
-        if isinstance(prefer, str) and all(one.optional and one.name not in (prefer, "reference") for one in candidates):
+        plain = {one.name for one in candidates} & {prefer, "reference"} if isinstance(prefer, str) else {""}
+        if not plain and all(one.optional for one in candidates):
             continue  # nobody who asks for plain ops gets another one that he could do without
         misfits = [(op, one, why_not) for one in candidates if (why_not := _misfit(one, need))]
         if len(misfits) < len(candidates) or not all(one.optional for one in candidates):
