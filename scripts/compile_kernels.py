@@ -1,6 +1,7 @@
-"""Compile every Triton kernel for a Hopper GPU on a machine that has none, and say what the compiler made of it.
+"""Compile every Triton kernel for a GPU on a machine that has none, and say what the compiler made of it.
 
     python scripts/compile_kernels.py                          # every kernel; exit status 1 if one is refused
+    python scripts/compile_kernels.py --gpu l4                 # for another GPU than an H200: a name of plan/solve/gpus.py
     python scripts/compile_kernels.py --only 'hopper'          # cases whose name matches
     python scripts/compile_kernels.py --save triton36.json     # registers, spills, shared memory, wgmma instructions
     python scripts/compile_kernels.py --compare triton36.json  # what another release of Triton does worse
@@ -11,6 +12,8 @@ To try another release, put it first: PYTHONPATH=/where/it/was/unpacked python s
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -31,7 +34,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-MULTIPROCESSORS, SHARED_BYTES = 132, 232448  # of an H200
+from tokenmill.ops import device_facts  # noqa: E402
+from tokenmill.plan.solve.gpus import GPUS, Gpu  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,28 @@ class Made:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="a regular expression that the name of a case has to match")
+    parser.add_argument("--gpu", default="h200", choices=[*GPUS], help="what is compiled for (default h200)")
     parser.add_argument("--save", type=Path, help="write what was made to this file")
     parser.add_argument("--compare", type=Path, help="a file of --save: print what became worse")
     parser.add_argument("--verbose", action="store_true", help="a line for every case")
     options = parser.parse_args()
-    recorder = pretend_hopper()
+    gpu = GPUS[options.gpu]
+    recorder = pretend_to_have(gpu)
     import kernel_cases
 
-    pretend_devices()
-    print(f"triton {triton.__version__} for sm_90", flush=True)
-    began, refused, made = time.perf_counter(), 0, {}
-    for name, call in kernel_cases.all_cases():
+    pretend_devices(gpu)
+    print(f"triton {triton.__version__} for sm_{recorder.arch}", flush=True)
+    began, refused, passed, made = time.perf_counter(), 0, 0, {}
+    for name, call, requires in kernel_cases.all_cases():
         if not re.search(options.only, name):
+            continue
+        if device_facts.gpu_misfit(requires, torch.device("meta")):  # nobody would launch it there
+            passed += 1
             continue
         recorder.kernels.clear()
         try:
-            call()
+            with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses, thousands of lines
+                call()
         except Exception as error:
             refused += 1
             print(f"REFUSED {name}: {type(error).__name__}: {reason_of(error)}", flush=True)
@@ -77,10 +87,11 @@ def main() -> int:
         made |= {f"{name}: {kernel.kernel} {i}": kernel for i, kernel in enumerate(kernels)}
         if options.verbose:
             print(f"{name}: {', '.join(kernel.kernel for kernel in kernels) or 'nothing new'}", flush=True)
-    missing = [] if options.only else sorted(kernels_of_the_package() - recorder.seen)
+    missing = [] if options.only or passed else sorted(kernels_of_the_package() - recorder.seen)
     if missing:
         print(f"no case compiles {', '.join(missing)}")
-    print(f"{len(made)} kernels compiled, {refused} cases refused, {time.perf_counter() - began:.0f} s")
+    left_out = f", {passed} left out that this GPU is not given" if passed else ""
+    print(f"{len(made)} kernels compiled, {refused} cases refused{left_out}, {time.perf_counter() - began:.0f} s")
     if options.save:
         options.save.write_text(json.dumps({name: asdict(one) for name, one in made.items()}, indent=1))
     if options.compare:
@@ -96,12 +107,13 @@ def main() -> int:
 class Recorder:
     """Stands for the driver: knows a device, and keeps what was compiled for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: Gpu) -> None:
+        self.arch = 10 * gpu.capability[0] + gpu.capability[1]
         self.kernels: list[Any] = []  # compiled since somebody looked last
         self.seen: set[str] = set()
         self._known: set[str] = set()
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
+            get_device_properties=lambda device: {"max_shared_mem": gpu.shared},
             load_binary=lambda name, binary, shared, device: (1, 1, 0, 0, 1024),
             unload_module=lambda module: None,
         )
@@ -113,7 +125,7 @@ class Recorder:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("meta")
@@ -129,9 +141,9 @@ class Recorder:
         kernel._init_handles()  # asks for more shared memory than there is: an error, as on the device
 
 
-def pretend_hopper() -> Recorder:
-    """From here on kernels are compiled for a Hopper GPU, and launches end before the device is asked."""
-    recorder = Recorder()
+def pretend_to_have(gpu: Gpu) -> Recorder:
+    """From here on kernels are compiled for this GPU, and launches end before the device is asked."""
+    recorder = Recorder(gpu)
     driver.set_active(recorder)
     run = JITFunction.run
 
@@ -144,13 +156,21 @@ def pretend_hopper() -> Recorder:
     return recorder
 
 
-def pretend_devices() -> None:
+def pretend_devices(gpu: Gpu) -> None:
     """Tensors without memory stand for tensors of the GPU in the rules that choose kernels."""
-    answers = {
-        "multiprocessors": lambda device: MULTIPROCESSORS,
-        "usable": lambda family, device: True,
-        "pdl_supported": lambda device: True,
+    answers: dict[str, Any] = {
+        "capability": lambda device: gpu.capability,
+        "shared_bytes": lambda device: gpu.shared,
+        "multiprocessors": lambda device: gpu.multiprocessors,
     }
+    for name, answer in answers.items():
+        setattr(device_facts, name, answer)
+
+    def usable(of: device_facts.Requirement | device_facts.Feature, device: torch.device) -> bool:
+        return not device_facts.gpu_misfit(of, device)
+
+    answers |= {"usable": usable, "pdl_supported": lambda device: usable(device_facts.PDL, device)}
+    answers["room"] = lambda device: device_facts.room_of(gpu.shared)
     for module in package_modules():
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, answers[name])

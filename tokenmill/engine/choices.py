@@ -16,7 +16,7 @@ from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint
 from tokenmill.model.weights.dummy import packed_dummies
 from tokenmill.model.weights.load import packed_as_stored, stored_forms
 from tokenmill.model.weights.quantized import QuantizedCheckpoint
-from tokenmill.ops.device_facts import GEMM, misfit
+from tokenmill.ops.device_facts import INVARIANT, misfit
 from tokenmill.ops.invariant import SLICES, slices_of
 from tokenmill.ops.kv_forms import KV_FORMS, form_for
 from tokenmill.ops.native.library import Library
@@ -161,7 +161,7 @@ def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device)
         reason = f"{spec.architecture} projects its latent attention with products that depend on the batch"
     elif spec.moe is not None and (spec.moe.groups > 1 or dtype == torch.float64):
         reason = f"{spec.architecture} in {str(dtype).removeprefix('torch.')} routes with a product that depends on it"
-    elif device.type == "cuda" and (why_not := misfit(GEMM, device)):
+    elif device.type == "cuda" and (why_not := misfit(INVARIANT, device)):
         reason = f"it {why_not} ({torch.cuda.get_device_name(device)})"
     elif device.type == "cuda" and dtype == torch.float64:
         reason = "its products are there for bfloat16, float16 and float32, not for float64"

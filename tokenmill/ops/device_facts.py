@@ -37,12 +37,21 @@ class Feature:
 # Every kernel compiles with these for Hopper (scripts/compile_kernels.py). Gluon, the language of the Hopper kernels,
 # still changes: what was renamed is in gluon_names.py. A later release may work, but nobody has tried it.
 _KNOWN = ((3, 6), (3, 9))
-_HOPPER_OR_LATER = ((9, 0), (99, 99))
+_LATEST = (99, 99)
+_HOPPER_OR_LATER = ((9, 0), _LATEST)
 
 HOPPER = Requirement(((9, 0), (9, 99)), "a Hopper GPU", _KNOWN)  # kernels in Gluon, with warpgroup instructions
-# What the launch shapes of products need: float8 tensor cores, and about the shared memory of a Hopper GPU. Newer
-# desktop GPUs are of a higher capability, but have 99 KiB.
-GEMM = Requirement(_HOPPER_OR_LATER, "a Hopper GPU or a later one", shared_bytes=160 << 10)
+# Products with weights in small codes, and of int8 with int8: instructions on bfloat16 and int8, copies that do not wait.
+PRODUCTS = Requirement(((8, 0), _LATEST), "an Ampere GPU or a later one")
+# Numbers of float8: to make them, to multiply them, and to widen them in one instruction.
+FLOAT8 = Requirement(((8, 9), _LATEST), "an Ada GPU or a later one")
+# Where the matrix library is known to have products of float8 with a scale for every row.
+FLOAT8_LIBRARY = Requirement(_HOPPER_OR_LATER, "a Hopper GPU or a later one", shared_bytes=160 << 10)
+# Rows multiplied alike however many there are: how long a chain of instructions is, is known of these only.
+INVARIANT = FLOAT8_LIBRARY
+
+_HOPPER_SHARED = 227 << 10  # assumed where nothing is known: by Triton's interpreter, and by a torch that does not say
+_ASIDE = 1 << 10  # barriers, and what sums pass between warps
 
 _HALVES = (torch.bfloat16, torch.float16)
 HOPPER_ATTENTION = Feature("warp-specialised attention", "long chunks take the plain kernel", HOPPER, _HALVES)
@@ -86,6 +95,28 @@ def shared_bytes(device: torch.device) -> int | None:
     """Shared memory that one program may have; None: this torch does not say."""
     found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
     return None if found is None else int(found)
+
+
+def room(device: torch.device) -> int:
+    """Shared memory that launch shapes may count on: what one program may have, less what the compiler takes aside."""
+    return room_of(shared_bytes(device) if device.type == "cuda" else None)
+
+
+def reads_shared(device: torch.device) -> bool:
+    """Whether products read shared memory by themselves (wgmma, tcgen05), and not what threads have loaded from it:
+    a pipeline then holds one stage more.
+    """
+    return device.type != "cuda" or (9, 0) <= capability(device) < (12, 0)
+
+
+@lru_cache
+def copies_tiles(device: torch.device) -> bool:
+    """Whether there is an engine that copies whole tiles into shared memory."""
+    return device.type != "cuda" or capability(device) >= (9, 0)
+
+
+def room_of(shared: int | None) -> int:
+    return (_HOPPER_SHARED if shared is None else shared) - _ASIDE
 
 
 @lru_cache

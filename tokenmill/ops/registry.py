@@ -6,8 +6,8 @@ The products of linear layers are chosen in the same way, but by number of rows:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Implementation:
     # A query's bits depend on its own inputs alone: not on other rows, on their number, nor on how rows are chunked.
     batch_invariant: bool = False
     kv_forms: tuple[str, ...] = ()  # quantized KV caches it reads or writes, by the names of ops/kv_forms.py
+    kv_requires: Mapping[str, Requirement] = field(default_factory=dict)  # by those names, where a form needs more
     requires: Requirement | None = None  # of the GPU and of Triton
     features: tuple[Feature, ...] = ()  # faster ways inside of it, which it takes where the device has them
     tails: bool = False  # attention between the nodes of trees (`AttentionBatch.tails`)
@@ -189,4 +190,7 @@ def _misfit(candidate: Implementation, need: Need) -> str:
             return f"block size {need.block_size} is not one of {candidate.block_sizes}"
         if need.kv_form is not None and need.kv_form not in candidate.kv_forms:
             return f"no {need.kv_form} KV cache"
+        of_form = candidate.kv_requires.get(need.kv_form or "")
+        if of_form is not None and (reason := misfit(of_form, torch.device(need.device))):
+            return f"a KV cache of {need.kv_form} {reason}"
     return ""

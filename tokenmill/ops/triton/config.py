@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.device_facts import multiprocessors, reads_shared, room
 from tokenmill.ops.registry import Implementation
 from tokenmill.ops.triton.launch import MOST_PROGRAMS
 
@@ -42,6 +42,42 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+def fitting(tile: Tile, key_dim: int, value_dim: int, itemsize: int, device: torch.device) -> Tile:
+    """With fewer stages, then fewer queries or keys, until these and the keys and values on their way fit.
+
+    About half of the stages hold keys and values: the block table, which says where they are, is loaded ahead of them.
+    Weights of the keys take room, too, where heads are wide (as compiled: scripts/compile_kernels.py).
+    """
+
+    def too_large(tile: Tile) -> bool:
+        ahead = (tile.num_stages + (tile.block_m >= 64 and reads_shared(device))) // 2
+        elements = tile.block_m * key_dim + ahead * tile.block_n * (key_dim + value_dim)
+        elements += tile.block_m * tile.block_n * (key_dim > 128)
+        return elements * itemsize > room(device)
+
+    while tile.num_stages > 2 and too_large(tile):
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    while tile.block_m > 16 and too_large(tile):
+        tile = replace(tile, block_m=tile.block_m // 2)
+    while tile.block_n > 16 and too_large(tile):
+        tile = replace(tile, block_n=tile.block_n // 2)
+    return tile
+
+
+def pipeline(wanted: int, block_k: int, column_bytes: int, most: int, device: torch.device) -> tuple[int, int]:
+    """The step over an inner dimension and its stages: as many of those wanted as fit, of shorter steps where fewer
+    than three do. `column_bytes`: of a column of all operands; `most`: bytes that the pipeline may take.
+    """
+    most = min(most, room(device))
+
+    def fits(stages: int, block_k: int) -> bool:
+        return max(1, stages - (not reads_shared(device))) * block_k * column_bytes <= most
+
+    while block_k > 32 and not fits(min(wanted, 3), block_k):
+        block_k //= 2
+    return block_k, next((stages for stages in range(wanted, 1, -1) if fits(stages, block_k)), 1)
 
 
 def power_of_two(n: int) -> int:

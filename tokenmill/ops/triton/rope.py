@@ -247,4 +247,7 @@ def _copy(source, target, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(target + dim[None, :], value.to(target.dtype.element_ty), mask=inside)
 
 
-IMPLEMENTATIONS = tuple(declare(fn, head_dims=(1, MAX_HEAD_DIM), kv_forms=tuple(FORMS)) for fn in (rope_kv_write, rope))
+IMPLEMENTATIONS = tuple(
+    declare(fn, head_dims=(1, MAX_HEAD_DIM), kv_forms=tuple(FORMS), kv_requires={"fp8": FLOAT8})
+    for fn in (rope_kv_write, rope)
+)

@@ -15,19 +15,22 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, in its maker's figures (dense operations, one direction of a link)."""
+    """One GPU, in its maker's figures (dense operations that add up in float32, one direction of a link)."""
 
     name: str
     memory: int  # bytes that a program can have
     bandwidth: float  # bytes/s
     flops: Mapping[str, float]  # by the kind of number that is multiplied: bf16, fp8, int8
     link: Link  # to the others of the same machine
-    host: float = 25e9  # bytes/s from pinned memory of the host, of its PCIe slot less what that takes for itself
+    capability: tuple[int, int]  # CUDA's, which says what instructions there are
+    multiprocessors: int
+    shared: int  # bytes of shared memory that one program may have
+    host: float  # bytes/s from pinned memory of the host, of its PCIe slot less what that takes for itself
+    words: tuple[str, ...] = ()  # all of them are in what the driver calls it; none: its name is
 
-    @property
-    def rounds(self) -> bool:
-        """Whether the engine's products of rounded weights run there: Hopper and later (ops/device_facts.py)."""
-        return self.name in ("b200", "h200", "h100")
+    def multiplies(self, form: str) -> bool:
+        """Whether the engine has kernels for weights in this form there (the rules of ops/device_facts.py)."""
+        return self.capability >= ((8, 9) if form == "fp8" else (8, 0))
 
 
 @dataclass(frozen=True)
@@ -39,45 +42,57 @@ class Efficiency:
     linear: float  # of the operations
 
 
-_NVLINK4 = Link(450e9, 9e-6)
-_PCIE4 = Link(26e9, 2.5e-5)
-_PCIE5 = 55e9
+_NVLINK3, _NVLINK4, _NVLINK5 = Link(300e9, 1e-5), Link(450e9, 9e-6), Link(900e9, 9e-6)
+_PCIE4, _PCIE5 = Link(26e9, 2.5e-5), Link(52e9, 2.5e-5)
+_AMPERE, _SMALL_AMPERE, _ADA, _HOPPER = (8, 0), (8, 6), (8, 9), (9, 0)
+_BLACKWELL, _SMALL_BLACKWELL = (10, 0), (12, 0)
+_SHARED = {  # by compute capability, as CUDA's guide has it
+    _AMPERE: 163 << 10, _SMALL_AMPERE: 99 << 10, _ADA: 99 << 10, _HOPPER: 227 << 10,
+    _BLACKWELL: 227 << 10, _SMALL_BLACKWELL: 99 << 10,
+}  # fmt: skip
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    gib: int,
+    tera_bytes: float,
+    tera_flops: Mapping[str, float],
+    link: Link,
+    words: str = "",
+) -> Gpu:
+    flops = {kind: number * TERA for kind, number in tera_flops.items()}
+    shared, host = _SHARED[capability], 55e9 if capability >= _HOPPER else 25e9  # PCIe 5, or 4
+    return Gpu(
+        name, gib * GIB, tera_bytes * TERA, flops, link, capability, multiprocessors, shared, host, tuple(words.split())
+    )
+
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
-            "b200",
-            178 * GIB,
-            8.0 * TERA,
-            {"bf16": 2250 * TERA, "fp8": 4500 * TERA, "int8": 4500 * TERA},
-            Link(900e9, 9e-6),
-            _PCIE5,
+        _gpu("b200", _BLACKWELL, 148, 178, 8.0, {"bf16": 2250, "fp8": 4500, "int8": 4500}, _NVLINK5),
+        _gpu("h200", _HOPPER, 132, 139, 4.8, {"bf16": 989, "fp8": 1979, "int8": 1979}, _NVLINK4),
+        _gpu("h100", _HOPPER, 132, 79, 3.35, {"bf16": 989, "fp8": 1979, "int8": 1979}, _NVLINK4),
+        _gpu("h20", _HOPPER, 78, 95, 4.0, {"bf16": 148, "fp8": 296, "int8": 296}, _NVLINK4),
+        _gpu("a100", _AMPERE, 108, 79, 2.04, {"bf16": 312, "int8": 624}, _NVLINK3),
+        _gpu("a100-40gb", _AMPERE, 108, 39, 1.56, {"bf16": 312, "int8": 624}, _NVLINK3, "a100 40gb"),
+        _gpu("l40s", _ADA, 142, 44, 0.864, {"bf16": 362, "fp8": 733, "int8": 733}, _PCIE4),
+        _gpu("l4", _ADA, 58, 22, 0.3, {"bf16": 121, "fp8": 242, "int8": 242}, _PCIE4),
+        _gpu("a10g", _SMALL_AMPERE, 80, 22, 0.6, {"bf16": 70, "int8": 140}, _PCIE4),
+        _gpu("a10", _SMALL_AMPERE, 72, 22, 0.6, {"bf16": 125, "int8": 250}, _PCIE4),
+        _gpu("a40", _SMALL_AMPERE, 84, 44, 0.696, {"bf16": 150, "int8": 299}, _PCIE4),
+        _gpu("a6000", _SMALL_AMPERE, 84, 47, 0.768, {"bf16": 155, "int8": 310}, _PCIE4),
+        _gpu("rtx3090", _SMALL_AMPERE, 82, 23, 0.936, {"bf16": 71, "int8": 284}, _PCIE4, "rtx 3090"),
+        _gpu("rtx4090", _ADA, 128, 23, 1.008, {"bf16": 165, "fp8": 330, "int8": 660}, _PCIE4, "rtx 4090"),
+        _gpu("rtx5090", _SMALL_BLACKWELL, 170, 31, 1.792, {"bf16": 209, "fp8": 419, "int8": 838}, _PCIE5, "rtx 5090"),
+        _gpu(
+            "rtxpro6000", _SMALL_BLACKWELL, 188, 94, 1.792, {"bf16": 503, "fp8": 1007, "int8": 1007}, _PCIE5,
+            "rtx pro 6000",
         ),
-        Gpu(
-            "h200",
-            139 * GIB,
-            4.8 * TERA,
-            {"bf16": 989 * TERA, "fp8": 1979 * TERA, "int8": 1979 * TERA},
-            _NVLINK4,
-            _PCIE5,
-        ),
-        Gpu(
-            "h100",
-            79 * GIB,
-            3.35 * TERA,
-            {"bf16": 989 * TERA, "fp8": 1979 * TERA, "int8": 1979 * TERA},
-            _NVLINK4,
-            _PCIE5,
-        ),
-        Gpu("a100", 79 * GIB, 2.04 * TERA, {"bf16": 312 * TERA, "int8": 624 * TERA}, Link(300e9, 1e-5)),
-        Gpu("a100-40gb", 39 * GIB, 1.56 * TERA, {"bf16": 312 * TERA, "int8": 624 * TERA}, Link(300e9, 1e-5)),
-        Gpu("l40s", 44 * GIB, 0.864 * TERA, {"bf16": 362 * TERA, "fp8": 733 * TERA, "int8": 733 * TERA}, _PCIE4),
-        Gpu("l4", 22 * GIB, 0.3 * TERA, {"bf16": 121 * TERA, "fp8": 242 * TERA, "int8": 242 * TERA}, _PCIE4),
-        Gpu("a10g", 22 * GIB, 0.6 * TERA, {"bf16": 70 * TERA, "int8": 140 * TERA}, _PCIE4),
-        Gpu("rtx4090", 23 * GIB, 1.008 * TERA, {"bf16": 165 * TERA, "fp8": 330 * TERA, "int8": 660 * TERA}, _PCIE4),
     )
-}
+}  # fmt: skip
 
 # Fitted to the 19 workloads of docs/performance.md without a shared prefix, on an H200 (tests/plan/test_plan_h200.py).
 EFFICIENCIES = {
@@ -132,9 +147,6 @@ def parse_gpus(text: str) -> tuple[Gpu, int]:
 
 def recognize(device_name: str) -> Gpu | None:
     """The known GPU behind a driver's name, such as "NVIDIA H100 80GB HBM3"."""
-    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
-    if "4090" in words and "rtx" in words:
-        return GPUS["rtx4090"]
-    if "a100" in words and "40gb" in words:
-        return GPUS["a100-40gb"]
-    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+    told = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    fitting = [gpu for gpu in GPUS.values() if told.issuperset(gpu.words or (gpu.name,))]
+    return max(fitting, key=lambda gpu: len(gpu.words), default=None)

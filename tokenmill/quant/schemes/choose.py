@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenmill.errors import ConfigError
-from tokenmill.ops.device_facts import GEMM, misfit, usable
+from tokenmill.ops.device_facts import FLOAT8, PRODUCTS, gpu_misfit, misfit, usable
 from tokenmill.quant.forms import FLOATS, GROUPS, Layout, WeightForm, check_names
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.expert_codes import ExpertCodes
@@ -66,7 +66,7 @@ def choose_schemes(
             )
         of_codes = name in experts and (not place.native or form.kind == "fp8")
         if (form, of_codes) not in made:
-            made[form, of_codes] = ExpertCodes(form) if of_codes else _scheme(form, plain)
+            made[form, of_codes] = ExpertCodes(form) if of_codes else _scheme(form, plain, place.device)
         named[name] = made[form, of_codes]
     as_saved = layout == Layout() and not blocks and not stored  # floats, which no scheme here rounds
     exact = layout.default == _EXACT or all(layout.of(name) == _EXACT for name in shapes if name != "lm_head")
@@ -83,13 +83,15 @@ def auto_layout(place: ComputeTarget, *, is_quantized: bool, max_rows: int | Non
         if not place.native:
             return Layout(), "without the native library, small weights would be widened for every product"
         return Layout(WeightForm("int8")), "half to a quarter of the bytes for every token, and next to no change"
-    if not usable(GEMM, place.device):
+    if not usable(PRODUCTS, place.device):
         return Layout(), "this GPU has no kernels for it"
     if not fits:
         return Layout(WeightForm("int4")), "memory is short"
     if max_rows is not None and max_rows <= FEW_ROWS:
         why = f"with at most {max_rows} requests at once a step costs what reading weights costs"
         return Layout(WeightForm("int4")), why
+    if not usable(FLOAT8, place.device):
+        return Layout(WeightForm("int8")), "this GPU multiplies no float8, and few rows read half the bytes"
     return Layout(WeightForm("fp8")), "8-bit products have twice the speed, and read half the bytes"
 
 
@@ -113,16 +115,18 @@ def _complete(form: WeightForm, columns: int, place: ComputeTarget) -> WeightFor
     return replace(form, group=max(fitting)) if fitting else None
 
 
-def _scheme(form: WeightForm, plain: QuantScheme) -> QuantScheme:
+def _scheme(form: WeightForm, plain: QuantScheme, device: torch.device) -> QuantScheme:
     if isinstance(plain, Packed) and form.kind != "fp8":
         return Packed(form, beside=plain)
     if form.kind in FLOATS:
         return Dense(getattr(torch, FLOATS[form.kind]))
     if form.kind == "w8a8":
         return W8A8()
-    if form.kind == "fp8" and form.group is None:
+    multiplied = device.type != "cuda" or not gpu_misfit(FLOAT8, device)
+    if form.kind == "fp8" and form.group is None and multiplied:
         return Fp8()
-    return WeightOnly(form)  # float8 too, where columns have scales in groups: float8 products do not know them
+    # Float8 too, where the GPU does not multiply it, or columns have scales in groups, which its products do not know.
+    return WeightOnly(form)
 
 
 def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes: Schemes) -> None:
@@ -136,7 +140,7 @@ def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes:
 
 
 def _check_device(layout: Layout, place: ComputeTarget) -> None:
-    if layout == Layout() or place.device.type != "cuda" or usable(GEMM, place.device):
+    if layout == Layout() or place.device.type != "cuda" or usable(PRODUCTS, place.device):
         return
     name = torch.cuda.get_device_name(place.device)
-    raise ConfigError(f"quantization is {layout.name!r}, which {misfit(GEMM, place.device)} ({name}); unset it")
+    raise ConfigError(f"quantization is {layout.name!r}, which {misfit(PRODUCTS, place.device)} ({name}); unset it")

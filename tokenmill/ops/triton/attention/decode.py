@@ -30,6 +30,7 @@ from tokenmill.ops.triton.config import (
     Tile,
     decode_splits,
     decode_tile,
+    fitting,
     power_of_two,
     prefix_splits,
     prefix_tile,
@@ -128,6 +129,7 @@ def _make_plan(
     rows, group = batch.num_singles // queries, heads // kv_heads * queries
     heads = heads * queries
     tile = decode_tile(group, key_dim, value_dim, q.dtype, rows * kv_heads, form if transposed else None)
+    tile = fitting(tile, key_dim, value_dim, q.itemsize, q.device)
     head_tiles = ceil_div(group, tile.block_m)
     extra, least_tiles = decode_splits(rows, kv_heads * head_tiles, heads, value_dim, tile, q.device, queries)
     num_slots = extra + min(rows, extra)  # rows in several parts have at most `extra` parts more than there are of them
@@ -136,6 +138,7 @@ def _make_plan(
         assert batch.shared_members is not None
         sharing = len(batch.shared_members) * group
         shared_tile = prefix_tile(sharing, key_dim, value_dim, q.dtype)
+        shared_tile = fitting(shared_tile, key_dim, value_dim, q.itemsize, q.device)
         programs = kv_heads * ceil_div(sharing, shared_tile.block_m)
         splits = prefix_splits(rows, num_slots, programs, heads, value_dim, q.device)
     device = q.device

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.ops.device_facts import HOPPER_ATTENTION, multiprocessors, usable
+from tokenmill.ops.device_facts import HOPPER_ATTENTION, multiprocessors, reads_shared, room, usable
 from tokenmill.ops.kv_forms import KVScales, channels
 from tokenmill.ops.triton.attention.kv_codes import cache_arguments, load_decoded
 from tokenmill.ops.triton.attention.paging import load_rows, score_scales
@@ -37,10 +37,13 @@ class Launch:
     hopper: bool = False
 
 
-def launch_shape(dim: int, device: torch.device) -> Launch:
-    """`dim`: the head size as a power of two."""
+def launch_shape(dim: int, device: torch.device) -> Launch | None:
+    """`dim`: the head size as a power of two. None: tiles are too large for this device."""
     if dim > 128:
-        return Launch(Tile(128, 64, 8, 2))
+        tile = Tile(128, 64, 8, 2)
+        copies = tile.num_stages if reads_shared(device) else tile.num_stages - 1
+        fits = 2 * dim * (tile.block_m + 2 * copies * tile.block_n) <= room(device)
+        return Launch(tile) if fits else None
     # The kernel of hopper.py reaches 594 TFLOP/s on an H200, the one here 405 (scripts/gpu_prefill.py).
     if dim in (64, 128) and usable(HOPPER_ATTENTION, device):
         return Launch(Tile(128, 128, 8, 2), hopper=True)
@@ -119,6 +122,8 @@ def fresh_attention(
 
 def _make_plan(q: torch.Tensor, kv_heads: int, dim: int, batch: AttentionBatch) -> FreshPlan | None:
     launch = launch_shape(dim, q.device)
+    if launch is None:
+        return None
     group = q.shape[1] // kv_heads
     room = SCRATCH_BYTES // (2 * kv_heads * dim * q.dtype.itemsize)
     members, places, keys = _members(batch, group, launch.tile.block_n, room)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.instructions import for_target
+
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
@@ -66,7 +68,7 @@ def expand_halves(twins, low_scale, low_least, high_scale, high_least, kind):
     """The lower halves of bytes and the upper ones, as numbers with their scales and minima."""
     if _PTX and kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            """{
+            for_target("""{
             .reg .b32 low, high, all;
             and.b32 low, $4, 0x0F0F0F0F;
             shr.u32 high, $4, 4;
@@ -85,7 +87,7 @@ def expand_halves(twins, low_scale, low_least, high_scale, high_least, kind):
             fma.rn.bf16x2 $1, $1, $6, $8;
             fma.rn.bf16x2 $2, $2, $9, $11;
             fma.rn.bf16x2 $3, $3, $10, $12;
-            }""",
+            }"""),
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [twins, low_scale, low_least, high_scale, high_least],
             (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
@@ -185,7 +187,7 @@ def expand_pairs_of_halves(pairs, low_scale, low_least, high_scale, high_least, 
     """The four codes in every number of sixteen bits, from the lowest to the highest, with their scales and minima."""
     if _PTX and kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            """{
+            for_target("""{
             .reg .b32 b, c, d, all;
             shr.u32 b, $4, 4;
             shr.u32 c, $4, 8;
@@ -203,7 +205,7 @@ def expand_pairs_of_halves(pairs, low_scale, low_least, high_scale, high_least, 
             fma.rn.bf16x2 $1, $1, $7, $8;
             fma.rn.bf16x2 $2, $2, $5, $6;
             fma.rn.bf16x2 $3, $3, $7, $8;
-            }""",
+            }"""),
             "=&r,=&r,=&r,=&r,r,r,r,r,r", [pairs, low_scale, low_least, high_scale, high_least],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.device_facts import HOPPER_ATTENTION
+from tokenmill.ops.device_facts import FLOAT8, HOPPER_ATTENTION
 from tokenmill.ops.kv_forms import KVScales, channels
 from tokenmill.ops.triton.attention.decode import decode_attention
 from tokenmill.ops.triton.attention.kv_codes import FORMS
@@ -44,6 +44,7 @@ IMPLEMENTATIONS = (
         batch_invariant=False,
         tails=True,
         kv_forms=tuple(FORMS),
+        kv_requires={"fp8": FLOAT8},
         features=(HOPPER_ATTENTION,),
     ),
 )

@@ -25,7 +25,7 @@ from tokenmill.ops.triton.attention.tile import (
     query_pairs,
     store_pairs,
 )
-from tokenmill.ops.triton.config import Tile, prefill_tile
+from tokenmill.ops.triton.config import Tile, fitting, prefill_tile
 from tokenmill.ops.triton.launch import quick_launch
 from tokenmill.ops.types import AttentionBatch, Mask
 
@@ -64,6 +64,7 @@ def _launch_list(
     if name not in batch.cache:
         most = max(batch.host_counts[i] for i in _chunks(batch, done))
         tile = prefill_tile(most * group, q.shape[2], value_dim, q.dtype)
+        tile = fitting(tile, q.shape[2], value_dim, q.itemsize, device)
         host = torch.from_numpy(_host_tile_list(batch, group, tile.block_m, done))
         batch.cache[name] = tile, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
     found: tuple[Tile, torch.Tensor] = batch.cache[name]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tokenmill.ops.device_facts import GEMM, HOPPER, multiprocessors
+from tokenmill.ops.device_facts import FLOAT8, FLOAT8_LIBRARY, HOPPER, INVARIANT, PRODUCTS, multiprocessors
 from tokenmill.ops.matmul import NO_LIMIT, MatmulKernel, MatmulNeed, Span
 from tokenmill.ops.triton.gemm import invariant, quantize, small, weight_only
 from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, parts_of
@@ -20,7 +20,7 @@ from tokenmill.ops.types import QuantizedRows, Storage, Unnormed
 Bias = torch.Tensor | None  # [out]
 HALVES = (torch.bfloat16, torch.float16)
 THREE_FLOATS = (torch.float32, *HALVES)
-FLOAT8 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 WORDS = {"int4": "int4", "int8": "int8", "grouped fp8": "fp8"}  # weights of small codes -> their kind
 # Up to here rows stay in their own dtype; with more, float8 on both sides is faster in spite of the quantizing launch.
 WIDE_INPUT_ROWS = 1
@@ -203,7 +203,7 @@ def _float8_library_misfit(need: MatmulNeed) -> str:
     return ""
 
 
-_GPU = MatmulKernel("", (), _dense, devices=("cuda",), requires=GEMM, counters=small.counters_for)
+_GPU = MatmulKernel("", (), _dense, devices=("cuda",), requires=PRODUCTS, counters=small.counters_for)
 _WORDS = replace(_GPU, weights=tuple(WORDS), dtypes=HALVES, shape_misfit=_words_misfit, rows=(1, NO_LIMIT))
 _BOTH_SIDES = replace(
     _GPU, rows=(1, NO_LIMIT), quantize=quantize_rows,
@@ -240,7 +240,7 @@ KERNELS = (
     ),
     replace(  # slower: only for who asks for it
         _GPU, name="batch-invariant", weights=("dense",), run=_invariant, rank=-1, dtypes=THREE_FLOATS,
-        shape_misfit=_invariant_misfit, counters=lambda out_features: 0, batch_invariant=True,
+        requires=INVARIANT, shape_misfit=_invariant_misfit, counters=lambda out_features: 0, batch_invariant=True,
     ),
     replace(
         _WORDS, name="codes dequantized in registers", run=_in_registers, rank=20,
@@ -257,19 +257,19 @@ KERNELS = (
     ),
     replace(
         _GPU, name="float8 weights, inputs as they are", weights=("fp8",), run=_float8_wide_inputs, rank=15,
-        dtypes=HALVES, shape_misfit=lambda need: "inputs have a scale of the checkpoint" if need.static_inputs else "",
+        requires=FLOAT8, dtypes=HALVES, shape_misfit=lambda need: "inputs have a scale of the checkpoint" if need.static_inputs else "",
         rows=(1, WIDE_INPUT_ROWS), fastest=lambda need: ((1, WIDE_INPUT_ROWS),),
     ),
-    replace(_SMALL_TILES, weights=("fp8",), dtypes=HALVES, inputs=FLOAT8),
+    replace(_SMALL_TILES, weights=("fp8",), dtypes=HALVES, inputs=E4M3, requires=FLOAT8),
     replace(_SMALL_TILES, weights=("w8a8",), dtypes=THREE_FLOATS, inputs=torch.int8, batch_invariant=True),
-    replace(_HOPPER_TILES, weights=("fp8",), inputs=FLOAT8, fastest=_hopper_float8_fastest),
+    replace(_HOPPER_TILES, weights=("fp8",), inputs=E4M3, fastest=_hopper_float8_fastest),
     replace(
         _HOPPER_TILES, weights=("w8a8",), inputs=torch.int8, fastest=lambda need: ((TILED_ROWS, NO_LIMIT),),
         batch_invariant=True,
     ),
     replace(
         _BOTH_SIDES, name="float8 in the matrix library", weights=("fp8",), run=_float8_library, rank=20,
-        dtypes=(torch.bfloat16,), inputs=FLOAT8, shape_misfit=_float8_library_misfit,
+        dtypes=(torch.bfloat16,), inputs=E4M3, requires=FLOAT8_LIBRARY, shape_misfit=_float8_library_misfit,
         fastest=lambda need: ((TILED_ROWS, NO_LIMIT),),
     ),
 )  # fmt: skip

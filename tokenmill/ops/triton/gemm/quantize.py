@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.device_facts import GEMM
+from tokenmill.ops.device_facts import PRODUCTS
 from tokenmill.ops.triton.config import declare, power_of_two
 from tokenmill.ops.triton.launch import quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.norm import add_norm_row
@@ -199,4 +199,4 @@ def _larger(a, b):
 
 
 # Only products of our own read rows that are quantized on the way.
-IMPLEMENTATIONS = tuple(declare(fn, requires=GEMM, optional=True) for fn in (add_rms_norm_quantized, act_mul_quantized))
+IMPLEMENTATIONS = tuple(declare(fn, requires=PRODUCTS, optional=True) for fn in (add_rms_norm_quantized, act_mul_quantized))

@@ -8,15 +8,15 @@ inner dimension is cut into parts, and whoever finishes an output tile last adds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.device_facts import multiprocessors
-from tokenmill.ops.triton.config import power_of_two
+from tokenmill.ops.device_facts import multiprocessors, room
+from tokenmill.ops.triton.config import pipeline, power_of_two
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 
 # Where a plain product is faster here than in the matrix library, as measured on an H200 (scripts/gpu_gemm.py).
@@ -120,18 +120,21 @@ def choose_shape(
     if rows == 1:
         return _gemv_shape(columns, inner, itemsize)
     if x_itemsize == itemsize == 1 and inner >= 1024:
-        return _fp8_shape(rows, columns, inner, may_split)
+        shape = _fp8_shape(rows, columns, inner, may_split)
+        column_bytes = shape.block_n + _rows_of_a_tile(rows)
+        block_k, num_stages = pipeline(shape.num_stages, shape.block_k, column_bytes, room(device), device)
+        return replace(shape, block_k=block_k, num_stages=num_stages)
     few = rows <= 32
     block_n, num_warps = (64, 4) if few else (128, 8)
-    block_k = min(128, max(32, power_of_two(inner)))
+    # A long pipeline; of narrow tiles two or three programs share a multiprocessor.
+    column_bytes = block_n * itemsize + _rows_of_a_tile(rows) * x_itemsize
+    most = 112 << 10 if few else 200 << 10
+    block_k, num_stages = pipeline(6 if few else 4, min(128, max(32, power_of_two(inner))), column_bytes, most, device)
     splits = 1
     if may_split:
         # About two programs per multiprocessor, each with a loop long enough to pay for its start.
         wanted = 2 * multiprocessors(device) // ceil_div(columns, block_n)
         splits = max(1, min(wanted, inner // (3 * block_k), MAX_SPLITS))
-    # A long pipeline; of narrow tiles two or three programs share a multiprocessor.
-    stage_bytes = block_k * (block_n * itemsize + _rows_of_a_tile(rows) * x_itemsize)
-    num_stages = min(6, (112 << 10) // stage_bytes) if few else min(4, (200 << 10) // stage_bytes)
     return GemmShape(block_n, block_k, 1 << (splits.bit_length() - 1), num_warps, num_stages)
 
 

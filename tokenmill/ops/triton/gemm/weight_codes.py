@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from tokenmill.ops.device_facts import release
+from tokenmill.ops.triton.instructions import for_target
 
 TILE = 16  # rows of a tile, and words of each of them
 
@@ -131,7 +132,7 @@ TEXTS = tl.constexpr(
 
 @triton.constexpr_function
 def _text(kind, bf16, j):
-    return TEXTS.value[kind][bf16][j]
+    return for_target(TEXTS.value[kind][bf16][j])
 
 
 @triton.jit

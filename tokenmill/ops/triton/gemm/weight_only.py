@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.device_facts import multiprocessors, room
 from tokenmill.ops.triton.config import power_of_two
 from tokenmill.ops.triton.gemm.small import MAX_SPLITS, GemmShape, finish_tile
 from tokenmill.ops.triton.gemm.weight_codes import TILE, Codes, axis, in_order, lane_axis, parts_of, unpack
@@ -104,9 +104,9 @@ def choose_shape(
     steps = next(size for size in (8, 4, 2, 1) if size * step <= max(step, at_once) and tiles // step % size == 0)
     # As long a pipeline as lets two or three programs share a multiprocessor.
     stage_bytes = step * steps * 32 * (block_n + parts_of(kind) * _rows_of_a_tile(rows))
-    room = SHARED_BYTES // (3 if crowded else 2)
+    shared = min(SHARED_BYTES, room(device)) // (3 if crowded else 2)
     most = 3 if 16 < rows <= 32 else 4
-    return GemmShape(block_n, step * steps, splits, num_warps, max(2, min(most, room // stage_bytes)))
+    return GemmShape(block_n, step * steps, splits, num_warps, max(2, min(most, shared // stage_bytes)))
 
 
 def _rows_of_a_tile(rows: int) -> int:

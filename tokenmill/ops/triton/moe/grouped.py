@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenmill.ops.device_facts import multiprocessors
+from tokenmill.ops.device_facts import copies_tiles, multiprocessors, room
+from tokenmill.ops.triton.config import pipeline
 from tokenmill.ops.triton.launch import ceil_div, prefetch_constants, quick_launch, start_next, wait_for_previous
 from tokenmill.ops.triton.moe.route import ExpertGroups
 from tokenmill.ops.triton.numeric import activate
@@ -40,9 +41,10 @@ def gate_up_rows(
     kind: str,
     shape: ExpertTile,
 ) -> torch.Tensor:  # [choices, inner], in the order of the groups
+    shape = _fitting(shape, 2, x)
     inner = gate_up.shape[1] // 2
     out = torch.empty(groups.order.shape[0], inner, dtype=x.dtype, device=x.device)
-    bulk = shape.bulk and _may_be_bulk(gate_up)
+    bulk = shape.bulk and copies_tiles(x.device) and _may_be_bulk(gate_up)
     _gate_up_kernel[(groups.max_tiles * ceil_div(inner, shape.block_n),)](
         x, groups.order, groups.tiles, _tiled(gate_up, shape) if bulk else gate_up, out,
         x.stride(0), gate_up.stride(0), gate_up.stride(1), groups.max_tiles,
@@ -59,15 +61,23 @@ def down_rows(
     shape: ExpertTile,
 ) -> torch.Tensor:  # [choices, hidden], in the order of the tokens
     assert shape.block_m == groups.block_m
+    shape = _fitting(shape, 1, active)
     hidden, inner = down.shape[1:]
     out = torch.empty(active.shape[0], hidden, dtype=active.dtype, device=active.device)
-    bulk = shape.bulk and _may_be_bulk(down)
+    bulk = shape.bulk and copies_tiles(active.device) and _may_be_bulk(down)
     _down_kernel[(groups.max_tiles * ceil_div(hidden, shape.block_n),)](
         active, groups.order, groups.tiles, _tiled(down, shape) if bulk else down, out,
         down.stride(0), down.stride(1), groups.max_tiles, down.shape[0], multiprocessors(active.device),
         HIDDEN=hidden, INNER=inner, BULK=bulk, **_launch(shape),
     )  # fmt: skip
     return out
+
+
+def _fitting(shape: ExpertTile, weights: int, x: torch.Tensor) -> ExpertTile:
+    """Whose pipeline of tokens and of so many weights has room on the device of x."""
+    column_bytes = (shape.block_m + weights * shape.block_n) * x.itemsize
+    block_k, num_stages = pipeline(shape.num_stages, shape.block_k, column_bytes, room(x.device), x.device)
+    return replace(shape, block_k=block_k, num_stages=num_stages)
 
 
 def _may_be_bulk(weight: torch.Tensor) -> bool:
