@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -158,22 +160,20 @@ def pretend_to_have(gpu: Gpu) -> Recorder:
 
 def pretend_devices(gpu: Gpu) -> None:
     """Tensors without memory stand for tensors of the GPU in the rules that choose kernels."""
-    answers: dict[str, Any] = {
-        "capability": lambda device: gpu.capability,
-        "shared_bytes": lambda device: gpu.shared,
-        "multiprocessors": lambda device: gpu.multiprocessors,
-    }
-    for name, answer in answers.items():
-        setattr(device_facts, name, answer)
-
-    def usable(of: device_facts.Requirement | device_facts.Feature, device: torch.device) -> bool:
-        return not device_facts.gpu_misfit(of, device)
-
-    answers |= {"usable": usable, "pdl_supported": lambda device: usable(device_facts.PDL, device)}
-    answers["room"] = lambda device: device_facts.room_of(gpu.shared)
+    device_facts.capability = lambda device: gpu.capability
+    device_facts.shared_bytes = lambda device: gpu.shared
+    asked = {name: getattr(device_facts, name) for name in ("usable", "room", "reads_shared", "copies_tiles")}
+    answers = {name: partial(answer_of, question) for name, question in asked.items()}
+    answers["multiprocessors"] = lambda device: gpu.multiprocessors
+    answers["pdl_supported"] = lambda device: answers["usable"](device_facts.PDL, device)
     for module in package_modules():
         for name in answers.keys() & vars(module).keys():
             setattr(module, name, answers[name])
+
+
+def answer_of(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Of a question about a device, which is the last of its arguments."""
+    return question(*arguments[:-1], torch.device("cuda", 0))
 
 
 def package_modules() -> list[ModuleType]:

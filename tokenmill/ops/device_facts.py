@@ -97,11 +97,14 @@ def shared_bytes(device: torch.device) -> int | None:
     return None if found is None else int(found)
 
 
+@lru_cache
 def room(device: torch.device) -> int:
     """Shared memory that launch shapes may count on: what one program may have, less what the compiler takes aside."""
-    return room_of(shared_bytes(device) if device.type == "cuda" else None)
+    known = shared_bytes(device) if device.type == "cuda" else None
+    return (_HOPPER_SHARED if known is None else known) - _ASIDE
 
 
+@lru_cache
 def reads_shared(device: torch.device) -> bool:
     """Whether products read shared memory by themselves (wgmma, tcgen05), and not what threads have loaded from it:
     a pipeline then holds one stage more.
@@ -113,10 +116,6 @@ def reads_shared(device: torch.device) -> bool:
 def copies_tiles(device: torch.device) -> bool:
     """Whether there is an engine that copies whole tiles into shared memory."""
     return device.type != "cuda" or capability(device) >= (9, 0)
-
-
-def room_of(shared: int | None) -> int:
-    return (_HOPPER_SHARED if shared is None else shared) - _ASIDE
 
 
 @lru_cache

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.device_facts import FLOAT8
 from tokenmill.ops.kv_forms import KVScales, form_of
 from tokenmill.ops.triton.attention.kv_codes import FORMS
 from tokenmill.ops.triton.attention.kv_write import half_range, load_half, store_codes
