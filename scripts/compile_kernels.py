@@ -1,7 +1,7 @@
 """Compile every Triton kernel for a GPU on a machine that has none, and say what the compiler made of it.
 
     python scripts/compile_kernels.py                          # every kernel; exit status 1 if one is refused
-    python scripts/compile_kernels.py --gpu l4                 # for another GPU than an H200: a name of plan/solve/gpus.py
+    python scripts/compile_kernels.py --gpu l4                 # for another GPU than an H200
     python scripts/compile_kernels.py --only 'hopper'          # cases whose name matches
     python scripts/compile_kernels.py --save triton36.json     # registers, spills, shared memory, wgmma instructions
     python scripts/compile_kernels.py --compare triton36.json  # what another release of Triton does worse

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +9,8 @@ import torch
 from tiny import TINY
 
 triton = pytest.importorskip("triton")
+
+from kernels_made import compiled  # noqa: E402
 
 from tokenmill.config import EngineConfig  # noqa: E402
 from tokenmill.engine import build  # noqa: E402
@@ -24,8 +21,12 @@ from tokenmill.ops import device_facts  # noqa: E402
 from tokenmill.ops.device_facts import HOPPER, HOPPER_ATTENTION, HOPPER_MOE, PDL, QUICK_LAUNCH  # noqa: E402
 from tokenmill.ops.matmul import MatmulKernel, MatmulNeed, matmul_kernels, select_matmul  # noqa: E402
 from tokenmill.ops.registry import Need, select  # noqa: E402
+from tokenmill.ops.triton import config  # noqa: E402
 from tokenmill.ops.triton.attention import fresh as attention_fresh  # noqa: E402
+from tokenmill.ops.triton.config import Tile  # noqa: E402
 from tokenmill.ops.triton.moe import experts as moe  # noqa: E402
+from tokenmill.quant.forms import parse_layout  # noqa: E402
+from tokenmill.quant.schemes.choose import ComputeTarget, auto_layout, choose_schemes  # noqa: E402
 from tokenmill.quant.schemes.dense import Dense  # noqa: E402
 from tokenmill.quant.schemes.row_scaled import W8A8, Fp8  # noqa: E402
 from tokenmill.quant.schemes.scheme import Linear  # noqa: E402
@@ -33,10 +34,12 @@ from tokenmill.quant.schemes.weight_only import WeightForm, WeightOnly  # noqa: 
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
-REMEMBERED = device_facts.usable, device_facts.multiprocessors, select_matmul
+REMEMBERED = (
+    device_facts.usable, device_facts.multiprocessors, device_facts.room, device_facts.reads_shared,
+    device_facts.copies_tiles, select_matmul,
+)  # fmt: skip
 KNOWN = ("3.6.0", "3.6.0+git1234", "3.7.1", "3.8.0", "3.9.0")
 UNKNOWN = ("3.5.1", "3.10.0", "4.6.0", "main")
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_kernels.py"
 ONE_ROW, WARP_SPECIALISED = "one int4 row", "eight bits on both sides, warp-specialised"
 STREAMED = "few rows, streamed"
 GATED = "gate, up and activation, few rows", "gate, up and activation"
@@ -112,15 +115,90 @@ def test_a_kernel_of_products_says_why_it_is_passed_over(need, name, rows, prete
 
 
 def test_gpus_without_our_kernels_multiply_with_torch_and_say_so(pretend):
-    for given, reason in (
-        ({"capability": (8, 0)}, "needs a Hopper GPU or a later one and this has compute capability 8.0"),
-        ({"capability": (12, 0), "shared": 101376}, "needs 160 KiB of shared memory and this GPU has 99"),
-    ):
-        pretend(**given)
-        for need, name in ((INT4, "dequantized by torch"), (need_of("dense"), "the matrix library")):
-            chosen = select_matmul(need)
-            assert {kernel.name for _, kernel in chosen.serving} == {name}
-            assert chosen.passed_over and all(reason in line or "Hopper GPU and" in line for line in chosen.passed_over)
+    pretend(capability=(7, 5), shared=64 << 10)
+    reason = "needs an Ampere GPU or a later one and this has compute capability 7.5"
+    for need, name in ((INT4, "dequantized by torch"), (need_of("dense"), "the matrix library")):
+        chosen = select_matmul(need)
+        assert {kernel.name for _, kernel in chosen.serving} == {name}
+        assert chosen.passed_over and all(reason in line or "Hopper GPU and" in line for line in chosen.passed_over)
+
+
+SMALL_FLOAT8, LIBRARY_FLOAT8 = "eight bits on both sides, small tiles", "float8 in the matrix library"
+OTHER_GPUS = {  # capability, KiB of shared memory -> names by weight and rows
+    ((8, 0), 163): {
+        ("fp8", 64): "dequantized by torch", ("fp8", 1): "dequantized by torch", ("w8a8", 300): SMALL_FLOAT8,
+    },
+    ((8, 6), 99): {("w8a8", 1): SMALL_FLOAT8, ("fp8", 64): "dequantized by torch"},
+    ((8, 9), 99): {("fp8", 1): "float8 weights, inputs as they are", ("fp8", 300): SMALL_FLOAT8},
+    ((10, 0), 227): {("fp8", 64): SMALL_FLOAT8, ("fp8", 300): LIBRARY_FLOAT8, ("w8a8", 300): SMALL_FLOAT8},
+    ((12, 0), 99): {("fp8", 64): SMALL_FLOAT8, ("fp8", 300): SMALL_FLOAT8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "expected"), OTHER_GPUS.items(), ids=str)
+def test_other_gpus_have_the_kernels_that_their_facts_allow(gpu, expected, pretend):
+    (capability, shared), everywhere = gpu, {("int4", 1): "codes dequantized in registers"}
+    everywhere |= {("int8", 64): "codes dequantized in registers", ("grouped fp8", 1): "codes dequantized in registers"}
+    everywhere |= {("int4", 1000): "dequantized for the matrix library", ("dense", 1): "few rows"}
+    pretend(capability=capability, shared=shared << 10)
+    for (weight, rows), name in (everywhere | expected).items():
+        chosen = select_matmul(need_of(weight, 4096, 4096, tiled=True, group=128 * (weight == "int4")))
+        assert chosen.kernel(rows).name == name, (weight, rows)
+        if "torch" in name:
+            assert any("needs an Ada GPU or a later one" in line for line in chosen.passed_over)
+
+
+def test_a_cache_of_float8_takes_plainer_ops_where_the_gpu_has_no_such_numbers(pretend):
+    pretend(capability=(8, 6), shared=99 << 10)
+    for form, expected in (("int8", "triton"), ("fp8", "reference")):
+        ops = select(Need("cuda", BF16, 128, 16, kv_form=form))
+        assert ops.chosen["attention"].name == ops.chosen["rope_kv_write"].name == expected
+    told = "\n".join(ops.passed_over(GPU, BF16, False))
+    assert "a KV cache of fp8 needs an Ada GPU or a later one and this has compute capability 8.6" in told
+
+
+def test_quantization_on_other_gpus_is_what_they_multiply(pretend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "some GPU")
+    place, shapes = ComputeTarget(GPU, BF16), {"layers.0.down": (256, 1024)}
+
+    def scheme(form: str) -> str:
+        return type(choose_schemes(parse_layout(form), shapes, {}, False, place).of("layers.0.down")).__name__
+
+    def auto() -> str:
+        return auto_layout(place, is_quantized=False, max_rows=None, fits=True)[0].name
+
+    pretend(capability=(8, 0), shared=163 << 10)
+    assert [scheme(form) for form in ("int4", "int8", "w8a8", "fp8")] == ["WeightOnly"] * 2 + ["W8A8", "WeightOnly"]
+    assert auto() == "int8"
+    pretend(capability=(8, 9), shared=99 << 10)
+    assert scheme("fp8") == "Fp8" and auto() == "fp8"
+    pretend(capability=(7, 5), shared=64 << 10)
+    with pytest.raises(ConfigError, match=r"quantization is 'int8', which needs an Ampere GPU or a later one"):
+        scheme("int8")
+
+
+def test_launch_shapes_fit_small_devices_and_are_those_that_were_measured_on_hopper(pretend):
+    """What the compiler makes of them is tests/ops/test_other_gpus.py."""
+    of = {"key_dim": 128, "value_dim": 128, "itemsize": 2, "device": GPU}
+    wide, long = of | {"key_dim": 256, "value_dim": 256}, config.prefill_tile(128, 128, 128, BF16)
+    pretend()
+    tiles = [
+        (of, long),
+        (wide, config.prefill_tile(128, 256, 256, BF16)),
+        (of, config.prefix_tile(128, 128, 128, BF16)),
+    ]
+    tiles += [
+        (of, config.decode_tile(group, 128, 128, BF16, programs)) for group in (1, 4, 32) for programs in (1, 256)
+    ]
+    latent = of | {"key_dim": 576, "value_dim": 512}
+    tiles += [(latent, config.decode_tile(16, 576, 512, BF16, 8)), (latent, config.prefill_tile(128, 576, 512, BF16))]
+    assert all(config.fitting(tile, **given) == tile for given, tile in tiles)
+    assert attention_fresh.launch_shape(256, GPU).tile == Tile(128, 64, 8, 2)
+    pretend(capability=(8, 6), shared=99 << 10)
+    assert config.fitting(long, **of) == long  # without warpgroup instructions a pipeline holds less
+    assert config.fitting(tiles[1][1], **wide).num_stages < 3
+    assert attention_fresh.launch_shape(256, GPU) is None  # chunks are read in pages
 
 
 def test_what_does_not_fit_a_weight_is_told(pretend):
@@ -261,15 +339,6 @@ def test_inputs_of_few_rows_stay_in_registers(tmp_path):
     """Lanes load what they multiply: a release that spreads them another way sends all of it through shared memory."""
     (made,) = compiled("weight only int8 groups of 0 6144 x 4096, 1 rows", tmp_path).values()
     assert made["spills"] == 0 and made["shared"] <= 4096
-
-
-def compiled(only: str, folder: Path) -> dict[str, dict[str, int]]:
-    """What the kernels of these cases became; in another process, because this one has the interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, str(SCRIPT), "--only", only, "--save", str(folder / "made.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "made.json").read_text())
 
 
 @pytest.mark.parametrize(

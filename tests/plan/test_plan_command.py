@@ -25,8 +25,8 @@ from tokenmill.parallel.layout import parse_layout, why_not
 from tokenmill.plan.planner.calibrate import CPU_START, calibrate, kept_at
 from tokenmill.plan.planner.candidates import GpuFleet
 from tokenmill.plan.planner.configfile import ConfigFile, read_config_file, write_config
-from tokenmill.plan.planner.precision import stored_precision
-from tokenmill.plan.solve.gpus import GPUS
+from tokenmill.plan.planner.precision import WeightPrecision, stored_precision
+from tokenmill.plan.solve.gpus import GPUS, rates_of
 from tokenmill.plan.solve.hardware import cpu_hardware
 from tokenmill.plan.solve.shape import shape_of
 from tokenmill.quant.schemes.choose import ComputeTarget
@@ -147,9 +147,22 @@ def test_the_bytes_of_stored_weights_are_those_that_the_engine_counts(small, pla
     )
 
 
-def test_where_a_gpu_has_no_kernels_for_stored_weights_the_plan_says_so(small):
-    done = run(str(small), *TINY, "--gpu", "l4", "--quality", "exact")
-    assert "no kernels for it and widens it for every product" in done.output and "not measured" in done.output
+@pytest.mark.parametrize(("gpu", "float8"), [("a100", False), ("rtx3090", False), ("l4", True), ("rtx5090", True)])
+def test_float8_is_planned_for_gpus_that_have_it(gpu, float8):
+    ask = "llama3-8b", GpuFleet(GPUS[gpu], 1)
+    forms = [(one.weights.quantization, one.kv.dtype) for one in ask[1].layouts(plan_models.shape(ask[0]), 2)]
+    assert ("int8", "auto") in forms and ("w8a8", "auto") in forms
+    assert any("fp8" in one for one in forms) == float8
+
+
+def test_stored_float8_is_read_as_such_where_a_gpu_does_not_multiply_it():
+    shape = plan_models.shape("llama3-8b")
+    stored = WeightPrecision(None, "fp8", 1.0, 0, stored="fp8", widest=1 << 20)
+    for gpu, rate in (("a100", "int8"), ("h100", "fp8")):
+        fleet = GpuFleet(GPUS[gpu], 1, stored=stored)
+        fit = fleet.place(shape, next(fleet.layouts(shape, 0)), longest=64, rows=64, step_tokens=512)
+        assert fit.step_time.element_bytes.weight == 1.0
+        assert fit.step_time.rates == rates_of(GPUS[gpu], rate)
 
 
 def test_more_rows_than_the_kernels_take_cost_the_widening(small):

@@ -41,7 +41,7 @@ _LATEST = (99, 99)
 _HOPPER_OR_LATER = ((9, 0), _LATEST)
 
 HOPPER = Requirement(((9, 0), (9, 99)), "a Hopper GPU", _KNOWN)  # kernels in Gluon, with warpgroup instructions
-# Products with weights in small codes, and of int8 with int8: instructions on bfloat16 and int8, copies that do not wait.
+# Products with weights in small codes, and of int8 with int8: bfloat16, int8, and copies that nobody waits for.
 PRODUCTS = Requirement(((8, 0), _LATEST), "an Ampere GPU or a later one")
 # Numbers of float8: to make them, to multiply them, and to widen them in one instruction.
 FLOAT8 = Requirement(((8, 9), _LATEST), "an Ada GPU or a later one")

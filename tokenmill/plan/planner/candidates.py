@@ -59,7 +59,6 @@ class Placement:
     step_time: Roofline
     room: Capacity  # of the whole copy
     memory: MemoryPlan  # of its fullest GPU
-    widened: bool = False  # stored weights become floats for every product: there are no kernels for them
 
 
 class Fleet(Protocol):
@@ -139,7 +138,8 @@ class GpuFleet:
             for weights in WEIGHT_PRECISIONS if self.stored is None else (self.stored,):
                 for kv in KV_PRECISIONS:
                     layout = ReplicaLayout(weights, kv, dtype, split)
-                    if layout.loss <= most_loss and (weights.quantization is None or self.gpu.rounds):
+                    forms = weights.quantization or "", kv.dtype
+                    if layout.loss <= most_loss and all(map(self.gpu.computes, forms)):
                         yield layout
 
     def place(
@@ -150,17 +150,19 @@ class GpuFleet:
             raise ConfigError(f"with more than {WEIGHT_ONLY_ROWS} rows {weights} is slower than floats")
         element_bytes = layout_element_bytes(shape, layout)
         model = rank_bytes(shape, element_bytes, layout.split, ITEMSIZE[layout.dtype])
-        widened = bool(layout.weights.stored) and not self.gpu.rounds
-        model = replace(model, scratch=_scratch(layout.weights, widened) // layout.split.tensor)
+        stored = layout.weights
+        if stored.efficiency == "fp8" and not self.gpu.computes("fp8"):  # its weights are multiplied with 16-bit inputs
+            stored = replace(stored, efficiency="int8")
+        model = replace(model, scratch=_scratch(stored) // layout.split.tensor)
         hardware = Hardware("cuda", self.gpu.name, self.gpu.memory, self.gpu.memory)
         memory = _memory(shape, model, hardware, longest, rows, step_tokens, None if self.streams else 0)
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
-        moved, efficiency = _moved(layout.weights, element_bytes, rows, widened)
+        moved, efficiency = _moved(stored, element_bytes, rows)
         away = memory.streamed
         stream = Stream(away.nbytes, self.gpu.host) if away.layers else None
         step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link, stream)
-        return Placement(layout, step_time, Capacity(rows, step_tokens, tokens), memory, widened)
+        return Placement(layout, step_time, Capacity(rows, step_tokens, tokens), memory)
 
 
 @dataclass(frozen=True)
@@ -201,20 +203,16 @@ class LocalFleet:
         return Placement(layout, self.step_time, Capacity(rows, step_tokens, memory.num_blocks * BLOCK), memory)
 
 
-def _scratch(weights: WeightPrecision, widened: bool) -> int:
+def _scratch(weights: WeightPrecision) -> int:
     """Bytes that a product of stored weights needs beside them while it runs."""
-    if widened:
-        return 12 * weights.widest  # plain torch has three copies of 32 bits on the way
     # For many rows a matrix is widened, in float32 where those that overflow are computed again.
     return 4 * weights.widest if weights.efficiency in ("int8", "int4") else 0
 
 
-def _moved(weights: WeightPrecision, element_bytes: ElementBytes, rows: int, widened: bool) -> tuple[ElementBytes, str]:
+def _moved(weights: WeightPrecision, element_bytes: ElementBytes, rows: int) -> tuple[ElementBytes, str]:
     """What a step moves, and which rates it has: stored weights may have to become floats for every product."""
     more = 0.0  # bytes per weight
-    if widened:
-        more = weights.widening
-    elif weights.stored and weights.efficiency in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
+    if weights.stored and weights.efficiency in ("int8", "int4") and rows > WEIGHT_ONLY_ROWS:
         more = 2 * element_bytes.activation  # written as floats, and read
     if not more:
         return element_bytes, weights.efficiency

@@ -209,11 +209,7 @@ def _length_reason(plan: Plan) -> str:
 
 
 def _weights_reason(plan: Plan) -> str:
-    weights, placement = plan.best.layout.weights, plan.best.placement
-    if weights.stored and placement.widened:
-        per_weight = placement.step_time.element_bytes.weight
-        moved = f"about {per_weight:.0f} bytes per weight and step, which is counted, not measured"
-        return f"as the checkpoint stores it; this GPU has no kernels for it and widens it for every product, {moved}"
+    weights = plan.best.layout.weights
     if weights.stored:
         return "as the checkpoint stores it"
     return _gain(plan) if weights.loss else _unrounded(plan, [one.layout.weights.loss for one in plan.others])

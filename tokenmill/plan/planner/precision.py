@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUALITIES = ("exact", "near", "any")
-# Bytes per weight that a GPU without kernels for them moves to widen it for a product, in plain torch. Counted over
-# the operations (quant/schemes/weight_only.py, quant/schemes/row_scaled.py), not measured.
-WIDENING = {"int4": 48.0, "int8": 38.0}
-WIDENING_BYTES = 21.0  # of codes of one byte with a scale per row
 HEAD = "lm_head"
 
 
@@ -38,7 +34,6 @@ class WeightPrecision:
     loss: int  # rank of what it costs in quality: 0 nothing, 1 hard to measure, 2 measurable
     stored: str = ""  # the form in which the checkpoint has them, if it is quantized: the engine keeps it, unasked
     widest: int = 0  # weights of the largest matrix that is stored so
-    widening: float = 0.0  # bytes per weight that are moved to widen it where there are no kernels for it
     head_bytes: float | None = None  # per parameter of the head; None: as the model computes
     expert_bytes: float | None = None  # per parameter of experts that a checkpoint stores; None: as the model computes
 
@@ -150,7 +145,6 @@ def stored_precision(spec: DecoderSpec, stored: Mapping[str, WeightForm], dtype:
         0,
         stored=", ".join(form.name for form, _ in weights.most_common()),
         widest=max(math.prod(shapes[name]) for name in kept),
-        widening=WIDENING_BYTES if by_row else WIDENING[efficiency],
         head_bytes=mean_bytes([HEAD]) if HEAD in kept else None,
         expert_bytes=mean_bytes(experts) if experts & kept.keys() else None,
     )

@@ -28,8 +28,8 @@ class Gpu:
     host: float  # bytes/s from pinned memory of the host, of its PCIe slot less what that takes for itself
     words: tuple[str, ...] = ()  # all of them are in what the driver calls it; none: its name is
 
-    def multiplies(self, form: str) -> bool:
-        """Whether the engine has kernels for weights in this form there (the rules of ops/device_facts.py)."""
+    def computes(self, form: str) -> bool:
+        """Whether the engine has kernels for weights or KV in this form there (the rules of ops/device_facts.py)."""
         return self.capability >= ((8, 9) if form == "fp8" else (8, 0))
 
 

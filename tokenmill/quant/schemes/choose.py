@@ -122,7 +122,7 @@ def _scheme(form: WeightForm, plain: QuantScheme, device: torch.device) -> Quant
         return Dense(getattr(torch, FLOATS[form.kind]))
     if form.kind == "w8a8":
         return W8A8()
-    multiplied = device.type != "cuda" or not gpu_misfit(FLOAT8, device)
+    multiplied = device.type != "cuda" or not torch.cuda.is_available() or not gpu_misfit(FLOAT8, device)
     if form.kind == "fp8" and form.group is None and multiplied:
         return Fp8()
     # Float8 too, where the GPU does not multiply it, or columns have scales in groups, which its products do not know.

@@ -257,7 +257,8 @@ KERNELS = (
     ),
     replace(
         _GPU, name="float8 weights, inputs as they are", weights=("fp8",), run=_float8_wide_inputs, rank=15,
-        requires=FLOAT8, dtypes=HALVES, shape_misfit=lambda need: "inputs have a scale of the checkpoint" if need.static_inputs else "",
+        requires=FLOAT8, dtypes=HALVES,
+        shape_misfit=lambda need: "inputs have a scale of the checkpoint" if need.static_inputs else "",
         rows=(1, WIDE_INPUT_ROWS), fastest=lambda need: ((1, WIDE_INPUT_ROWS),),
     ),
     replace(_SMALL_TILES, weights=("fp8",), dtypes=HALVES, inputs=E4M3, requires=FLOAT8),

@@ -199,4 +199,6 @@ def _larger(a, b):
 
 
 # Only products of our own read rows that are quantized on the way.
-IMPLEMENTATIONS = tuple(declare(fn, requires=PRODUCTS, optional=True) for fn in (add_rms_norm_quantized, act_mul_quantized))
+IMPLEMENTATIONS = tuple(
+    declare(fn, requires=PRODUCTS, optional=True) for fn in (add_rms_norm_quantized, act_mul_quantized)
+)
