@@ -35,6 +35,15 @@ def test_comparisons_make_a_row_each(trace, tmp_path, what, rows):
     assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
 
 
+def test_sizes_of_host_memory_are_compared(trace):
+    found = run(trace, "--rate", 20, "--kv-host-memory", 8, "--compare", "tiers")
+    assert found.exit_code == 0, found.output
+    names = [line.split("|")[1].strip() for line in found.stdout.splitlines()[2:]]
+    assert names == ["no host memory", *(f"{size} GB of host memory" for size in (1, 2, 4, 8))]
+    without = run(trace, "--compare", "tiers")
+    assert without.exit_code == 2 and "give --kv-host-memory" in without.output
+
+
 def test_one_run_with_everything_on(trace):
     found = run(
         *(trace, "--replicas", 2, "--rate", 40, "--seconds", 5, "--fail-every", 2, "--repair", 1, "--policy", "sjf"),

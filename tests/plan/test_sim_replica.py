@@ -14,6 +14,7 @@ from tokenmill.engine.scheduler.policy import Fcfs
 from tokenmill.kv.manager import KVManager
 from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.host_memory import HostMemory
 from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.simulator.replica import PARAMS, STOP, Replica, ReplicaSpec, SimulatedJob
 from tokenmill.plan.simulator.simulate import simulate
@@ -52,6 +53,63 @@ def make_jobs(rows):
 ROWS = st.lists(
     st.tuples(st.floats(0, 0.3), st.integers(1, 150), st.integers(1, 60), st.integers(0, 120)), min_size=1, max_size=25
 )
+
+
+LINK = HostMemory(bytes=10**9, bandwidth=1e9)  # blocks of 16,000 bytes
+
+
+def conversations(users, turns, gap=3.0):
+    """Everybody comes again with all that was said, which is more than the device holds."""
+    jobs = []
+    for turn in range(turns):
+        for user in range(users):
+            tokens = [100 * user + 7] * (60 + 80 * turn)
+            jobs.append(SimulatedJob(len(jobs), gap * turn + 0.01 * user, tokens, len(tokens), 12))
+    return jobs
+
+
+def cached_of(memory, users=12, turns=4, **changes):
+    spec = ReplicaSpec(machine(True, tokens=1600), host_memory=memory, **changes)
+    jobs = conversations(users, turns)
+    times, replica = serve_alone(spec, jobs)
+    assert all(len(times[job.number]) == job.output for job in jobs)
+    return sum(job.cached for job in jobs), replica
+
+
+def test_host_memory_holds_what_the_device_gave_up():
+    """Every turn but the first finds the one before; a link that is slower than computing is left alone."""
+    without, _ = cached_of(None)
+    found, replica = cached_of(LINK)
+    (tier,) = replica.scheduler.kv.transfers.tiers
+    possible = sum((60 + 80 * turn) // 16 * 16 for turn in range(3)) * 12
+    assert found >= 0.95 * possible > 3 * without
+    assert tier.stats.read > 0 and tier.bandwidth == pytest.approx(LINK.bandwidth)
+    slow, replica = cached_of(replace(LINK, bandwidth=2e6))
+    (tier,) = replica.scheduler.kv.transfers.tiers
+    assert tier.stats.spared > 0 and slow < 0.3 * possible
+
+
+def test_a_small_host_memory_holds_less():
+    found = [cached_of(replace(LINK, bytes=16_000 * blocks))[0] for blocks in (1, 120, 1000)]
+    assert found[0] < found[1] < found[2]
+
+
+def test_a_replica_that_dies_loses_its_host_memory():
+    _, replica = cached_of(LINK)
+    assert len(replica._host.slots) > 50
+    replica.die(replica.now)
+    assert len(replica._host.slots) == 0 and replica.scheduler.kv.transfers.tiers[0].transport is replica._host
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, overlap=st.booleans(), size=st.integers(1, 200), slow=st.booleans())
+def test_nothing_is_lost_whatever_the_host_memory_holds(rows, overlap, size, slow):
+    memory = HostMemory(16_000 * size, 1e6 if slow else 1e9)
+    jobs = make_jobs(rows)
+    times, replica = serve_alone(ReplicaSpec(machine(overlap, tokens=400), host_memory=memory), jobs)
+    assert {number: len(one) for number, one in times.items()} == {job.number: job.output for job in jobs}
+    assert all(one == sorted(one) for one in times.values())
+    replica._host.slots.check()
 
 
 @settings(max_examples=150, deadline=None)

@@ -29,6 +29,10 @@ def simulate(
     router: Annotated[str, option("random, round-robin, least-loaded, prefix-aware, cache-aware.")] = "least-loaded",
     policy: Annotated[str, option("fcfs, priority, sjf.")] = "fcfs",
     eviction: Annotated[str, option("Which cached block goes first: lru, lfu, cost, learned.")] = "lru",
+    kv_host_memory: Annotated[
+        float | None, option("GB of host memory beside each replica, as a tier of KV.", min=0.001)
+    ] = None,
+    host_link: Annotated[float, option("GB/s between a replica and its host memory, each way.", min=0.001)] = 50.0,
     prefill: Annotated[int, option("Replicas that only read prompts; the others decode.", min=0)] = 0,
     link: Annotated[float, option("GB/s out of one prefill replica.", min=0.1)] = 50.0,
     fail_every: Annotated[float | None, option("Mean seconds between failures of one replica.", min=1)] = None,
@@ -46,7 +50,7 @@ def simulate(
     block_size: Annotated[int, option("Tokens per KV block; larger is simulated faster.", min=1)] = 16,
     slo: Annotated[str, option("What makes a request good.")] = "ttft=2s,itl=100ms",
     compare: Annotated[
-        str | None, option("Vary one thing: policies, routers, splits, failures, budgets, evictions.")
+        str | None, option("Vary one thing: policies, routers, splits, failures, budgets, evictions, tiers.")
     ] = None,
     then: Annotated[
         Path | None, option("A second trace: the load shifts to it, then to both; --rate is FIRST.")
@@ -66,6 +70,7 @@ def simulate(
     from tokenmill.plan.simulator.cluster import ClusterSpec
     from tokenmill.plan.simulator.compare import Variant, picture, run_variants, table, variants
     from tokenmill.plan.simulator.faults import Failures
+    from tokenmill.plan.simulator.host_memory import HostMemory
     from tokenmill.plan.simulator.machines import machine_named
     from tokenmill.plan.simulator.replica import ReplicaSpec
     from tokenmill.plan.simulator.simulate import crowd, shifting
@@ -95,6 +100,7 @@ def simulate(
         prefix_caching=work.hash_ids is not None or prefill > 0 or compare == "splits",
         drafts=drafts,
         eviction=eviction,
+        host_memory=None if kv_host_memory is None else HostMemory(int(kv_host_memory * 1e9), host_link * 1e9),
     ).with_limits(rows, step_tokens)
     if controller:
         one = one.led_by(promise)

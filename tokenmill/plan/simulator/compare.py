@@ -21,6 +21,7 @@ from tokenmill.plan.simulator.simulate import simulate
 
 BUDGETS = (256, 384, 512, 640, 768, 896, 1024, 2048, 8192)  # tokens per step
 SPLITS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # shares of the replicas that only read prompts
+TIERS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of the host memory that was given
 FAILURES = (None, 600.0, 120.0, 30.0)  # mean seconds between the failures of one replica
 
 
@@ -89,6 +90,16 @@ def _evictions(spec: ClusterSpec, slo: Slo) -> Rows:
         yield name, replace(spec, replica=replace(spec.replica, eviction=name)), 0.0
 
 
+def _tiers(spec: ClusterSpec, slo: Slo) -> Rows:
+    most = spec.replica.host_memory
+    if most is None:
+        raise ConfigError("this compares sizes of the host memory up to one; give --kv-host-memory")
+    for part in TIERS:
+        memory = replace(most, bytes=int(most.bytes * part)) if part else None
+        name = f"{most.bytes * part / 1e9:,.0f} GB of host memory" if part else "no host memory"
+        yield name, replace(spec, replica=replace(spec.replica, host_memory=memory)), part
+
+
 COMPARISONS = {
     "policies": _policies,
     "routers": _routers,
@@ -96,6 +107,7 @@ COMPARISONS = {
     "failures": _failures,
     "budgets": _budgets,
     "evictions": _evictions,
+    "tiers": _tiers,
 }
 
 
@@ -152,6 +164,7 @@ AXES = {
     "splits": "share of the replicas that only read prompts (0: none, all do both)",
     "failures": "failures per replica and hour",
     "budgets": "tokens per step (0: the controller)",
+    "tiers": "share of the host memory",
 }
 PERCENTILES = (0.5, 0.75, 0.9, 0.95, 0.99)
 

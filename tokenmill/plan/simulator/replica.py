@@ -20,6 +20,7 @@ from tokenmill.kv.events import CacheLog
 from tokenmill.kv.manager import KVManager
 from tokenmill.params import SamplingParams
 from tokenmill.plan.demand.slo import Slo
+from tokenmill.plan.simulator.host_memory import HostMemory, SimulatedHostTier, transfers_of
 from tokenmill.plan.simulator.leap import leap, steady_steps
 from tokenmill.plan.simulator.machines import Machine
 from tokenmill.plan.solve.drafts import Drafts
@@ -64,6 +65,7 @@ class ReplicaSpec:
     slo_ttft_ms: float | None = None
     leaps: bool = True  # stretches of pure decoding at once: the same times, sooner
     drafts: Drafts | None = None
+    host_memory: HostMemory | None = None  # a tier of KV; None: none
 
     def with_limits(self, rows: int | None = None, step_tokens: int | None = None) -> ReplicaSpec:
         machine = self.machine
@@ -108,6 +110,7 @@ class Replica:
         self._stages_free_at = [now] * spec.machine.stages
         self._plan: list[float] = []  # moments of the commits of a leap that is not taken yet
         self._finished: list[Request] = []  # in the step that is done at `now`
+        self._host: SimulatedHostTier | None = None
         self._random = random.Random(f"{number}/drafts")
         self.scheduler = self._build()
 
@@ -132,6 +135,12 @@ class Replica:
             stages=machine.stages,
         )
         kv = KVManager(machine.kv_tokens // spec.block_size, spec.block_size, spec.prefix_caching, spec.eviction)
+        if spec.host_memory is not None:
+            block_bytes = machine.kv_bytes * spec.block_size
+            clock = lambda: self.now  # noqa: E731
+            kv.transfers, self._host = transfers_of(
+                spec.host_memory, kv, block_bytes, machine.step_time, clock, bell=self
+            )
         pace = pace_for(limits, spec.slo_itl_ms, spec.slo_ttft_ms)
         scheduler = Scheduler(limits, kv, spec.policy() if spec.policy is not None else None, pace=pace)
         self.policies.append(scheduler.policy)
@@ -183,11 +192,17 @@ class Replica:
         """One turn of the engine's loop; whether it moved time (or has nothing to wait for)."""
         if self.spec.drafts is not None and self.spec.machine.stages == 1:
             self._propose(self.spec.drafts)
+        if self._host is not None:
+            self.scheduler.take_in_transfers()
         step = self.scheduler.schedule(self.now)
         if step is not None:
             seconds = self.spec.machine.step_time.seconds(facts_of(step))
             self._pass_stages(seconds)
             self._in_flight.append((step, self._free_at))
+        if not self._in_flight and self._host is not None and self._host.next_due is not None:
+            self.wait(math.inf)
+            self.wake = self.now
+            return True
         if not self._in_flight:
             raise AssertionError(f"{len(self.scheduler.requests)} requests, and none of them can run")
         if step is not None and len(self._in_flight) <= self._depth:
@@ -196,6 +211,11 @@ class Replica:
         self._finished += [delta.request for delta in self._commit(done) if delta.finished]
         self.wake = self.now
         return True
+
+    def wait(self, seconds: float) -> None:
+        """As a bell: time passes until a copy has ended."""
+        if self._host is not None and self._host.next_due is not None:
+            self.now = max(self.now, min(self.now + seconds, self._host.next_due))
 
     def _pass_stages(self, seconds: float) -> None:
         """A step that takes so long in all begins as soon as the first stage is free."""
@@ -240,7 +260,12 @@ class Replica:
     def _make_plan(self) -> bool:
         """Foresee a stretch of pure decoding, which newcomers may cut short."""
         running = self.scheduler.running
-        if not self.spec.leaps or len(self._in_flight) != self._depth or self.spec.slo_itl_ms is not None:
+        if (
+            self._host is not None
+            or not self.spec.leaps
+            or len(self._in_flight) != self._depth
+            or self.spec.slo_itl_ms is not None
+        ):
             return False
         if (
             self.spec.drafts is not None or self.spec.machine.stages > 1
