@@ -107,6 +107,17 @@ def series(server: Server) -> dict[str, set[str]]:
     return scraped(httpx.get(f"{server.url}/metrics").text)
 
 
+def test_the_live_view_has_a_row_for_each_tier(server: Server, series: dict[str, set[str]]) -> None:
+    """Somebody was served, so that its blocks are in host memory."""
+    with httpx.stream("GET", f"{server.url}/live", timeout=30) as response:
+        line = next(line for line in response.iter_lines() if line.startswith("data: "))
+    told = json.loads(line.removeprefix("data: "))
+    assert set(told["tiers"]) == {"host memory"} and told["block_bytes"] > 0
+    tier = told["tiers"]["host memory"]
+    assert tier["room"] == 1_000_000 // told["block_bytes"] and 0 <= tier["held"] <= tier["room"]
+    assert {"read", "written", "waiting", "bandwidth"} <= tier.keys()
+
+
 def test_the_reader_of_promql_reads() -> None:
     metrics, labels = read_promql(
         'histogram_quantile(0.9, sum by (le, zone) (rate(a_bucket{x="1", y=~"2|3"}[5m]))) / b{z!="}"} > 3 and c'

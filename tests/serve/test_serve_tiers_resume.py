@@ -55,6 +55,7 @@ def test_an_engine_killed_amid_transfers_changes_no_token(tiny_model: str, tmp_p
         assert await service.view() is not None
         tiers = service._counters.engine.tiers
         assert set(tiers) == {"host memory", "disk"} and tiers["host memory"].written > 0
+        assert all(0 < one.held <= one.room for one in tiers.values())
         await service.stop()
 
     run(main())

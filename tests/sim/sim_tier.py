@@ -86,6 +86,9 @@ class SimulatedTier:
             if salt is None or ticket.salt == salt:
                 ticket.dropped.update(ticket.identities)
 
+    def usage(self):
+        return len(self.store), self.room
+
     def poll(self):
         due = [one for one in self._tickets if one.due <= self.clock.now]
         self._tickets = [one for one in self._tickets if one.due > self.clock.now]

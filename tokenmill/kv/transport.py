@@ -56,6 +56,10 @@ class Transport(Protocol):
         """Nobody may find what was written with this salt, or anything, not even what is on its way here."""
         ...
 
+    def usage(self) -> tuple[int, int]:
+        """Blocks that are held here, and that there is room for; 0 and 0: only somebody else knows."""
+        ...
+
     def poll(self) -> list[Done]:
         """Tickets that have ended since the last time."""
         ...

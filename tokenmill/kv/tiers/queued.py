@@ -103,6 +103,9 @@ class QueuedTier:
                 if salt is None or job.salt == salt:
                     job.dropped.update(job.identities)
 
+    def usage(self) -> tuple[int, int]:
+        return len(self.slots), self.slots.count
+
     def poll(self) -> list[Done]:
         ended: list[Done] = []
         while self._done:

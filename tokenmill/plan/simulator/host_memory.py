@@ -81,6 +81,9 @@ class SimulatedHostTier:
             if salt is None or one.salt == salt:
                 one.dropped.update(one.identities)
 
+    def usage(self) -> tuple[int, int]:
+        return len(self.slots), self.slots.count
+
     def poll(self) -> list[Done]:
         now = self._clock()
         due = sorted((one for one in self._open if one.due <= now), key=lambda one: one.due)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -165,7 +166,8 @@ class Live:
             "degraded": service.route() is not service,
             **{name: getattr(stats, name) for name in _TOLD},
             "drafts": stats.engine.drafts,
-            "tiers": {name: one.read for name, one in stats.engine.tiers.items()},
+            "tiers": {name: msgspec.structs.asdict(one) for name, one in stats.engine.tiers.items()},
+            "block_bytes": stats.engine.block_bytes,
             "evicted": stats.evicted_blocks,
             "memory": stats.engine.memory + stats.engine.device_memory,
             "pool": None if view is None else _pool(view.blocks, stats.engine.block_size),

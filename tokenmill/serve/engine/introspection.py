@@ -52,7 +52,7 @@ def stats_of(engine: Engine) -> wire.EngineStats:
 
 
 def _tier(tier: Tier) -> wire.TierReport:
-    stats = tier.stats
+    stats, (held, room) = tier.stats, tier.transport.usage()
     return wire.TierReport(
         read=stats.read,
         written=stats.written,
@@ -61,6 +61,8 @@ def _tier(tier: Tier) -> wire.TierReport:
         spared=stats.spared,
         waiting=tier.waiting,
         bandwidth=tier.bandwidth,
+        held=held,
+        room=room,
     )
 
 

@@ -53,6 +53,8 @@ class TierReport(msgspec.Struct, array_like=True, frozen=True):
     spared: int = 0  # not read, because to compute them was expected to be faster
     waiting: int = 0  # under way now
     bandwidth: float = 0.0  # bytes per second of reads, of late; 0: none yet
+    held: int = 0  # there now
+    room: int = 0  # for so many; 0: another engine's, which alone knows
 
 
 class StreamedReport(msgspec.Struct, array_like=True, frozen=True):

@@ -234,7 +234,14 @@ def _tiers(engine: wire.EngineStats) -> Iterable[Metric]:
             ("spared_blocks", "Blocks computed again because that was expected to be faster than reading them"),
         )
     ]
-    waiting = GaugeMetricFamily("tokenmill_kv_tier_waiting_blocks", "Blocks under way", labels=["tier"])
+    gauges = [
+        GaugeMetricFamily(f"tokenmill_kv_tier_{name}_blocks", what, labels=["tier"])
+        for name, what in (
+            ("waiting", "Blocks under way"),
+            ("held", "Blocks that the tier holds"),
+            ("room", "Blocks that the tier has room for; 0: another engine's"),
+        )
+    ]
     bandwidth = GaugeMetricFamily(
         "tokenmill_kv_tier_read_bytes_per_second", "Bandwidth of reads of late", labels=["tier"]
     )
@@ -243,9 +250,10 @@ def _tiers(engine: wire.EngineStats) -> Iterable[Metric]:
         figures = (tier.read * size, tier.written * size, tier.failed, tier.refused, tier.spared)
         for family, figure in zip(counters, figures, strict=True):
             family.add_metric([name], figure)
-        waiting.add_metric([name], tier.waiting)
+        for gauge, figure in zip(gauges, (tier.waiting, tier.held, tier.room), strict=True):
+            gauge.add_metric([name], figure)
         bandwidth.add_metric([name], tier.bandwidth)
-    yield from (*counters, waiting, bandwidth)
+    yield from (*counters, *gauges, bandwidth)
     yield CounterMetricFamily(
         "tokenmill_requests_swapped", "Preempted requests whose KV was read back from a tier", value=engine.swapped
     )

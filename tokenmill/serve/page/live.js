@@ -82,7 +82,7 @@ function show(now) {
   say("rate", count(output));
   say("rate-sub", `prefill ${count(prefilled)}`);
   say("hits", now.cache_queried ? `${Math.round((100 * now.cache_hit) / now.cache_queried)} %` : "-");
-  const tiers = Object.entries(now.tiers ?? {}).map(([name, read]) => `, ${many(read, "block")} from ${name}`).join("");
+  const tiers = Object.entries(now.tiers ?? {}).map(([name, one]) => `, ${many(one.read, "block")} from ${name}`).join("");
   say("hits-sub", now.cache_queried ? `${count(now.cache_hit)} of ${many(now.cache_queried, "token")}${tiers}` : "");
   const drafts = Object.entries(now.drafts ?? {}).filter(([, [drafted]]) => drafted);
   const [drafted, held, rows] = drafts.reduce((sums, [, one]) => sums.map((sum, i) => sum + one[i]), [0, 0, 0]);
@@ -97,6 +97,7 @@ function show(now) {
   say("ttft-n", now.ttft ? `last ${many(now.ttft.n, "request")}` : "");
   say("itl-n", now.itl ? `last ${many(now.itl.n, "gap")}` : "");
   showPool(now.pool);
+  showTiers(now.tiers ?? {}, now.block_bytes);
   showSteps(now.steps);
   const most = Math.max(...now.rates.map(([one]) => one));
   say("rates-caption", `The last two minutes; most ${count(most)}`);
@@ -123,6 +124,20 @@ function showPool(pool) {
   for (const state of ["free", "cached", "used", "shared"]) say(`pool-${state}`, count(pool[state]));
   const parts = ["free", "cached", "used", "shared"].map((state) => `${pool[state]} ${state}`);
   $("pool").setAttribute("aria-label", `Map of ${pool.blocks} blocks: ${parts.join(", ")}`);
+}
+
+/** What is held beside the device: a row for each place. */
+function showTiers(tiers, blockBytes) {
+  const names = Object.keys(tiers);
+  $("tiers").hidden = names.length === 0;
+  $("tier-rows").replaceChildren(...names.map((name) => {
+    const one = tiers[name];
+    const held = one.room ? `${count(one.held)} of ${count(one.room)}` : "-";
+    const size = one.room ? bytes(one.held * blockBytes) : "-";
+    const speed = one.bandwidth ? `${bytes(one.bandwidth)}/s` : "-";
+    const cells = [held, size, count(one.read), count(one.written), count(one.waiting), speed];
+    return make("tr", {}, make("th", { scope: "row" }, name), ...cells.map((text) => make("td", {}, text)));
+  }));
 }
 
 function showSteps(steps) {
