@@ -10,12 +10,12 @@ from kernels_made import compiled
 
 from tokenmill.plan.solve.gpus import GPUS
 
-# One of each kind of limit: shared memory of wide heads, small codes, a pipeline of experts, float8.
+# One of each kind of limit: shared memory of wide heads, small codes, a long pipeline, float8.
 REPRESENTATIVE = "|".join(
     [
         "^chunk heads of 256$",
         "^weight only int4 groups of 128 4096 x 14336, 16 rows$",
-        "^moe 256 tokens$",
+        "^small_gemm 48 x 4096 x 14336$",
         "^rope_kv_write qwen3-0.6b fp8$",
     ]
 )
@@ -26,7 +26,8 @@ ONE_OF_EACH = {"a100": (8, 0), "a10g": (8, 6), "l4": (8, 9), "b200": (10, 0), "r
 def test_kernels_compile_and_fit(gpu, tmp_path):
     assert GPUS[gpu].capability == ONE_OF_EACH[gpu]
     made = compiled(REPRESENTATIVE, tmp_path, gpu)
-    assert {"_prefill_kernel", "_gemm_kernel", "_gate_up_kernel"} <= {one["kernel"] for one in made.values()}
+    assert [one["kernel"] for one in made.values()].count("_gemm_kernel") == 2
+    assert any(one["kernel"] == "_prefill_kernel" for one in made.values())
     assert any("fp8" in name for name in made) == (ONE_OF_EACH[gpu] >= (8, 9))
     assert all(one["shared"] <= GPUS[gpu].shared for one in made.values())
 
