@@ -171,6 +171,8 @@ def test_quantization_on_other_gpus_is_what_they_multiply(pretend, monkeypatch):
     pretend(capability=(8, 0), shared=163 << 10)
     assert [scheme(form) for form in ("int4", "int8", "w8a8", "fp8")] == ["WeightOnly"] * 2 + ["W8A8", "WeightOnly"]
     assert auto() == "int8"
+    of_experts = choose_schemes(parse_layout("fp8"), shapes, {}, False, place, experts=tuple(shapes))
+    assert of_experts.named == {}  # floats
     pretend(capability=(8, 9), shared=99 << 10)
     assert scheme("fp8") == "Fp8" and auto() == "fp8"
     pretend(capability=(7, 5), shared=64 << 10)

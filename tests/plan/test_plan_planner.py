@@ -74,8 +74,10 @@ def test_quality_bounds_what_may_be_rounded():
 
 
 def test_weights_are_rounded_only_where_the_engine_multiplies_them():
-    found = plan(ask(gpu="l4", count=2, rate=1.0, quality="any"))
-    assert all(one.layout.weights.quantization is None for one in (found.best, *found.others))
+    for gpu, forms in (("a100", {"int8", "w8a8", "int4"}), ("l4", {"int8", "w8a8", "int4", "fp8"})):
+        found = plan(ask(gpu=gpu, count=2, rate=1.0, quality="any"))
+        chosen = {one.layout.weights.quantization for one in (found.best, *found.others)}
+        assert chosen - {None} and chosen <= {None, *forms}
 
 
 def test_a_load_beyond_all_gpus_says_how_many_would_do():

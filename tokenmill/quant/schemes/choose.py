@@ -59,6 +59,9 @@ def choose_schemes(
             continue
         if form.kind in FLOATS and name in experts and not place.native:
             continue  # multiplied in the dtype of the model
+        if form.kind == "fp8" and name in experts and not _has_float8(place.device):
+            as_stored.discard(name)
+            continue  # floats: grouped products have no other way to read such numbers
         if form.group and columns % form.group:
             raise ConfigError(
                 f"quantization: {name} has {columns} columns, which are no multiple of the group of {form.name}; "
@@ -122,11 +125,15 @@ def _scheme(form: WeightForm, plain: QuantScheme, device: torch.device) -> Quant
         return Dense(getattr(torch, FLOATS[form.kind]))
     if form.kind == "w8a8":
         return W8A8()
-    multiplied = device.type != "cuda" or not torch.cuda.is_available() or not gpu_misfit(FLOAT8, device)
-    if form.kind == "fp8" and form.group is None and multiplied:
+    if form.kind == "fp8" and form.group is None and _has_float8(device):
         return Fp8()
     # Float8 too, where the GPU does not multiply it, or columns have scales in groups, which its products do not know.
     return WeightOnly(form)
+
+
+def _has_float8(device: torch.device) -> bool:
+    """Whether there are such numbers; of a GPU that is only planned for, it is assumed."""
+    return device.type != "cuda" or not torch.cuda.is_available() or not gpu_misfit(FLOAT8, device)
 
 
 def check_effect(layout: Layout, shapes: Mapping[str, tuple[int, int]], schemes: Schemes) -> None:
