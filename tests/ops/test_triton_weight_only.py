@@ -185,7 +185,7 @@ def play(text: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return both.view(HALVES[kind])
 
     for line in text.split("\n"):
-        found = re.fullmatch(r"(\w+)\.(\w+) (.*);", line.strip())
+        found = re.fullmatch(r"(\w+)\.(?:rn\.)?(\w+) (.*);", line.strip())
         if found is None:
             assert line in "{}" or line.startswith(".reg")
             continue
@@ -201,6 +201,10 @@ def play(text: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             a, b = (floats(value(name), kind) for name in names)
             both = ((a - b) if name == "sub" else (a * b)).view(torch.int16).to(torch.int64) & 0xFFFF
             result = both[..., 0] | both[..., 1] << 16
+        elif name == "fma":
+            a, b, c = (floats(value(name), kind).float() for name in names)
+            both = (a * b + c).to(HALVES[kind]).view(torch.int16).to(torch.int64) & 0xFFFF
+            result = both[..., 0] | both[..., 1] << 16
         else:
             result = PLAIN[name](*map(value, names))
         registers[target] = result & 0xFFFFFFFF
@@ -209,13 +213,19 @@ def play(text: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_instructions_turn_every_word_into_its_codes(dtype, kind):
+@pytest.mark.parametrize("older", [False, True], ids=["hopper", "before hopper"])
+def test_the_instructions_turn_every_word_into_its_codes(older, dtype, kind):
     from tokenmill.ops.triton.gemm.weight_codes import instructions
+    from tokenmill.ops.triton.instructions import before_hopper
 
     low = torch.arange(1 << 16)
     high = low.flip(0)  # the other half of a register must not matter
     for j in range(4 if kind == "int4" else 2):
-        results = play(instructions(kind, dtype == torch.bfloat16, j), {"$2": low | high << 16})
+        text = instructions(kind, dtype == torch.bfloat16, j)
+        if older:
+            text = before_hopper(text)
+            assert "sub.bf16x2" not in text and "mul.bf16x2" not in text
+        results = play(text, {"$2": low | high << 16})
         for words, name in ((low, "$0"), (high, "$1")):
             got = results[name].to(torch.int32).to(torch.int16).view(dtype).float()
             if kind == "int4":
