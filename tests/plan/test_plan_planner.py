@@ -51,7 +51,7 @@ def test_what_fits_in_no_other_way_is_streamed():
     found = plan(ask("llama3-70b", gpu="l4", count=1))
     placement = found.best.placement
     stream, away = placement.step_time.stream, placement.memory.streamed
-    assert stream is not None and stream.nbytes == away.nbytes > 4 * placement.memory.total
+    assert stream is not None and stream.nbytes == away.nbytes > 2 * placement.memory.total
     assert placement.memory.total <= placement.memory.budget
     assert found.best.estimate.itl >= stream.seconds
     lines = [line for line in explain(found) if "weights_offload" in line]
