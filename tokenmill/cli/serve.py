@@ -55,6 +55,12 @@ def serve(
     response_hours: Annotated[
         float, option("A stored response is forgotten when unused for this long.", panel=LOAD)
     ] = HttpSettings.response_seconds / HOUR,
+    max_sessions: Annotated[
+        int, option("Sessions of programs that one tenant may have open.", panel=LOAD)
+    ] = HttpSettings.max_sessions,
+    max_session_tokens: Annotated[
+        int, option("Tokens that the sessions of one tenant may hold.", panel=LOAD)
+    ] = HttpSettings.max_session_tokens,
     cluster: Annotated[
         str | None, option("Where to run replicas: local, auto, or a Ray cluster's address.", panel=_MANY)
     ] = None,
@@ -114,6 +120,8 @@ def serve(
         max_stored_bytes=int(max_stored_mb * MB),
         max_responses_bytes=int(max_responses_mb * MB),
         response_seconds=response_hours * HOUR,
+        max_sessions=max_sessions,
+        max_session_tokens=max_session_tokens,
         log_prompts=log_prompts,
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,

@@ -9,7 +9,7 @@ from tokenmill.async_llm import AsyncLLM
 from tokenmill.errors import TokenmillError
 from tokenmill.outputs import RequestOutput
 from tokenmill.program.backend import ProcessorBackend
-from tokenmill.program.sequence import Call
+from tokenmill.program.sequence import Call, TokenSequence, Usage
 from tokenmill.program.waiting import Waiting
 from tokenmill.request_state import RequestState
 
@@ -19,6 +19,16 @@ class AsyncRuntime(Waiting):
         super().__init__()
         self.backend = _AsyncBackend(llm, options, self.wake)
         self._llm = llm
+
+    @property
+    def usage(self) -> Usage:
+        return self.backend.usage
+
+    def new_sequence(self) -> TokenSequence:
+        return TokenSequence(self.backend)
+
+    def finish(self, wait: bool) -> None:
+        """What was held is given back on the engine's thread."""
 
     def post(self, work: Callable[[], None]) -> None:
         self._llm.run_on_engine(work, self._worked)

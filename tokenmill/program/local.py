@@ -12,7 +12,7 @@ from typing import Any
 from tokenmill.errors import TokenmillError
 from tokenmill.llm import LLM
 from tokenmill.program.backend import ProcessorBackend
-from tokenmill.program.sequence import Call
+from tokenmill.program.sequence import Call, TokenSequence, Usage
 from tokenmill.program.waiting import Waiting
 from tokenmill.request_state import RequestState
 
@@ -25,8 +25,18 @@ class LocalRuntime(Waiting):
         self.backend: _LocalBackend = _LocalBackend(llm, options, self.wake)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
+    @property
+    def usage(self) -> Usage:
+        return self.backend.usage
+
+    def new_sequence(self) -> TokenSequence:
+        return TokenSequence(self.backend)
+
     def post(self, work: Callable[[], None]) -> None:
         self._posted.put(work)
+
+    def finish(self, wait: bool) -> None:
+        """What was held is given back already."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:

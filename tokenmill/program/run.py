@@ -10,12 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.llm import LLM
-from tokenmill.program.local import LocalRuntime
+from tokenmill.program.remote import RemoteLLM, RemoteRuntime
 from tokenmill.program.state import ProgramState
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these import torch, which programs on a server do without
     from tokenmill.async_llm import AsyncLLM
+    from tokenmill.llm import LLM
+    from tokenmill.program.asynchronous import AsyncRuntime
+    from tokenmill.program.local import LocalRuntime
 
 MAX_THREADS = 64
 
@@ -38,7 +40,7 @@ class Program:
         """The same with other options of its requests: priority, timeout, cache_salt."""
         return Program(self._function, {**self._options, **options})
 
-    def run(self, llm: LLM, *args: Any, **kwargs: Any) -> ProgramState:
+    def run(self, llm: LLM | RemoteLLM, *args: Any, **kwargs: Any) -> ProgramState:
         """Once. An error of the program is raised here."""
         [state] = self._run(llm, [(args, kwargs)], 1, False)
         if state.exception is not None:
@@ -47,7 +49,7 @@ class Program:
 
     def run_batch(
         self,
-        llm: LLM,
+        llm: LLM | RemoteLLM,
         batch: Sequence[Mapping[str, Any]],
         *,
         num_threads: int = MAX_THREADS,
@@ -67,13 +69,9 @@ class Program:
                 raise state.exception
         return states
 
-    async def arun(self, llm: AsyncLLM, *args: Any, **kwargs: Any) -> ProgramState:
-        """Once, on an AsyncLLM: the function is as ever, and runs on a thread of its own. Cancelling ends it."""
-        from tokenmill.async_llm import AsyncLLM
-        from tokenmill.program.asynchronous import AsyncRuntime
-
-        _expect(llm, AsyncLLM, "arun takes an AsyncLLM, not {}; for an LLM: run(llm, ...)")
-        runtime = AsyncRuntime(llm, self._options)
+    async def arun(self, llm: AsyncLLM | RemoteLLM, *args: Any, **kwargs: Any) -> ProgramState:
+        """Once, on an AsyncLLM or a server; the function is as ever, on a thread of its own. Cancelling ends it."""
+        runtime = _async_runtime(llm, self._options)
         state = ProgramState(runtime)
         pool = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-program")
         try:
@@ -85,6 +83,7 @@ class Program:
             runtime.end(_over())
             with contextlib.suppress(TokenmillError):  # the engine has stopped
                 runtime.post(state._close)
+            runtime.finish(wait=False)
             pool.shutdown(wait=False)
         if state.exception is not None:
             raise state.exception
@@ -99,11 +98,13 @@ class Program:
             state.exception = error
 
     def _run(
-        self, llm: LLM, arguments: list[tuple[tuple[Any, ...], dict[str, Any]]], threads: int, progress_bar: bool
+        self,
+        llm: LLM | RemoteLLM,
+        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
+        threads: int,
+        progress_bar: bool,
     ) -> list[ProgramState]:
-        _expect(llm, LLM, "run and run_batch take an LLM, not {}; for an AsyncLLM: await arun(llm, ...)")
-        llm._check_open()
-        runtime = LocalRuntime(llm, self._options)
+        runtime = _runtime(llm, self._options)
         states = [ProgramState(runtime) for _ in arguments]
         left = set(range(len(states)))
         bar = _progress_bar(len(states)) if progress_bar else None
@@ -131,6 +132,7 @@ class Program:
             for number in left:
                 states[number]._close()
             runtime.end(_over())
+            runtime.finish(wait=True)
             pool.shutdown(wait=False)
             if bar is not None:
                 bar.close()
@@ -142,6 +144,27 @@ def program(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return lambda given: Program(given, options)
     return Program(function, options)
+
+
+def _runtime(llm: LLM | RemoteLLM, options: dict[str, Any]) -> LocalRuntime | RemoteRuntime:
+    if isinstance(llm, RemoteLLM):
+        return RemoteRuntime(llm, options)
+    from tokenmill.llm import LLM
+    from tokenmill.program.local import LocalRuntime
+
+    _expect(llm, LLM, "run and run_batch take an LLM, not {}; for an AsyncLLM: await arun(llm, ...)")
+    llm._check_open()
+    return LocalRuntime(llm, options)
+
+
+def _async_runtime(llm: AsyncLLM | RemoteLLM, options: dict[str, Any]) -> AsyncRuntime | RemoteRuntime:
+    if isinstance(llm, RemoteLLM):
+        return RemoteRuntime(llm, options)
+    from tokenmill.async_llm import AsyncLLM
+    from tokenmill.program.asynchronous import AsyncRuntime
+
+    _expect(llm, AsyncLLM, "arun takes an AsyncLLM, not {}; for an LLM: run(llm, ...)")
+    return AsyncRuntime(llm, options)
 
 
 def _expect(given: object, kind: type, said: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -32,6 +32,10 @@ class Usage:
     @property
     def saved_tokens(self) -> int:
         return self.prompt_tokens - self.computed_tokens
+
+    def add(self, more: Usage) -> None:
+        for name in (one.name for one in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(more, name))
 
 
 @dataclass(eq=False)
@@ -116,6 +120,37 @@ class Backend(Protocol):
         ...
 
 
+class ProgramSequence(Protocol):
+    """A program's state as whoever answers keeps it: what the program appends to and reads from.
+
+    `append`, `fork` and `close` are called on the thread that answers.
+    """
+
+    @property
+    def text(self) -> str:
+        """So far."""
+        ...
+
+    tokens: list[int]
+    error: Exception | None
+    idle: bool  # nothing is left to be done
+    taken: int  # times that something was asked for
+
+    def append(self, operations: Sequence[Operation]) -> None: ...
+
+    def child(self) -> Any:
+        """One that waits until it is forked from this one."""
+        ...
+
+    def fork(self, children: list[Any]) -> None: ...
+
+    def settle(self) -> None:
+        """Have what was appended made text, if it is not: somebody wants to read it."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class TokenSequence:
     """Tokens that were read, text that was not yet, and what is still to be done."""
 
@@ -143,6 +178,14 @@ class TokenSequence:
     def await_parent(self) -> None:
         """It will be forked from another one. Before anything else."""
         self._waiting, self.idle = True, False
+
+    def child(self) -> TokenSequence:
+        made = TokenSequence(self.backend)
+        made.await_parent()
+        return made
+
+    def settle(self) -> None:
+        """What was appended is text already."""
 
     def append(self, operations: Sequence[Operation]) -> None:
         self._take()

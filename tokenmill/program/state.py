@@ -8,13 +8,12 @@ from typing import Any, Protocol
 from tokenmill.errors import InvalidRequest
 from tokenmill.program.expressions import Expression, Gen, Select, expression
 from tokenmill.program.sequence import (
-    Backend,
     Choose,
     CloseTurn,
     Generate,
     OpenTurn,
     Operation,
-    TokenSequence,
+    ProgramSequence,
     Usage,
     Variable,
 )
@@ -26,7 +25,9 @@ class Runtime(Protocol):
     """Whoever runs a program: work of any thread for the engine's, and waiting for what came of it."""
 
     @property
-    def backend(self) -> Backend: ...
+    def usage(self) -> Usage: ...
+
+    def new_sequence(self) -> ProgramSequence: ...
 
     def post(self, work: Callable[[], None]) -> None: ...
 
@@ -42,9 +43,9 @@ class ProgramState:
     s["story"]
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, sequence: ProgramSequence | None = None) -> None:
         self._runtime = runtime
-        self._sequence = TokenSequence(runtime.backend)
+        self._sequence = runtime.new_sequence() if sequence is None else sequence
         self._variables: dict[str, Variable] = {}
         self._asked = 0  # operations that were handed on
         self._in_turn = False
@@ -109,10 +110,11 @@ class ProgramState:
     @property
     def usage(self) -> Usage:
         """Of everything that ran together with this state."""
-        return self._runtime.backend.usage
+        return self._runtime.usage
 
     def sync(self) -> None:
         """Wait for everything that was appended."""
+        self._sequence.settle()
         self._wait(lambda: self._sequence.idle and self._sequence.taken == self._asked)
         if self._sequence.error is not None:
             raise self._sequence.error
@@ -127,12 +129,11 @@ class ProgramState:
         """So many states that go on from here, each on its own; what was said so far is computed once."""
         if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MAX_BRANCHES:
             raise InvalidRequest(f"fork makes between 1 and {MAX_BRANCHES} branches, not {count!r:.60}")
-        branches = [ProgramState(self._runtime) for _ in range(count)]
+        children = [self._sequence.child() for _ in range(count)]
+        branches = [ProgramState(self._runtime, child) for child in children]
         for one in branches:
             one._variables = dict(self._variables)
-            one._sequence.await_parent()
             self._branches.append(one)
-        children = [one._sequence for one in branches]
         self._asked += 1
         self._runtime.post(lambda: self._sequence.fork(children))
         return Branches(branches)

@@ -24,6 +24,7 @@ from tokenmill.serve.api import (
     prefix_cache,
     responses_by_id,
     schemas,
+    sessions,
     tokens,
 )
 from tokenmill.serve.api.chat import chat
@@ -33,6 +34,7 @@ from tokenmill.serve.api.messages import count, message
 from tokenmill.serve.api.page import add_pages
 from tokenmill.serve.api.responses import respond
 from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.engine_client.sessions import Sessions
 from tokenmill.serve.errors import HttpError, Shape, anthropic_shape, openai_shape, shape_at
 from tokenmill.serve.http.access_log import AccessRecord
 from tokenmill.serve.http.api_keys import ApiKeys
@@ -59,6 +61,8 @@ _POSTS: tuple[tuple[str, type[RequestBody], Handler, Shape], ...] = (
     ("/v1/messages/batches", schemas.MessageBatchRequest, message_batches.create_batch, anthropic_shape),
     ("/v1/embeddings", schemas.EmbeddingRequest, embed, openai_shape),
     ("/v1/batches", schemas.BatchRequest, batches.create_batch, openai_shape),
+    ("/v1/sessions", schemas.SessionRequest, sessions.open_session, openai_shape),
+    ("/v1/sessions/{name}", schemas.SessionCallRequest, sessions.call, openai_shape),
     ("/tokenize", schemas.TokenizeRequest, tokens.tokenize, openai_shape),
     ("/detokenize", schemas.DetokenizeRequest, tokens.detokenize, openai_shape),
     ("/reset_prefix_cache", schemas.ResetPrefixCacheRequest, prefix_cache.reset, openai_shape),
@@ -80,6 +84,8 @@ _READS: tuple[tuple[str, str, Reader], ...] = (
     ("/v1/messages/batches/{name}", "DELETE", message_batches.delete_batch),
     ("/v1/messages/batches/{name}/cancel", "POST", message_batches.cancel_batch),
     ("/v1/messages/batches/{name}/results", "GET", message_batches.results),
+    ("/v1/sessions/{name}", "GET", sessions.one_session),
+    ("/v1/sessions/{name}", "DELETE", sessions.close_session),
     ("/v1/responses/{name}", "GET", responses_by_id.one_response),
     ("/v1/responses/{name}", "DELETE", responses_by_id.delete_response),
     ("/v1/responses/{name}/cancel", "POST", responses_by_id.cancel_response),
@@ -96,7 +102,9 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
     responses = StoredResponses(settings.max_responses_bytes, settings.response_seconds)
     tracing = tracing or _tracing(service, settings)
     metrics = ServerMetrics(service, [one[0] for one in _POSTS] + [one[0] for one in _READS])
-    app.state.server = ServerState(service, settings, ApiKeys(settings.keys), metrics, runner, responses, tracing)
+    kept = Sessions(settings.max_sessions, settings.max_session_tokens, metrics.session_ended)
+    metrics.count_sessions(lambda: len(kept))
+    app.state.server = ServerState(service, settings, ApiKeys(settings.keys), metrics, runner, responses, kept, tracing)
     for path, kind, _, _ in _POSTS:
         _add(app, path, "POST", posts[path], kind)
     for path, method, read_handler in _READS:

@@ -61,6 +61,8 @@ class HttpSettings:
     max_stored_bytes: int = 1000 * MB  # files and batches of one tenant
     max_responses_bytes: int = 256 * MB  # stored responses of all tenants, in memory; 0: none are stored
     response_seconds: float = 24 * 3600.0  # a stored response is forgotten when nobody asked for it for this long
+    max_sessions: int = 256  # that one tenant may have open
+    max_session_tokens: int = 4_000_000  # of one tenant's sessions, in the memory of the HTTP process
     log_prompts: bool = False  # prompts and answers are written into the log
     otlp_endpoint: str | None = None  # a collector that is sent spans; None: nothing is traced
     cluster_secret: str | None = None  # what routers must know; None: whoever may ask at all may also be a router
@@ -71,7 +73,8 @@ class HttpSettings:
         seconds = ("body_seconds", "head_seconds", "idle_seconds", "write_seconds", "beat_seconds", "response_seconds")
         _check(self, seconds, "above 0", lambda value: value > 0)
         _check(self, ("drain_seconds", "max_responses_bytes"), "0 or more", lambda value: value >= 0)
-        _check(self, ("max_body_bytes", "max_connections", "max_stored_bytes"), "1 or more", lambda value: value >= 1)
+        counts = ("max_body_bytes", "max_connections", "max_stored_bytes", "max_sessions", "max_session_tokens")
+        _check(self, counts, "1 or more", lambda value: value >= 1)
         _check(self, ("trace_ratio",), "from 0 to 1", lambda value: 0 <= value <= 1)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(

@@ -51,7 +51,7 @@ def make_params(max_tokens: int | None, top_k: int | None, *, hottest: float = H
     if given.get("top_p") == 0:  # the likeliest token and none beside it
         given["top_p"] = LEAST_SHARE
     for name in _LISTS:
-        _check_list(name, given.get(name))
+        check_list(name, given.get(name))
     return SamplingParams(
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_LENGTH),
         top_k=0 if top_k is None else min(top_k, MAX_LENGTH),
@@ -59,7 +59,7 @@ def make_params(max_tokens: int | None, top_k: int | None, *, hottest: float = H
     )
 
 
-def _check_list(name: str, value: str | list[Any] | dict[str, Any] | None) -> None:
+def check_list(name: str, value: str | list[Any] | dict[str, Any] | None) -> None:
     several = [value] if isinstance(value, str) else value or []
     size = sum(len(one) for one in several if isinstance(one, str))
     if len(several) > MOST_ENTRIES or size > MOST_CHARACTERS:

@@ -33,6 +33,8 @@ _NO_TOOLS_HERE = {
 }
 _NO_MODERATION = "this server judges no texts; leave it out"
 _Stop = str | list[str] | None
+LEAST_LEASE, MOST_LEASE = 1, 3600  # seconds that a session may be left alone for
+_Names = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
 HOTTEST, HOTTEST_ANTHROPIC = 2, 1  # the highest temperatures that the two APIs know
 _Content = {
     "anyOf": [
@@ -257,6 +259,47 @@ class MessagesRequest(CommonOptions, kw_only=True):
 
     IGNORED = _ANTHROPIC
     REFUSED = _NO_TOOLS_HERE
+
+
+_Lease = Annotated[float, _within(LEAST_LEASE, MOST_LEASE)]
+_Steps = list[
+    Annotated[
+        Any,
+        _described(
+            anyOf=[
+                {"type": "string"},
+                {"type": "object", "required": ["gen"], "properties": {"gen": {"type": "object"}}},
+                {
+                    "type": "object",
+                    "required": ["select"],
+                    "properties": {"select": {"type": "object", "required": ["choices"]}},
+                },
+                {
+                    "type": "object",
+                    "required": ["role", "content"],
+                    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array"]}},
+                },
+                {"type": "object", "required": ["fork"], "properties": {"fork": _Names}},
+                {"type": "object", "required": ["drop"], "properties": {"drop": _Names}},
+            ]
+        ),
+    ]
+]
+
+
+class SessionRequest(SchedulingOptions, kw_only=True):
+    """POST /v1/sessions"""
+
+    lease_seconds: _Lease | None = None  # it ends when nobody has asked anything of it for so long
+
+
+class SessionCallRequest(RequestBody, kw_only=True):
+    """POST /v1/sessions/ID"""
+
+    do: _Steps = msgspec.field(default_factory=list)  # none: the lease is renewed
+    state: str | None = None
+    stream: bool | None = None
+    lease_seconds: _Lease | None = None
 
 
 class CountRequest(RequestBody, kw_only=True):

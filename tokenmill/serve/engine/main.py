@@ -231,6 +231,8 @@ class EngineLoop:
                 case wire.Cancel():
                     self._unadmitted.pop(message.key, None)
                     self.engine.cancel(str(message.key), Finish(message.why))
+                case wire.Drop():
+                    self.engine.drop_held(str(message.key))
                 case wire.Ping():
                     self._send_heartbeat(message.view)
                 case wire.ResetPrefixCache():
@@ -285,6 +287,8 @@ class EngineLoop:
                 salt=message.salt,
                 pooling=message.pooling,
                 pushes=message.pushes,
+                keep=message.keep,
+                continues=None if message.continues is None else str(message.continues),
             )
             request.tokens += sequence.output
             requests.append(request)

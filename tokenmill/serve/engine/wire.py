@@ -137,11 +137,19 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     salt: str
     pooling: str | None = None  # a vector of the prompt is asked for, not an answer
     pushes: bool = False  # its last update waits until the blocks of its prompt are where this engine pushes them
+    keep: bool = False  # when it has ended well, its keys and values stay under its key, until Drop
+    continues: int | None = None  # the key of one that stayed, which its prompt begins as
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=2):
     key: int
     why: str  # a Finish
+
+
+class Drop(msgspec.Struct, array_like=True, frozen=True, tag=7):
+    """Nobody will continue what the sequence of this key left behind."""
+
+    key: int
 
 
 class Ping(msgspec.Struct, array_like=True, tag=3):
@@ -228,7 +236,7 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
     text: str
 
 
-ToEngine = Submit | Cancel | Ping | ResetPrefixCache | FollowCache | Stop
+ToEngine = Submit | Cancel | Drop | Ping | ResetPrefixCache | FollowCache | Stop
 FromEngine = Loading | EngineReady | StepDone | Heartbeat | CacheChange | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

@@ -19,6 +19,7 @@ from tokenmill.serve.engine import wire
 
 # A kill from outside is rarely a request's fault, but may be (memory).
 CRASH_WEIGHT, KILL_WEIGHT = 1.0, 0.5
+_WELL = (Finish.STOP, Finish.LENGTH)
 CRASHES, CRASHES_ALONE = 2, 1  # at the same spot, before a request is run alone, and then before it ends with an error
 
 
@@ -52,6 +53,7 @@ class RemoteEngine:
         self.at_fault: set[str] = set()  # ids of requests that ended with an error of their own making; to be emptied
         self.on_work: Callable[[], None] = lambda: None  # called when there is something for the engine to do
         self._keys: dict[str, int] = {}  # request id -> key
+        self._held: dict[str, int] = {}  # of ended requests whose keys and values stay in the engine: id -> key
         self._last_key = 0
         self._send: Callable[[wire.ToEngine], None] | None = None  # None: no engine
         self._deltas: list[Delta] = []
@@ -84,6 +86,11 @@ class RemoteEngine:
         key = self._keys.get(id)
         if key is not None:
             self.end(self.sequences[key], why, report=False)
+
+    def drop_held(self, id: str) -> None:
+        """Nobody will continue what the request of this id left behind, if it did."""
+        if (key := self._held.pop(id, None)) is not None:
+            self._drop(key)
 
     def step(self) -> list[Delta]:
         """What arrived since the last call."""
@@ -128,6 +135,7 @@ class RemoteEngine:
         """The engine is gone. Who was in flight at the same spot too often is run alone, and ends with an error if the
         engine dies with it again."""
         self._send = None
+        self._held.clear()  # whoever continues one of them is computed anew
         for sequence in self.sequences.values():
             sequence.sent = False
             if sequence.admitted and not sequence.request.num_output:  # it is read anew, from the start
@@ -164,6 +172,8 @@ class RemoteEngine:
         request.error = request.error or error
         if sequence.sent and self._send is not None:
             self._send(wire.Cancel(sequence.key, str(why)))
+            if request.keep and why not in _WELL:  # it may have ended well there, and nobody here hears of that
+                self._drop(sequence.key)
         self._finish(sequence, why)
         if report:
             self._deltas.append(Delta(request, finished=True))
@@ -228,6 +238,8 @@ class RemoteEngine:
         self._count_admitted(sequence)
         request.state = State.FINISHED
         request.finish = why
+        if request.keep and why in _WELL:
+            self._held[request.id] = sequence.key
         if request.metrics.finished is None:
             request.metrics.finished = self.clock()
         del self.sequences[sequence.key]
@@ -249,12 +261,18 @@ class RemoteEngine:
         """Take a sequence off the engine without ending it. What the engine still says of it goes to its old key."""
         if self._send is not None:
             self._send(wire.Cancel(sequence.key, str(Finish.CANCELLED)))
+            if sequence.request.keep:
+                self._drop(sequence.key)
         del self.sequences[sequence.key]
         self._last_key += 1
         sequence.key = self._last_key
         sequence.sent = False
         self.sequences[sequence.key] = sequence
         self._keys[sequence.request.id] = sequence.key
+
+    def _drop(self, key: int) -> None:
+        if self._send is not None:
+            self._send(wire.Drop(key))
 
     def _send_unsent(self) -> None:
         """Give the engine the next suspect, or everybody."""
@@ -297,6 +315,8 @@ class RemoteEngine:
                 salt=request.salt,
                 pooling=request.pooling,
                 pushes=request.pushes,
+                keep=request.keep,
+                continues=None if request.continues is None else self._held.get(request.continues),
             )
         )
         for one in group:

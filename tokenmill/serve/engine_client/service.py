@@ -147,7 +147,7 @@ class Service:
 
     async def identities(self, prompt: Prompt, salt: str) -> tuple[int, list[bytes]]:
         """How many tokens a prompt has, and the names of its full blocks in the prefix cache. Raises InvalidRequest."""
-        self._check_open()
+        self.check_open()
         block, chain = self.facts.block_size, list[bytes]()
 
         def name() -> int:
@@ -175,7 +175,7 @@ class Service:
     ) -> list[Stream]:
         began = self._remote.clock()
         try:
-            self._check_open()
+            self.check_open()
             request_states, first = [], request_id or uuid.uuid4().hex
             for number, prompt in enumerate(prompts):
                 size = max(size_of(prompt), 0 if params.structured is None else SHORT + 1)  # grammars may take seconds
@@ -184,7 +184,7 @@ class Service:
                 request_states.append(await self.texts.run(size, prepare, prompt, params, request_id=id, **options))
                 if resumed is not None:
                     await self.texts.run(SHORT + 1, resume, request_states[-1], resumed, self.facts.vocab_size)
-            self._check_open()  # again: that may have taken its time
+            self.check_open()  # again: that may have taken its time
             for request_state in request_states:
                 if request_state.timeout is not None:
                     request_state.timeout = max(0.0, request_state.timeout - (self._remote.clock() - began))
@@ -224,6 +224,10 @@ class Service:
         if state is not None:
             self._dispatcher.drop(state)
         return state is not None
+
+    def drop_held(self, request_id: str) -> None:
+        """Nobody will continue what a request that was to be kept left behind in the engine."""
+        self._remote.drop_held(request_id)
 
     def reset_prefix_cache(self, cache_salt: str) -> None:
         """Forget what was cached for requests with this salt, before any that is submitted after this."""
@@ -386,7 +390,7 @@ class Service:
             unread = self._admission.uncached_tokens(request.prompt_len)
         return self._admission.prefill_seconds(unread) if unread else None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._state in ("draining", "stopped"):
             raise Unavailable("the server is shutting down; try another one, or this one later", 5.0)
         self._check_started()

@@ -70,6 +70,7 @@ class RequestContext:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.metrics: Metrics | None = None  # when things happened to the first prompt
         self.finish: str | None = None
+        self.on_cancel: Callable[[], object] = lambda: None  # ends what runs beside streams
         self._streams: list[Stream] = []
         self._sequences = 0  # of all streams
         # A router's own questions are not the client's: they count nowhere.
@@ -101,7 +102,7 @@ class RequestContext:
             params,
             request_id=f"{self._engine_id}-{number}" if number else self._engine_id,
             resumed=resumed,
-            **self._scheduling(options),
+            **self.scheduling(options),
         )
         self._streams.append(stream)
         return stream
@@ -122,7 +123,7 @@ class RequestContext:
         """Read a prompt for another server, which has its blocks when this is over. Raises Probed."""
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
         id = f"{self._engine_id}-prefill"
-        stream = await self.service.submit(prompt, params, request_id=id, pushes=True, **self._scheduling(options))
+        stream = await self.service.submit(prompt, params, request_id=id, pushes=True, **self.scheduling(options))
         self._streams.append(stream)
         async with self.cancel_on_disconnect(self.request.receive):
             output = await stream.last()
@@ -134,11 +135,12 @@ class RequestContext:
         """Ask the engine for vectors of prompts. Raises what `Service.embed` raises."""
         await self._answer_probe(prompts[0], options)
         self._streams = await self.service.embed(
-            prompts, pooling, request_id=self._engine_id, **self._scheduling(options)
+            prompts, pooling, request_id=self._engine_id, **self.scheduling(options)
         )
         return self._streams
 
-    def _scheduling(self, options: RequestOptions) -> dict[str, Any]:
+    def scheduling(self, options: RequestOptions) -> dict[str, Any]:
+        """What `Service.submit` is to know of how a request is scheduled."""
         return {
             "priority": self.tenant.priority(options.priority),
             "timeout": _deadline_seconds(options.deadline_ms),
@@ -192,6 +194,7 @@ class RequestContext:
         self.cancel()
 
     def cancel(self) -> None:
+        self.on_cancel()
         for stream in self._streams:
             self.service.cancel(stream.request_id)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.engine_client.sessions import Sessions
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
@@ -29,6 +30,7 @@ class ServerState:
     metrics: ServerMetrics
     batches: BatchRunner
     responses: StoredResponses
+    sessions: Sessions
     tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
 

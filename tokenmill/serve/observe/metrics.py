@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -79,6 +79,9 @@ class ServerMetrics:
         self._tenant = counter("tenant_tokens", "Tokens by tenant", ["tenant", "kind"], self._by_tenant)
         self._engine = counter("engine_events", "What happened to the engine process", ["kind"])
         self.degraded = counter("degraded_requests", "Requests that the degrade model answered")
+        self._sessions = counter("sessions_ended", "Sessions of programs by how they ended", ["how"])
+        for how in ("closed", "lease"):
+            self._sessions.labels(how)
         for status, code in _REFUSALS:
             self._errors.labels(status, code)
         for kind in _ENGINE_EVENTS:
@@ -90,6 +93,14 @@ class ServerMetrics:
         self._http.labels(route if route in self._routes else "other", str(status)).inc()
         if status >= 400 and status != GONE:
             self._errors.labels(str(status), code or "none").inc()
+
+    def count_sessions(self, count: Callable[[], float]) -> None:
+        Gauge("tokenmill_sessions_open", "Sessions of programs that are open", registry=self.registry).set_function(
+            count
+        )
+
+    def session_ended(self, how: str) -> None:
+        self._sessions.labels(how).inc()
 
     def tenant_used(self, tenant: str, prompt: int, output: int) -> None:
         self._tenant.labels(tenant, "prompt").inc(prompt)

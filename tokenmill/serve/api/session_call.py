@@ -1,0 +1,207 @@
+"""SessionCall: the steps of one call on a state of a session, and what is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.model.tokenizer import Tokenizer
+from tokenmill.outputs import CompletionOutput, LogprobTable
+from tokenmill.program.sequence import Choose, Generate, OpenTurn, Operation, Usage, Variable
+from tokenmill.serve.api.output_format import finite
+from tokenmill.serve.api.session_steps import Drop, Fork, Step
+from tokenmill.serve.engine_client.sessions import MOST_STATES, Session, Sessions, State
+from tokenmill.serve.errors import HttpError
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class SessionCall:
+    """Checked when it is made: what is refused then has changed nothing. Raises HttpError and InvalidRequest."""
+
+    def __init__(self, sessions: Sessions, session: Session, state: State, steps: list[Step]) -> None:
+        self._sessions, self._session, self._state = sessions, session, state
+        self._steps = steps
+        self.usage = Usage()  # of this call
+        self._check_idle()
+        if state.sequence.error is not None:
+            why = str(state.sequence.error)
+            raise HttpError(409, f"state {state.name!r} has ended: {why}; go on from another one", "state_ended")
+        self._check_texts(state.backend.tokenizer)
+        self._check_names()
+
+    def _check_idle(self) -> None:
+        if self._state.busy:
+            name = self._state.name
+            raise HttpError(409, f"state {name!r} is at work on another call; wait for it, or fork", "state_busy")
+
+    async def run(self, tell: Tell | None = None) -> dict[str, Any]:
+        """Everything, and what is told at the end. `tell` hears of results as they come. Cancelling ends the state."""
+        self._check_idle()  # again: another one may have begun meanwhile
+        session, state = self._session, self._state
+        sequence, before = state.sequence, replace(state.backend.usage)
+        text, tokens = len(sequence.text), len(sequence.tokens)
+        state.busy, state.backend.streaming = True, tell is not None
+        session.running += 1
+        try:
+            told = [one for piece in _pieces(self._steps) for one in await self._do(piece, tell)]
+        except asyncio.CancelledError:
+            sequence.fail(HttpError(409, "the client left while a call was at work on it", "state_ended"))
+            raise
+        finally:
+            state.busy = False
+            session.running -= 1
+            if session.ended is not None:  # what a thread handed on meanwhile
+                sequence.close()
+            else:
+                self._sessions.renew(session)
+            self.usage = Usage(
+                **{name: value - getattr(before, name) for name, value in asdict(state.backend.usage).items()}
+            )
+        return {
+            "id": session.id,
+            "object": "session.call",
+            "state": state.name,
+            "results": told,
+            "text": sequence.text[text:],
+            "token_ids": sequence.tokens[tokens:],
+            "usage": usage_of(self.usage),
+        }
+
+    def _check_texts(self, tokenizer: Tokenizer) -> None:
+        """What is absurdly long is not made tokens at all."""
+        most, bound = self._session.service.facts.max_len, tokenizer.bound
+        for text in _texts(self._steps):
+            if len(text) > most and bound is not None and not bound.may_fit(text, most):
+                raise InvalidRequest(
+                    f"do has a text of {len(text)} characters, but the model reads {most} tokens at most"
+                )
+
+    def _check_names(self) -> None:
+        known, more = set(self._session.states), 0
+        for step in self._steps:
+            if isinstance(step, Fork):
+                taken = known & set(step.names)
+                if taken:
+                    raise InvalidRequest(
+                        f"fork names {min(taken)!r}, and there is a state of this name; choose another"
+                    )
+                known |= set(step.names)
+                more += len(step.names) * self._state.size
+            elif isinstance(step, Drop):
+                for name in step.names:
+                    if name not in known or name == self._state.name:
+                        raise InvalidRequest(f"drop names {name!r}, which is no other state of this session")
+                    if (found := self._session.states.get(name)) is not None and found.busy:
+                        raise HttpError(409, f"state {name!r} is at work on another call", "state_busy")
+                known -= set(step.names)
+        if len(known) > MOST_STATES:
+            raise InvalidRequest(f"fork would make {len(known)} states; a session has {MOST_STATES} at most")
+        self._sessions.check_room(self._session, more)
+
+    async def _do(self, piece: list[Step], tell: Tell | None) -> list[dict[str, Any]]:
+        state, sequence = self._state, self._state.sequence
+        if isinstance(piece[0], Fork):
+            self._fork(piece[0])
+        elif isinstance(piece[0], Drop):
+            for name in piece[0].names:
+                self._session.states.pop(name).sequence.close()
+        else:
+            operations: list[Operation] = [one for one in piece if not isinstance(one, Fork | Drop)]
+            size = sum(map(len, _texts(piece))) + len(sequence.unread)
+            work = asyncio.ensure_future(self._session.service.texts.run(size, sequence.append, operations))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # what it hands on has to be cancelled, too
+                raise
+        last = piece[-1]
+        watched = (last.into, last) if isinstance(last, Generate | Choose) else None
+        said = 0
+        while not self._over():
+            if tell is not None and watched is not None and len(watched[0].text) > said and not watched[0].done:
+                tell({"name": watched[1].part.name, "delta": watched[0].text[said:]})
+                said = len(watched[0].text)
+            state.backend.moved.clear()
+            if not self._over():
+                await state.backend.moved.wait()
+        if self._session.ended is not None:
+            raise HttpError(410, f"the session has ended: {self._session.ended}; open another one", "session_ended")
+        if sequence.error is not None:
+            raise sequence.error
+        if watched is None:
+            return []
+        found = _result(*watched)
+        if tell is not None:
+            if rest := watched[0].text[said:]:
+                tell({"name": watched[1].part.name, "delta": rest})
+            tell({"result": found})
+        return [found]
+
+    def _over(self) -> bool:
+        sequence = self._state.sequence
+        return sequence.idle or sequence.error is not None or self._session.ended is not None
+
+    def _fork(self, fork: Fork) -> None:
+        children = []
+        for name in fork.names:
+            child = self._session.add(name).sequence
+            child.await_parent()
+            children.append(child)
+        self._state.sequence.fork(children)
+
+
+def usage_of(usage: Usage) -> dict[str, int]:
+    return asdict(usage) | {"saved_tokens": usage.saved_tokens}
+
+
+def _pieces(steps: list[Step]) -> Iterator[list[Step]]:
+    """Each ends with what there is to wait for; texts in between are handed on together with what follows."""
+    piece: list[Step] = []
+    for step in steps:
+        if isinstance(step, Fork | Drop):
+            if piece:
+                yield piece
+            yield [step]
+            piece = []
+            continue
+        piece.append(step)
+        if isinstance(step, Generate | Choose):
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _texts(steps: list[Step]) -> Iterator[str]:
+    for step in steps:
+        if isinstance(step, str):
+            yield step
+        elif isinstance(step, Choose):
+            yield from step.part.choices
+        elif isinstance(step, OpenTurn):
+            yield step.role
+
+
+def _result(variable: Variable, step: Generate | Choose) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": step.part.name, "text": variable.text}
+    if isinstance(step, Choose):
+        scores = variable.meta["scores"]
+        return told | {"scores": {choice: finite(score) for choice, score in scores.items()}}
+    completion: CompletionOutput = variable.meta["output"].outputs[0]
+    return told | {
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids,
+        "logprobs": None if completion.logprobs is None else [_table(one) for one in completion.logprobs],
+    }
+
+
+def _table(table: LogprobTable) -> list[dict[str, Any]]:
+    return [
+        {"id": id, "logprob": finite(one.logprob), "rank": one.rank, "token": one.decoded_token}
+        for id, one in table.items()
+    ]

@@ -1,0 +1,151 @@
+"""Sessions: programs of clients, each a few states that go on from one another, for as long as somebody renews it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.program.sequence import TokenSequence, Usage
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.engine_client.state_backend import StateBackend
+from tokenmill.serve.errors import HttpError
+
+MOST_STATES = 1024  # of a session
+MAIN = "main"  # the state that a session begins with
+_REMEMBERED = 10_000  # sessions that have ended, for the sake of a better sentence
+
+
+class State:
+    """One text that grows. What it said stays when a call fails; it cannot go on then."""
+
+    def __init__(self, name: str, backend: StateBackend) -> None:
+        self.name, self.backend = name, backend
+        self.sequence = TokenSequence(backend)
+        self.busy = False  # a call of the client's is at work on it
+
+    @property
+    def size(self) -> int:
+        """Tokens, and characters that are none yet."""
+        return len(self.sequence.tokens) + len(self.sequence.unread)
+
+
+@dataclass(eq=False)
+class Session:
+    id: str
+    tenant: str
+    service: Service
+    options: dict[str, Any]  # of all its requests
+    lease: float  # seconds
+    expires: float = 0.0  # of the loop's clock
+    states: dict[str, State] = field(default_factory=dict)
+    running: int = 0  # calls
+    ended: str | None = None  # why
+    timer: asyncio.TimerHandle | None = None  # looks whether its lease has ended
+
+    def state(self, name: str) -> State:
+        """Raises HttpError."""
+        if (found := self.states.get(name)) is None:
+            known = ", ".join(map(repr, list(self.states)[:20]))
+            raise HttpError(404, f"this session has no state {name[:60]!r}; it has {known}", "state_not_found", "state")
+        return found
+
+    def add(self, name: str) -> State:
+        made = self.states[name] = State(name, StateBackend(self.service, self.options))
+        return made
+
+    @property
+    def size(self) -> int:
+        return sum(one.size for one in self.states.values())
+
+    @property
+    def usage(self) -> Usage:
+        whole = Usage()
+        for state in self.states.values():
+            whole.add(state.backend.usage)
+        return whole
+
+
+class Sessions:
+    """Of all tenants. A tenant may have `most` of them, whose states hold `most_tokens` together."""
+
+    def __init__(self, most: int, most_tokens: int, on_end: Callable[[str], None] = lambda how: None) -> None:
+        self._most, self._most_tokens = most, most_tokens
+        self._on_end = on_end
+        self._open: dict[str, Session] = {}
+        self._count: Counter[str] = Counter()  # by tenant
+        self._gone: OrderedDict[str, tuple[str, str]] = OrderedDict()  # tenant, why
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, tenant: str, service: Service, options: dict[str, Any], lease: float) -> Session:
+        """Raises HttpError 429 and InvalidRequest."""
+        if self._count[tenant] >= self._most:
+            raise HttpError(
+                429,
+                f"{self._count[tenant]} of your sessions are open and {self._most} are allowed; close one, or wait "
+                "until a lease ends",
+                "too_many_sessions",
+                retry_after=1.0,
+            )
+        session = Session(f"sess_{secrets.token_hex(16)}", tenant, service, options, lease)
+        session.add(MAIN)
+        self._open[session.id] = session
+        self._count[tenant] += 1
+        self.renew(session)
+        self._look_at(session)
+        return session
+
+    def found(self, tenant: str, id: str) -> Session:
+        """Raises HttpError 404 for one that this tenant never had, 410 for one that has ended."""
+        session = self._open.get(id)
+        if session is not None and session.tenant == tenant:
+            return session
+        owner, why = self._gone.get(id, ("", ""))
+        if why and owner == tenant:
+            raise HttpError(410, f"the session {id[:60]!r} has ended: {why}; open another one", "session_ended")
+        raise HttpError(404, f"there is no session {id[:60]!r}; open one with POST /v1/sessions", "session_not_found")
+
+    def renew(self, session: Session, lease: float | None = None) -> None:
+        session.lease = session.lease if lease is None else lease
+        session.expires = asyncio.get_running_loop().time() + session.lease
+
+    def check_room(self, session: Session, more: int) -> None:
+        """Raises HttpError 429 where so many tokens more are too many."""
+        used = sum(one.size for one in self._open.values() if one.tenant == session.tenant)
+        if used + more > self._most_tokens:
+            raise HttpError(
+                429,
+                f"your sessions hold {used} tokens, this would add {more}, and {self._most_tokens} are allowed; close "
+                "sessions or drop states that nobody goes on from",
+                "too_many_session_tokens",
+            )
+
+    def close(self, session: Session, how: str, why: str) -> None:
+        """Give back all that it holds; whoever waits for it is told why. Safe to call twice."""
+        if self._open.pop(session.id, None) is None:
+            return
+        session.ended = why
+        self._count[session.tenant] -= 1
+        self._gone[session.id] = session.tenant, why
+        while len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+        if session.timer is not None:
+            session.timer.cancel()
+        for state in session.states.values():
+            state.sequence.close()
+        self._on_end(how)
+
+    def _look_at(self, session: Session) -> None:
+        """Again and again until its lease has ended. A call that runs keeps it."""
+        loop = asyncio.get_running_loop()
+        if session.running:
+            self.renew(session)
+        if loop.time() >= session.expires:
+            self.close(session, "lease", f"nobody asked anything of it for {session.lease:g} s, which was its lease")
+            return
+        session.timer = loop.call_at(session.expires, self._look_at, session)

@@ -1,0 +1,99 @@
+"""StateBackend: answers the calls of one state of a session, through a Service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.model.chat_template import render
+from tokenmill.model.tokenizer import Tokenizer
+from tokenmill.processor import Message
+from tokenmill.program.sequence import Call, Usage
+from tokenmill.serve.engine_client.admission import Overloaded, Unavailable
+from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.engine_client.streams import Stream
+
+PATIENCE = 60.0  # seconds that a call waits for room, or for an engine that is being restarted
+_PAUSE = 0.5
+
+
+class StateBackend:
+    """All of it runs on the event loop, but for `submit` and `changed`: a long text is made tokens in a thread."""
+
+    def __init__(self, service: Service, options: dict[str, Any]) -> None:
+        if service.tokenizer is None:
+            raise InvalidRequest("sessions need a tokenizer, and this server has none; send token ids to completions")
+        self.tokenizer: Tokenizer = service.tokenizer
+        self.usage = Usage()
+        self.streaming = False  # whether anybody wants to hear of answers before they end
+        self.moved = asyncio.Event()  # something has changed
+        self._service, self._options = service, options
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[Call, asyncio.Task[None] | None] = {}  # None: it is about to be asked for
+
+    def submit(self, call: Call) -> None:
+        self._tasks[call] = None
+        self._loop.call_soon_threadsafe(self._start, call)
+
+    def cancel(self, call: Call) -> None:
+        if (task := self._tasks.pop(call, None)) is not None:
+            task.cancel()
+
+    def drop(self, held: str) -> None:
+        self._service.drop_held(held)
+
+    def changed(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self.moved.set)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return render(
+            self.tokenizer.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self.tokenizer.bos_token,
+            eos_token=self.tokenizer.eos_token,
+        )
+
+    def _start(self, call: Call) -> None:
+        if call in self._tasks:  # else it was cancelled meanwhile
+            self._tasks[call] = self._loop.create_task(self._answer(call))
+
+    async def _answer(self, call: Call) -> None:
+        stream, over = None, False
+        try:
+            stream = await self._submit(call)
+            if self.streaming:
+                async for output in stream:
+                    over = output.finished
+                    call.told(output)
+            else:
+                output = await stream.last()
+                over = True
+                call.told(output)
+        except Exception as error:
+            call.failed(error if isinstance(error, TokenmillError) else TokenmillError(str(error)))
+        finally:
+            self._tasks.pop(call, None)
+            if stream is not None:
+                await stream.aclose()
+                if not over:  # it may have ended just now
+                    self._service.drop_held(stream.request_id)
+
+    async def _submit(self, call: Call) -> Stream:
+        """The state cannot be asked again by somebody who was refused in the middle of it, so this waits instead."""
+        deadline = self._loop.time() + PATIENCE
+        prompt = {"prompt_token_ids": call.prompt}
+        while True:
+            try:
+                return await self._service.submit(
+                    prompt, call.params, keep=True, continues=call.continues, **self._options
+                )
+            except (Overloaded, Unavailable) as error:
+                hopeless = self._service.stats().state in ("draining", "stopped")
+                if hopeless or self._loop.time() > deadline or getattr(error, "code", "overloaded") != "overloaded":
+                    raise
+            await asyncio.sleep(_PAUSE)
