@@ -1,0 +1,1 @@
+"""tokenmill as a model of programs that evaluate models."""
