@@ -63,18 +63,21 @@ metric_list: [{{metric: exact_match}}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With weights in a file, of a size that makes some tokens much likelier than others."""
+    """With weights in a file, of a size that makes some tokens much likelier than others, letters among them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = write_model(tmp_path_factory.mktemp("evaluated") / "tiny-chat")
     settings = Path(folder) / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(1)
     built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
+        letters = [token_id for token, token_id in tokenizer.get_vocab().items() if token.isascii() and len(token) == 1]
+        built.lm_head.weight[[one for one in range(260) if one not in letters]] *= 0.1
     built.save_pretrained(folder)
     return folder
 
@@ -88,7 +91,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
         choices = [f" {words[(number + k) % 6]}" for k in range(4)]
         rows["choice"].append({"question": f"{SHOTS}Item {number} is", "choices": choices, "answer": number % 4})
         rows["text"].append({"text": f"{number} mills by the river turned day and night. " * (number + 1)})
-        rows["answer"].append({"question": f"{SHOTS}Item {number}:", "answer": "x"})
+        rows["answer"].append({"question": f"{SHOTS}Item {chr(97 + number)}", "answer": "x"})
     for name, said in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
     for name, task in (("choice", CHOICE), ("text", TEXT), ("answer", ANSWER)):
@@ -121,7 +124,8 @@ def answers(found: dict[str, Any], task: str) -> list[Any]:
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any], names: list[str] = NAMES) -> None:
-    assert figures(found) == pytest.approx({k: v for k, v in figures(wanted).items() if k.split()[0] in names}, rel=1e-4)
+    expected_figures = {name: value for name, value in figures(wanted).items() if name.split()[0] in names}
+    assert figures(found) == pytest.approx(expected_figures, rel=1e-4)
     for said, expected in zip(answers(found, "mill_choice"), answers(wanted, "mill_choice"), strict=True):
         assert [float(one[0]) for one in said] == pytest.approx([float(one[0]) for one in expected], abs=1e-3)
         assert [str(one[1]) for one in said] == [str(one[1]) for one in expected]
@@ -139,8 +143,6 @@ def reference(model: str, tasks: TaskManager) -> dict[str, Any]:
 def test_an_llm_in_this_process_is_judged_as_transformers_is(
     model: str, tasks: TaskManager, reference: dict[str, Any]
 ) -> None:
-    with harness.LLM(model, dtype="float32", device="cpu") as warm:  # options are those of LLM
-        assert warm.get_tokenizer() is not None
     judged = harness.TokenmillLM(model, dtype="float32", device="cpu")
     try:
         assert_same(evaluated(judged, tasks), reference)

@@ -31,6 +31,7 @@ from http_server import Server, simulated
 from sim_service import eventually, run
 
 from tokenmill.errors import ConfigError
+from tokenmill.program import ProgramState, RemoteLLM, gen, program
 from tokenmill.serve.http.api_keys import add_key
 from tokenmill.serve.router.app import RouterApp
 from tokenmill.serve.router.settings import RouterSettings
@@ -107,6 +108,35 @@ def test_answers_come_through_as_they_are_and_what_is_wrong_too(pair: list[SimRe
             assert response.json() == {"status": "ok"}
 
     run(main())
+
+
+def test_a_session_stays_with_the_replica_that_opened_it(server: Server, chat_model: str) -> None:
+    @program
+    def tale(s: ProgramState, number: int) -> list[str]:
+        s += f"A mill {number} " + gen("first", max_tokens=5, temperature=1.0, seed=number)
+        ways = s.fork(3)
+        for turn, one in enumerate(ways):
+            one += f"{turn}" + gen("end", max_tokens=5, temperature=1.0, seed=turn)
+        return [s["first"], *ways["end"]]
+
+    other = Server.start(chat_model)
+    batch = [{"number": number} for number in range(6)]
+
+    async def main() -> None:
+        async with routed([server.url, other.url]) as (app, url), client() as http:
+            found = await asyncio.to_thread(tale.run_batch, RemoteLLM(url), batch)
+            alone = await asyncio.to_thread(tale.run_batch, RemoteLLM(server.url), batch)
+            assert [one.result for one in found] == [one.result for one in alone]
+            homes = {app._forwarder._homes[id] for id in app._forwarder._homes if id.startswith("sess_")}
+            assert homes == {server.url, other.url}  # both had some
+            opened = (await http.post(f"{url}/v1/sessions", json={})).json()["id"]
+            assert (await http.delete(f"{url}/v1/sessions/{opened}")).json()["deleted"]
+            assert (await http.get(f"{url}/v1/sessions/{opened}")).status_code == 410
+
+    try:
+        run(main())
+    finally:
+        assert other.stop() == 0
 
 
 def test_a_stored_response_is_found_where_it_is(server: Any) -> None:

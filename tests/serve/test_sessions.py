@@ -308,7 +308,6 @@ def test_an_abandoned_session_ends_with_its_lease(server: Server) -> None:
 def test_a_session_survives_the_death_of_the_engine(llm: LLM, chat_model: str) -> None:
     """Between two calls, and in the middle of one: the front has the tokens."""
     server = Server.start(chat_model, "--max-model-len", "2048")
-    engine = [int(pid) for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()]
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
 
     @program
@@ -329,7 +328,6 @@ def test_a_session_survives_the_death_of_the_engine(llm: LLM, chat_model: str) -
         os.kill(int(children[0]), signal.SIGKILL)
 
     try:
-        assert engine
         assert long.run(RemoteLLM(server.url), kill).result == long.run(llm, lambda: None).result
         assert httpx.get(f"{server.url}/health/ready").json()["restarts"] == 2
         assert_nothing_left(server)

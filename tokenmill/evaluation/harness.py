@@ -22,12 +22,12 @@ from tokenmill.model.chat_template import render
 from tokenmill.params import SamplingParams
 
 _NO_MEANING = {"batch_size", "max_batch_size", "trust_remote_code"}  # an engine batches by itself
-_PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+_PASSED_ON = ("top_p", "top_k", "min_p", "seed", "repetition_penalty")
 
 Scored = tuple[Any, list[int], list[int]]  # a name for caches, the context, and what is scored behind it
 
 
-@register_model("tokenmill")  # type: ignore[untyped-decorator]
+@register_model("tokenmill")
 class TokenmillLM(TemplateLM):  # type: ignore[misc]
     """`pretrained` is the model; other arguments are those of `LLM`, and `add_bos_token`, `max_gen_toks`."""
 
@@ -103,7 +103,7 @@ class TokenmillLM(TemplateLM):  # type: ignore[misc]
                 )
             )
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for number, output in zip(order, self.llm.generate(prompts, params), strict=True):  # type: ignore[arg-type]
+        for number, output in zip(order, self.llm.generate(prompts, params), strict=True):
             if output.error is not None or output.prompt_logprobs is None:
                 raise RuntimeError(f"request {number} of the harness ended without log-probabilities: {output.error}")
             ids, tables = output.prompt_token_ids, output.prompt_logprobs
@@ -141,10 +141,11 @@ class TokenmillLM(TemplateLM):  # type: ignore[misc]
             ids = self.tok_encode(context)[-(self.max_length + 1 - most) :]
             prompts.append({"prompt_token_ids": ids})
             chosen = {name: wanted[name] for name in _PASSED_ON if wanted.get(name) is not None}
+            chosen["temperature"] = float(wanted.get("temperature") or 0)
             params.append(SamplingParams(max_tokens=most, stop=[one for one in until if one], **chosen))
             stops.append(until)
         said = []
-        for request, output, until in zip(requests, self.llm.generate(prompts, params), stops, strict=True):  # type: ignore[arg-type]
+        for request, output, until in zip(requests, self.llm.generate(prompts, params), stops, strict=True):
             said.append(postprocess_generated_text(output.outputs[0].text, until, None))
             self.cache_hook.add_partial("generate_until", request.args, said[-1])
         return said

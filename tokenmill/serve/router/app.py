@@ -26,6 +26,7 @@ log = logging.getLogger("tokenmill.router")
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 KEPT = ("/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/responses/")  # in the memory of one replica
+SESSIONS = "/v1/sessions"  # what is below it goes where the session was opened
 METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 MOST_DRAIN = 3600.0  # seconds
 
@@ -114,6 +115,8 @@ class RouterApp:
         body = await read_body(request, self.settings.http)
         if request.method == "POST" and path in GENERATING:
             work = self._forwarder.generate(request, body, send)
+        elif path == SESSIONS and request.method == "POST":
+            work = self._forwarder.open_session(request, body, send)
         elif path == "/reset_prefix_cache":
             work = self._forwarder.everywhere(request, body, send)
         else:

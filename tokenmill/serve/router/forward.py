@@ -31,7 +31,7 @@ from tokenmill.serve.router.replica import Booking, Replica
 log = logging.getLogger("tokenmill.router")
 
 MOST_LOSSES = 8  # replicas in a row that are lost with a request before it says a token more: then it is the cause
-MOST_HOMES = 100_000  # stored responses of which the router knows where they are
+MOST_HOMES = 100_000  # stored responses and sessions of which the router knows where they are
 LEAST_PROBED = 512  # bytes of a body: what is shorter shares too little to ask for
 LOOK_AGAIN = 0.1  # seconds, while no replica takes work
 # What a 429 says where another replica may have room; Anthropic's shape has nothing that tells a tenant's limits apart.
@@ -57,6 +57,10 @@ class _Usage(msgspec.Struct):
         prompt_tokens_details: Details | None = None
 
     usage: Usage | None = None
+
+
+class _Opened(msgspec.Struct):
+    id: str
 
 
 class Refusal(msgspec.Struct):
@@ -89,7 +93,7 @@ class Forwarder:
         self.fleet = fleet
         self._settings = fleet.settings
         self._metrics = metrics
-        self._homes: OrderedDict[str, str] = OrderedDict()  # stored response -> address of its replica
+        self._homes: OrderedDict[str, str] = OrderedDict()  # stored response or session -> address of its replica
 
     async def generate(self, request: Request, body: bytes, send: Send) -> None:
         """An answer of a model: it is asked for until it is complete. Raises HttpError before anything was sent."""
@@ -145,9 +149,10 @@ class Forwarder:
 
     async def plain(self, request: Request, body: bytes, send: Send, home: bool = False) -> None:
         """Anything else: to any replica, or where this client's files are. What changes something is sent once."""
-        again = request.method == "GET" or not home
         without: set[Replica] = set()
-        found = self._homes.get(request.scope["path"].removeprefix("/v1/responses/").partition("/")[0])
+        name = request.scope["path"].removeprefix("/v1/responses/").removeprefix("/v1/sessions/").partition("/")[0]
+        found = self._homes.get(name)
+        again = request.method == "GET" or not (home or found)
         began = False
 
         async def watched(message: Message) -> None:
@@ -183,6 +188,26 @@ class Forwarder:
                 if home or found or not again or len(without) + 1 >= len(self.fleet.replicas):
                     raise HttpError(502, f"the replica was lost: {error}", "replica_lost") from None
                 without.add(replica)
+
+    async def open_session(self, request: Request, body: bytes, send: Send) -> None:
+        """Replicas take turns; one keeps what it opened, and the session's calls follow it there."""
+        without: set[Replica] = set()
+        while True:
+            try:
+                replica = self.fleet.any_open(without)
+            except NobodyOpen as error:
+                raise HttpError(503, str(error), "no_replica", retry_after=5.0) from None
+            try:
+                reply = await replica.pool.request(b"POST", _target(request), self._headers(request), body, fresh=True)
+                with contextlib.closing(reply):
+                    answer = Refusal(reply.status, reply.headers, await reply.whole())
+            except ReplicaLost:
+                without.add(replica)
+                continue
+            if answer.status == 200:
+                self._remember(msgspec.json.decode(answer.body, type=_Opened).id, replica.url)
+            await _send_whole(send, answer)
+            return
 
     async def everywhere(self, request: Request, body: bytes, send: Send) -> None:
         """To every replica that is there: what all of them are to do."""
