@@ -1,11 +1,13 @@
 """What programs spare: the same tasks as programs and as separate calls with a prefix cache, in turns.
 
     python scripts/program_tasks.py [--model default] [--rounds 3] [--items 10]
+    tokenmill serve default & python scripts/program_tasks.py --url http://127.0.0.1:8000
 
 Separate calls are batched as well as can be: all items of a stage go to one `generate`. They score choices by the
 log-probabilities of whole prompts, which the prefix cache is no help for ("whole"), or of the prompts' ends ("ends",
-`prompt_logprobs_start`). Prefilled are prompt tokens that were computed. Choices have to agree; texts are compared
-token by token.
+`prompt_logprobs_start`). Over HTTP all items of a stage are asked for at a time, each
+by a request to /v1/completions; where scores begin cannot be said there, so there is no "ends". Prefilled are prompt
+tokens that were computed.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.program import Program, ProgramState, gen, program, select
+from tokenmill.program import Program, ProgramState, RemoteLLM, gen, program, select
 
 SHOTS = "".join(
     f"Question: Which of these is {what}?\nAnswer: {answer}\n\n"
@@ -98,6 +103,45 @@ class Calls:
             assert one.metrics is not None
             self.prefilled += len(one.prompt_token_ids) - one.metrics.cached_tokens
         return found
+
+
+@dataclass
+class HttpCalls(Calls):
+    """The same as requests of their own."""
+
+    server: RemoteLLM = field(default_factory=RemoteLLM)
+
+    def encode(self, text: str, first: bool = False) -> list[int]:
+        asked = {"prompt": text, "add_special_tokens": first}
+        return list(self.server.connection.ask("POST", "/tokenize", asked)["tokens"])
+
+    def _ask(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:  # type: ignore[override]
+        with ThreadPoolExecutor(64) as pool:
+            found = list(pool.map(self._one, prompts, params))
+        for one in found:
+            self.prefilled += len(one.prompt_token_ids) - one.cached
+        return found
+
+    def _one(self, prompt: list[int], params: SamplingParams) -> Any:
+        scored = params.prompt_logprobs is not None
+        body = {
+            "prompt": prompt,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "ignore_eos": params.ignore_eos,
+            "return_token_ids": True,
+            **({"echo": True, "logprobs": 0} if scored else {}),
+        }
+        told = self.server.connection.ask("POST", "/v1/completions", body)
+        [choice], details = told["choices"], told["usage"].get("prompt_tokens_details") or {}
+        scores = choice["logprobs"]["token_logprobs"][: len(prompt)] if scored else []
+        return SimpleNamespace(
+            prompt_token_ids=prompt,
+            cached=details.get("cached_tokens") or 0,
+            outputs=[SimpleNamespace(text=choice["text"], token_ids=choice["token_ids"])],
+            prompt_logprobs=[None if one is None else {0: SimpleNamespace(logprob=one)} for one in scores],
+        )
 
 
 @program
@@ -192,35 +236,55 @@ TASKS: dict[str, tuple[Program, Callable[[Calls, int], None]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
+    parser.add_argument("--url", help="of a server of tokenmill, instead of a model in this process")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--items", type=int, default=10)
     args = parser.parse_args()
+    if args.url is not None:
+        server = RemoteLLM(args.url)
+
+        def forget() -> None:
+            server.connection.ask("POST", "/reset_prefix_cache", {})
+
+        compare(server, forget, {"whole": lambda: HttpCalls(None, False, server=server)}, args)  # type: ignore[arg-type]
+        return
     with LLM(args.model) as llm:
-        print("| task | prefilled: whole | ends | program | | s: whole | ends | program | |")
-        print("|---|---|---|---|---|---|---|---|---|")
-        for name, (run, separately) in TASKS.items():
-            seconds: dict[str, list[float]] = {"whole": [], "ends": [], "program": []}
-            tokens: dict[str, int] = {}
-            for _ in range(args.rounds):
-                for way, times in seconds.items():
-                    llm.reset_prefix_cache()
-                    began = time.perf_counter()
-                    if way == "program":
-                        states = run.run_batch(llm, [{"number": number} for number in range(args.items)])
-                        tokens[way] = states[0].usage.computed_tokens
-                    else:
-                        calls = Calls(llm, ends=way == "ends")
-                        separately(calls, args.items)
-                        tokens[way] = calls.prefilled
-                    times.append(time.perf_counter() - began)
-            took = {way: statistics.median(times) for way, times in seconds.items()}
-            cells = [
-                *(str(tokens[way]) for way in seconds),
-                "{:.1f}x, {:.1f}x fewer".format(*(tokens[way] / tokens["program"] for way in ("whole", "ends"))),
-                *(f"{took[way]:.2f}" for way in seconds),
-                "{:.2f}x, {:.2f}x".format(*(took[way] / took["program"] for way in ("whole", "ends"))),
-            ]
-            print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        ways = {"whole": lambda: Calls(llm, ends=False), "ends": lambda: Calls(llm, ends=True)}
+        compare(llm, llm.reset_prefix_cache, ways, args)
+
+
+def compare(
+    llm: LLM | RemoteLLM,
+    forget: Callable[[], None],
+    separate: dict[str, Callable[[], Calls]],
+    args: argparse.Namespace,
+) -> None:
+    ways = [*separate, "program"]
+    print(f"| task | prefilled: {' | '.join(ways)} | | s: {' | '.join(ways)} | |")
+    print("|---" * (2 * len(ways) + 3) + "|")
+    for name, (run, separately) in TASKS.items():
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        tokens: dict[str, int] = {}
+        for _ in range(args.rounds):
+            for way, times in seconds.items():
+                forget()
+                began = time.perf_counter()
+                if way == "program":
+                    states = run.run_batch(llm, [{"number": number} for number in range(args.items)])
+                    tokens[way] = states[0].usage.computed_tokens
+                else:
+                    calls = separate[way]()
+                    separately(calls, args.items)
+                    tokens[way] = calls.prefilled
+                times.append(time.perf_counter() - began)
+        took = {way: statistics.median(times) for way, times in seconds.items()}
+        cells = [
+            *(str(tokens[way]) for way in ways),
+            ", ".join(f"{tokens[way] / tokens['program']:.1f}x" for way in separate) + " fewer",
+            *(f"{took[way]:.2f}" for way in ways),
+            ", ".join(f"{took[way] / took['program']:.2f}x" for way in separate),
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,10 @@ def test_programs_say_the_same_on_a_server(llm: LLM, remote: RemoteLLM) -> None:
     assert asyncio.run(tale.arun(remote, 2)).result == local[2].result
 
 
-def test_eight_branches_read_a_long_prefix_once_and_say_what_separate_calls_say(llm: LLM, remote: RemoteLLM) -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_eight_branches_read_a_long_prefix_once_and_say_what_separate_calls_say(
+    llm: LLM, remote: RemoteLLM, served: bool
+) -> None:
     prefix = (STORY * 8)[:1500]
     tokens = len(llm.get_tokenizer().encode(prefix))  # type: ignore[union-attr]
     assert tokens >= 1500
@@ -119,7 +122,7 @@ def test_eight_branches_read_a_long_prefix_once_and_say_what_separate_calls_say(
                 one += f"{number}" + gen("end", max_tokens=6, temperature=heat, seed=number, ignore_eos=True)
             return ways["end"]
 
-        state = branches.run(remote)
+        state = branches.run(remote if served else llm)
         params = [SamplingParams(max_tokens=6, temperature=heat, seed=k, ignore_eos=True) for k in range(8)]
         found = llm.generate([f"{prefix}{k}" for k in range(8)], params, use_tqdm=False)
         assert state.result == [one.outputs[0].text for one in found]
