@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -49,7 +50,7 @@ def eventually(check: Any, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def assert_nothing_left(server: Server) -> None:
+def assert_nothing_left(server: Server, restarts: int = 0) -> None:
     """Every block is free again, cached or not. An engine that falls idle checks its blocks itself, and fails if one
     cannot be explained."""
 
@@ -61,6 +62,7 @@ def assert_nothing_left(server: Server) -> None:
 
     httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})  # figures are told by steps
     eventually(free)
+    assert httpx.get(f"{server.url}/health/ready").json()["restarts"] == restarts
 
 
 @program
@@ -128,6 +130,29 @@ def test_eight_branches_read_a_long_prefix_once_and_say_what_separate_calls_say(
         assert state.result == [one.outputs[0].text for one in found]
         assert state.usage.computed_tokens == tokens + 8  # the prefix once, and each branch's own digit
         assert state.usage.calls == 9
+
+
+@pytest.mark.parametrize(
+    ("example", "name", "asked"),
+    [
+        ("tree_of_thought", "think", {"question": "How many legs do two birds have?"}),
+        ("self_consistency", "vote", {"question": "What colour is the sky?"}),
+        ("json_extraction", "extract", {"document": "Dear Sir, the lamps came broken. Yours, B. Jones"}),
+        ("agent_loop", "agent", {"question": "Do more people live in Rome?"}),
+        ("judge", "judge", {"question": "What is bread?", "answers": ["Flour and water.", "Bread bread."]}),
+    ],
+)
+def test_examples_say_the_same_on_a_server(
+    llm: LLM, remote: RemoteLLM, example: str, name: str, asked: dict[str, Any]
+) -> None:
+    path = Path(__file__).parents[2] / "examples" / f"{example}.py"
+    spec = importlib.util.spec_from_file_location(example, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    here, there = (getattr(module, name).run(where, **asked) for where in (llm, remote))
+    assert there.result == here.result and there.text() == here.text() and there.token_ids == here.token_ids
+    assert there.usage.prompt_tokens == here.usage.prompt_tokens and there.usage.saved_tokens > 0
 
 
 def test_texts_travel_with_the_next_call(server: Server, remote: RemoteLLM) -> None:
@@ -332,8 +357,7 @@ def test_a_session_survives_the_death_of_the_engine(llm: LLM, chat_model: str) -
 
     try:
         assert long.run(RemoteLLM(server.url), kill).result == long.run(llm, lambda: None).result
-        assert httpx.get(f"{server.url}/health/ready").json()["restarts"] == 2
-        assert_nothing_left(server)
+        assert_nothing_left(server, restarts=2)
     finally:
         assert server.stop() == 0
 
