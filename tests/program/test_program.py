@@ -25,7 +25,8 @@ from tokenmill.program import ProgramState, assistant, gen, program, select, sys
 from tokenmill.program.asynchronous import AsyncRuntime
 from tokenmill.program.expressions import Select
 from tokenmill.program.local import LocalRuntime
-from tokenmill.program.sequence import Call, Choose, TokenSequence, Usage, Variable
+from tokenmill.program.operations import Choose, Usage, Variable
+from tokenmill.program.sequence import Call, TokenSequence
 from tokenmill.program.waiting import Waiting
 
 TEMPLATE = (
@@ -293,7 +294,6 @@ class Answers:
         self.usage, self.calls, self.dropped, self.cancelled = Usage(), list[Call](), list[str](), list[Call]()
         self.submit, self.cancel, self.drop = self.calls.append, self.cancelled.append, self.dropped.append
         self.changed = lambda: None
-        self.render = lambda messages, add_generation_prompt: ""
 
     def answer(self, number: int, error: str | None = None) -> None:
         call = self.calls[number]

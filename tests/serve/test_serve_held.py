@@ -1,4 +1,4 @@
-"""The front's side of what ended requests leave behind in the engine: told apart by keys, dropped once, never leaked."""
+"""The front's side of what ended requests leave behind in the engine: told apart by keys, dropped once."""
 
 from __future__ import annotations
 

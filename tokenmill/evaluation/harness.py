@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.llm import LLM
-from tokenmill.model.chat_template import render
+from tokenmill.model.chat_template import render_for
 from tokenmill.params import SamplingParams
 
 _NO_MEANING = {"batch_size", "max_batch_size", "trust_remote_code"}  # an engine batches by itself
@@ -80,13 +80,7 @@ class TokenmillLM(TemplateLM):  # type: ignore[misc]
         return self.tokenizer.encode(string, add_special_tokens=special)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return render(
-            self.tokenizer.chat_template,
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.tokenizer.bos_token,
-            eos_token=self.tokenizer.eos_token,
-        )
+        return render_for(self.tokenizer, chat_history, add_generation_prompt)
 
     def _loglikelihood_tokens(self, requests: Sequence[Scored], **_: Any) -> list[tuple[float, bool]]:
         """Contexts that many share come out of the prefix cache: nothing is asked about their tokens."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -16,9 +16,23 @@ import jinja2.sandbox
 
 from tokenmill.errors import InvalidRequest, ModelError
 
+if TYPE_CHECKING:
+    from tokenmill.model.tokenizer import Tokenizer
+
 MAX_PROMPT_CHARACTERS = 64 * 1024 * 1024
 # That templates are written for, under one name or another; a template may name others.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
+
+
+def render_for(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    """The prompt for `messages` in the format that a tokenizer comes with."""
+    return render(
+        tokenizer.chat_template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+    )
 
 
 def render(

@@ -9,7 +9,8 @@ from tokenmill.async_llm import AsyncLLM
 from tokenmill.errors import TokenmillError
 from tokenmill.outputs import RequestOutput
 from tokenmill.program.backend import ProcessorBackend
-from tokenmill.program.sequence import Call, TokenSequence, Usage
+from tokenmill.program.operations import Usage
+from tokenmill.program.sequence import Call, TokenSequence
 from tokenmill.program.waiting import Waiting
 from tokenmill.request_state import RequestState
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tokenmill.engine.core import Engine
 from tokenmill.errors import InvalidRequest
-from tokenmill.model.chat_template import render
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.processor import Message, Processor
-from tokenmill.program.sequence import Call, Usage
+from tokenmill.processor import Processor
+from tokenmill.program.operations import Usage
+from tokenmill.program.sequence import Call
 from tokenmill.request_state import RequestState
 
 
@@ -36,12 +36,3 @@ class ProcessorBackend:
 
     def drop(self, held: str) -> None:
         self._engine.drop_held(held)
-
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return render(
-            self.tokenizer.chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.tokenizer.bos_token,
-            eos_token=self.tokenizer.eos_token,
-        )

@@ -12,7 +12,8 @@ from typing import Any
 from tokenmill.errors import TokenmillError
 from tokenmill.llm import LLM
 from tokenmill.program.backend import ProcessorBackend
-from tokenmill.program.sequence import Call, TokenSequence, Usage
+from tokenmill.program.operations import Usage
+from tokenmill.program.sequence import Call, TokenSequence
 from tokenmill.program.waiting import Waiting
 from tokenmill.request_state import RequestState
 

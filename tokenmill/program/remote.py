@@ -16,7 +16,7 @@ from tokenmill.outputs import CompletionOutput, Logprob, RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.program.connection import Connection
 from tokenmill.program.expressions import Gen
-from tokenmill.program.sequence import Choose, CloseTurn, Generate, OpenTurn, Operation, Usage
+from tokenmill.program.operations import Choose, CloseTurn, Generate, OpenTurn, Operation, Usage
 from tokenmill.program.waiting import Waiting
 
 MAIN = "main"  # the state that a session begins with

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.model.chat_template import render_for
 from tokenmill.model.detokenizer import IncrementalDetokenizer
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, RequestOutput
@@ -15,61 +17,10 @@ from tokenmill.params import SamplingParams
 from tokenmill.processor import Message
 from tokenmill.program.chat import turn_texts
 from tokenmill.program.expressions import Gen, Select
+from tokenmill.program.operations import Choose, Generate, OpenTurn, Operation, Usage, Variable
 
 # Of calls that are made for the keys and values of their prompts: one token is sampled, and dropped.
 _READ = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-
-
-@dataclass
-class Usage:
-    """What a program cost, and what it was spared."""
-
-    calls: int = 0
-    prompt_tokens: int = 0  # of all calls, as somebody who makes them one by one sends them
-    computed_tokens: int = 0  # of these: what was not there already
-    output_tokens: int = 0
-
-    @property
-    def saved_tokens(self) -> int:
-        return self.prompt_tokens - self.computed_tokens
-
-    def add(self, more: Usage) -> None:
-        for name in (one.name for one in fields(self)):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-
-
-@dataclass(eq=False)
-class Variable:
-    """A result. Written on the engine's thread, read on the program's."""
-
-    text: str = ""  # so far
-    done: bool = False
-    meta: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Generate:
-    part: Gen
-    into: Variable
-
-
-@dataclass(frozen=True)
-class Choose:
-    part: Select
-    into: Variable
-
-
-@dataclass(frozen=True)
-class OpenTurn:
-    role: str
-
-
-@dataclass(frozen=True)
-class CloseTurn:
-    pass
-
-
-Operation = str | Generate | Choose | OpenTurn | CloseTurn
 
 
 class Held:
@@ -113,42 +64,9 @@ class Backend(Protocol):
         """Nobody will continue this request."""
         ...
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str: ...
-
     def changed(self) -> None:
         """Wake those who wait for results."""
         ...
-
-
-class ProgramSequence(Protocol):
-    """A program's state as whoever answers keeps it: what the program appends to and reads from.
-
-    `append`, `fork` and `close` are called on the thread that answers.
-    """
-
-    @property
-    def text(self) -> str:
-        """So far."""
-        ...
-
-    tokens: list[int]
-    error: Exception | None
-    idle: bool  # nothing is left to be done
-    taken: int  # times that something was asked for
-
-    def append(self, operations: Sequence[Operation]) -> None: ...
-
-    def child(self) -> Any:
-        """One that waits until it is forked from this one."""
-        ...
-
-    def fork(self, children: list[Any]) -> None: ...
-
-    def settle(self) -> None:
-        """Have what was appended made text, if it is not: somebody wants to read it."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class TokenSequence:
@@ -266,7 +184,7 @@ class TokenSequence:
     def _open_turn(self, role: str) -> None:
         if (self.tokens or self.unread) and not self._is_chat:
             raise InvalidRequest(f"a turn of role {role!r} follows text that is no turn; begin a chat with a turn")
-        opening, closing = turn_texts(self.backend.render, self._messages, role)
+        opening, closing = turn_texts(partial(render_for, self.backend.tokenizer), self._messages, role)
         self._is_chat = True
         self._write(opening)
         self._turn = role, closing, len(self.text)

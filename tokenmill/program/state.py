@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.program.expressions import Expression, Gen, Select, expression
-from tokenmill.program.sequence import (
+from tokenmill.program.operations import (
     Choose,
     CloseTurn,
     Generate,

@@ -10,7 +10,7 @@ from typing import Any
 from tokenmill.errors import InvalidRequest
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import CompletionOutput, LogprobTable
-from tokenmill.program.sequence import Choose, Generate, OpenTurn, Operation, Usage, Variable
+from tokenmill.program.operations import Choose, Generate, OpenTurn, Operation, Usage, Variable
 from tokenmill.serve.api.output_format import finite
 from tokenmill.serve.api.session_steps import Drop, Fork, Step
 from tokenmill.serve.engine_client.sessions import MOST_STATES, Session, Sessions, State

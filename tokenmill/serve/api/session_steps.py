@@ -9,7 +9,7 @@ from tokenmill.compat import did_you_mean
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.program.expressions import Gen, Select, gen, select
-from tokenmill.program.sequence import Choose, CloseTurn, Generate, OpenTurn, Operation, Variable
+from tokenmill.program.operations import Choose, CloseTurn, Generate, OpenTurn, Operation, Variable
 from tokenmill.serve.api.sampling_params import check_list, check_logprobs
 
 MOST_STEPS = 10_000

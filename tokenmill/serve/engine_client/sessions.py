@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.program.sequence import TokenSequence, Usage
+from tokenmill.program.operations import Usage
+from tokenmill.program.sequence import TokenSequence
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.engine_client.state_backend import StateBackend
 from tokenmill.serve.errors import HttpError

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.model.chat_template import render
 from tokenmill.model.tokenizer import Tokenizer
-from tokenmill.processor import Message
-from tokenmill.program.sequence import Call, Usage
+from tokenmill.program.operations import Usage
+from tokenmill.program.sequence import Call
 from tokenmill.serve.engine_client.admission import Overloaded, Unavailable
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.engine_client.streams import Stream
@@ -48,15 +46,6 @@ class StateBackend:
     def changed(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self.moved.set)
-
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return render(
-            self.tokenizer.chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.tokenizer.bos_token,
-            eos_token=self.tokenizer.eos_token,
-        )
 
     def _start(self, call: Call) -> None:
         if call in self._tasks:  # else it was cancelled meanwhile
