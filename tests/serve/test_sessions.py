@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -153,6 +155,12 @@ def test_examples_say_the_same_on_a_server(
     here, there = (getattr(module, name).run(where, **asked) for where in (llm, remote))
     assert there.result == here.result and there.text() == here.text() and there.token_ids == here.token_ids
     assert there.usage.prompt_tokens == here.usage.prompt_tokens and there.usage.saved_tokens > 0
+
+
+def test_a_client_of_a_server_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from tokenmill.program import RemoteLLM, gen, program, select"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_texts_travel_with_the_next_call(server: Server, remote: RemoteLLM) -> None:
