@@ -157,6 +157,14 @@ def test_examples_say_the_same_on_a_server(
     assert there.usage.prompt_tokens == here.usage.prompt_tokens and there.usage.saved_tokens > 0
 
 
+def test_a_connection_can_be_used_after_an_answer_that_failed(remote: RemoteLLM) -> None:
+    asked = remote.connection
+    path = f"/v1/sessions/{asked.ask('POST', '/v1/sessions', {})['id']}"
+    with pytest.raises(InvalidRequest, match="append it first"):
+        list(asked.stream(path, {"do": [{"select": {"choices": ["a"]}}], "stream": True}))
+    assert asked.ask("DELETE", path)["deleted"]
+
+
 def test_a_client_of_a_server_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from tokenmill.program import RemoteLLM, gen, program, select"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

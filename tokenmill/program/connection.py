@@ -37,13 +37,12 @@ class Connection:
 
     def ask(self, method: str, path: str, content: Any = None) -> dict[str, Any]:
         """A whole answer. Raises InvalidRequest for what the server calls wrong, and TokenmillError."""
-        response = self._request(method, path, content)
-        answer: dict[str, Any] = json.loads(response.read())
+        answer: dict[str, Any] = json.loads(self._whole(self._request(method, path, content)))
         return answer
 
     def stream(self, path: str, content: Any) -> Iterator[dict[str, Any]]:
         """The events of an answer as they come."""
-        response = self._request("POST", path, content)
+        response, over = self._request("POST", path, content), False
         try:
             for line in response:
                 if line.startswith(b"data: {"):
@@ -53,11 +52,13 @@ class Connection:
                     yield told
                 elif line.startswith(b"data: [DONE]"):
                     response.read()
+                    over = True
                     return
         except (OSError, http.client.HTTPException) as error:
-            self.forget()
             raise self._lost(error) from None
-        self.forget()
+        finally:
+            if not over:  # what is left of it would be taken for the next answer
+                self.forget()
         raise self._lost("the answer broke off")
 
     def forget(self) -> None:
@@ -73,7 +74,7 @@ class Connection:
             response = self._send(method, path, body)
             if response.status == 200:
                 return response
-            data = response.read()
+            data = self._whole(response)
             try:
                 told = json.loads(data)
                 code = told["error"]["code"]
@@ -83,6 +84,13 @@ class Connection:
             if response.status != 429 or code not in _BUSY or time.monotonic() + pause > deadline:
                 raise _error(told)
             time.sleep(pause)
+
+    def _whole(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.forget()
+            raise self._lost(error) from None
 
     def _send(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
         while True:
