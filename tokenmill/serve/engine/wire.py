@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 9  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 10  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
