@@ -12,7 +12,17 @@ import torch
 
 from tokenmill.ops.device_facts import FLOAT8, HOPPER, INVARIANT, PRODUCTS, Requirement
 from tokenmill.ops.kv_forms import KV_FORMS, KVScales
-from tokenmill.ops.triton import activation, decode_step, draft_head, draft_loss, draft_tree, norm, rope, tree_step
+from tokenmill.ops.triton import (
+    activation,
+    decode_step,
+    draft_head,
+    draft_loss,
+    draft_tree,
+    low_rank,
+    norm,
+    rope,
+    tree_step,
+)
 from tokenmill.ops.triton.attention import invariant as attention_invariant
 from tokenmill.ops.triton.attention.paged import attention
 from tokenmill.ops.triton.gemm import quantize as rows_of_eight_bits
@@ -152,6 +162,15 @@ def layer_cases(model: Model) -> Iterator[Case]:
                     f"act_mul_quantized {of}",
                     partial(rows_of_eight_bits.act_mul_quantized, gate_up, "silu", dtype, fixed),
                 )
+    for tokens in (64, 2048):
+        for rank in (16, 64, 256):
+            heads = (model.heads, model.heads + model.kv_heads, model.heads + 2 * model.kv_heads)
+            ends = tuple(model.dim * one for one in heads)
+            x, out = new(tokens, model.hidden), new(tokens, ends[-1])
+            down, up = new(8, 3 * rank, model.hidden), new(8, rank, ends[-1])
+            slots, ranks = new(tokens, dtype=torch.int64), new(8, dtype=torch.int64)
+            of = f"{model.name}, {tokens} tokens, rank {rank}"
+            yield f"add_low_rank {of}", partial(low_rank.add_low_rank, out, x, slots, down, up, ranks, ends)
     for form in KV_FORMS:
         yield f"rope_kv_write {model.name} {form}", partial(write_kv, model, 64, form=form)
 

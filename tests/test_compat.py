@@ -41,7 +41,7 @@ def test_common_options_of_other_engines_are_understood() -> None:
         ("tokenizer", None),
         ("tokenizer", "m"),
         ("quantization", None),
-        ("enable_lora", False),
+        ("max_cpu_loras", 4),
     ],
 )
 def test_options_that_change_no_answer_are_dropped(option: str, value: object) -> None:
@@ -63,7 +63,6 @@ def test_a_checkpoints_format_is_kept_to_be_compared_with_the_checkpoint(theirs:
         ("trust_remote_code", True, "never run"),
         ("revision", "v1", "give its path"),
         ("tokenizer", "other", "the tokenizer comes with the model"),
-        ("enable_lora", True, "merge them"),
     ],
 )
 def test_what_cannot_be_respected_is_refused_with_the_reason(option: str, value: object, why: str) -> None:

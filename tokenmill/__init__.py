@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from tokenmill.async_llm import AsyncLLM
     from tokenmill.config import EngineConfig
     from tokenmill.llm import LLM
+    from tokenmill.lora import LoRARequest
     from tokenmill.outputs import CompletionOutput, RequestOutput
     from tokenmill.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "LoRARequest", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "tokenmill.llm",
     "AsyncLLM": "tokenmill.async_llm",
     "CompletionOutput": "tokenmill.outputs",
     "EngineConfig": "tokenmill.config",
+    "LoRARequest": "tokenmill.lora",
     "RequestOutput": "tokenmill.outputs",
     "SamplingParams": "tokenmill.params",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from tokenmill.engine.build import build
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.errors import TokenmillError
 from tokenmill.loading_bar import loading_bar
+from tokenmill.lora import Adapters
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.processor import Message, Processor, Prompt, check_salt
@@ -33,6 +35,7 @@ class AsyncLLM:
         self._processor = Processor(
             built.engine, built.tokenizer, spec.vocab_size, spec.eos_ids, built.settings.max_len, seed=self.config.seed
         )
+        self._adapters = Adapters(built.engine)
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
         self._mail: dict[str, Receiver] = {}  # touched by the engine thread only
         self._door = threading.Lock()  # held to put a command, so that none enters after the last was answered
@@ -59,6 +62,14 @@ class AsyncLLM:
         if cache_salt is not None:
             check_salt(cache_salt)
         await self._call(lambda: self._processor.engine.reset_prefix_cache(cache_salt))
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Read a LoRA adapter from the folder that PEFT saved it in; requests may name it from then on."""
+        await self._call(lambda: self._adapters.load(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Nobody may name it any more; requests that run with it are not touched."""
+        await self._call(lambda: self._adapters.unload(name))
 
     def plan_lines(self) -> list[str]:
         return self._built.report
@@ -89,7 +100,8 @@ class AsyncLLM:
         started: list[RequestState] = []
 
         def start() -> None:
-            state = self._processor.prepare(prompt, params, **options)
+            (adapter,) = self._adapters.names(options.pop("lora_request", None), options.pop("adapter", ""), 1)
+            state = self._processor.prepare(prompt, params, adapter=adapter, **options)
             self._processor.submit(state)
             self.deliver(state, mailbox)
             started.append(state)

@@ -13,7 +13,6 @@ _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "f
 
 # name -> (the value that changes nothing here, why any other is refused)
 _FIXED: dict[str, tuple[Any, str]] = {
-    "enable_lora": (False, "adapters are not supported; merge them into the weights"),
     "revision": (None, "the newest revision on the hub is used; download another one and give its path"),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
@@ -26,7 +25,7 @@ _DIVIDED = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 _KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 
 # These tune machinery that this engine does not have, and no value of them changes an answer.
-_WITHOUT_EFFECT = ("disable_log_stats", "max_seq_len_to_capture", "swap_space")
+_WITHOUT_EFFECT = ("disable_log_stats", "max_cpu_loras", "max_seq_len_to_capture", "swap_space")
 
 
 def translate(options: dict[str, Any]) -> dict[str, Any]:

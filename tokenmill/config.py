@@ -25,7 +25,10 @@ WHERE = "Where it runs"
 LOAD = "How much, how long"
 MEMORY = "Memory"
 STEPS = "How steps are computed"
+ADAPTERS = "Adapters"
 BEFORE = "The ways before ours, to compare with"
+
+MOST_RANK = 256  # of an adapter
 
 _ONE = CommandDefault(1, "one conversation is one request at a time")
 _NEW_SEED = CommandDefault(lambda: random.getrandbits(32), "another one each time, and so another answer")
@@ -325,6 +328,34 @@ class EngineConfig:
         unset="every sum travels as it is",
         more="It changes answers, by a stated bound per sum: [below](#several-ranks)",
     )
+    enable_lora: bool = option(
+        False,
+        "let requests name LoRA adapters, which are loaded while the engine runs",
+        ADAPTERS,
+        more="[adapters.md](adapters.md)",
+    )
+    max_loras: int = option(
+        8,
+        "with enable_lora: adapters that are on the device at once; requests with others wait for their turn",
+        ADAPTERS,
+        low=1,
+    )
+    max_lora_rank: int = option(
+        16,
+        "with enable_lora: the largest rank of an adapter",
+        ADAPTERS,
+        low=1,
+        high=MOST_RANK,
+        form=f" of at most {MOST_RANK}",
+    )
+    lora_host_memory: int = option(
+        1 << 30,
+        "with enable_lora: bytes of the host's memory for adapters that have no place on the device",
+        ADAPTERS,
+        low=1,
+        more="Others are read from their folders again when they are asked for",
+    )
+
     skip_tokenizer_init: bool = option(
         False,
         "no tokenizer: prompts are token ids, answers have no text",

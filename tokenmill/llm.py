@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from tokenmill.engine.build import build
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.errors import InvalidRequest, QueueFull, TokenmillError
 from tokenmill.loading_bar import loading_bar
+from tokenmill.lora import Adapters, LoRARequest
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from tokenmill.params import SamplingParams
@@ -41,6 +43,7 @@ class LLM:
         self._processor = Processor(
             built.engine, built.tokenizer, spec.vocab_size, spec.eos_ids, max_len, seed=self.config.seed
         )
+        self._adapters = Adapters(built.engine)
         self._closed = False
         self._driver: int | None = None  # the thread that turns its loop for programs, while it does
 
@@ -53,19 +56,24 @@ class LLM:
         priority: str | int = "api",
         timeout: float | None = None,
         cache_salt: str = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Answer prompts, in their order. All are checked before any runs.
 
-        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. A request that fails on the way has
-        finish_reason "error" and says why in .error; the others are not touched.
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. `adapter` names a LoRA adapter that
+        `load_adapter` has read; a `lora_request` (one, or one per prompt) brings it along. A request that fails
+        on the way has finish_reason "error" and says why in .error; the others are not touched.
         """
         self._check_open()
         several = _as_list(prompts)
         params = _params_for(several, sampling_params)
         options: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
         with _full_collections_rare():
-            pairs = zip(several, params, strict=True)
-            states = self._run([self._processor.prepare(prompt, one, **options) for prompt, one in pairs], use_tqdm)
+            adapters = self._adapters.names(lora_request, adapter, len(several))
+            triples = zip(several, params, adapters, strict=True)
+            prepare = self._processor.prepare
+            states = self._run([prepare(prompt, one, adapter=its, **options) for prompt, one, its in triples], use_tqdm)
             return [state.output() for state in states]
 
     def embed(
@@ -78,7 +86,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """A vector of unit length per prompt, from its last hidden states: of all tokens ("mean") or of the "last"."""
         self._check_open()
-        options["pooling"] = pooling
+        options = self._with_adapter(options) | {"pooling": pooling}
         states = [self._processor.prepare(prompt, NO_ANSWER, **options) for prompt in _as_list(prompts)]
         return [
             EmbeddingRequestOutput(one.id, one.prompt_ids, EmbeddingOutput(one.leader.pooled), error=one.leader.error)
@@ -119,6 +127,7 @@ class LLM:
         self._check_open()
         if _is_conversation(prompt):
             prompt = self._processor.chat_ids(prompt)  # type: ignore[arg-type]
+        options = self._with_adapter(options)
         state = self._processor.prepare(prompt, sampling_params or SamplingParams(), **options)  # type: ignore[arg-type]
         return self._stream(state)
 
@@ -133,6 +142,17 @@ class LLM:
         if cache_salt is not None:
             check_salt(cache_salt)
         self._processor.engine.reset_prefix_cache(cache_salt)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Read a LoRA adapter from the folder that PEFT saved it in; requests may name it from then on. Those that run
+        under this name go on with the weights that they began with."""
+        self._check_open()
+        self._adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Nobody may name it any more; requests that run with it are not touched."""
+        self._check_open()
+        self._adapters.unload(name)
 
     def plan_lines(self) -> list[str]:
         """What was chosen for this machine and model, and why."""
@@ -149,7 +169,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._built.engine.close()
-            del self._built, self._processor
+            del self._built, self._processor, self._adapters
 
     def __enter__(self) -> LLM:
         return self
@@ -208,6 +228,11 @@ class LLM:
         except _TornStep:
             self.shutdown()
             raise KeyboardInterrupt from None
+
+    def _with_adapter(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A request's options, with the name of its adapter in place of a lora_request."""
+        (name,) = self._adapters.names(options.pop("lora_request", None), options.get("adapter", ""), 1)
+        return options | {"adapter": name}
 
     def _check_there(self) -> None:
         if self._closed:

@@ -111,11 +111,12 @@ class Processor:
         pushes: bool = False,
         keep: bool = False,
         continues: str | None = None,
+        adapter: str = "",
     ) -> RequestState:
         """Check a prompt and its parameters and make requests of them; with `pooling`, one that asks for a vector of
         the prompt instead of an answer. With `keep` the ended request's keys and values stay under its id, until
         `drop_held`, for a prompt that `continues` its tokens. With `pushes` a server says that it has ended when
-        another engine has its blocks. Raises InvalidRequest."""
+        another engine has its blocks. `adapter`: the name of a loaded LoRA adapter. Raises InvalidRequest."""
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
         infill = self.tokenizer.infill if self.tokenizer is not None else None
@@ -126,6 +127,8 @@ class Processor:
             _check_timeout(timeout)
         if cache_salt != "":
             check_salt(cache_salt)
+        if not isinstance(adapter, str):
+            raise InvalidRequest(f"adapter is {_shown(adapter)}; it must be the name of one")
         if pooling is not None and pooling not in POOLINGS:
             raise InvalidRequest(f"pooling is {pooling!r:.60}; it must be one of {', '.join(POOLINGS)}")
         request_id = self._new_id() if request_id is None else _checked_id(request_id)
@@ -147,6 +150,7 @@ class Processor:
                 pushes=pushes,
                 keep=keep,
                 continues=continues,
+                adapter=adapter,
             )
             for index in range(1 if params.beam_width else params.num_sequences)
         ]

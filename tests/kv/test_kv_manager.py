@@ -17,6 +17,7 @@ from tokenmill.kv.prefix import IdentityChains, PrefixIndex, root_identity
 class Sequence:
     tokens: list
     salt: str = ""
+    adapter_key: str = ""
     blocks: list = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0

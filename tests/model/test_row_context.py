@@ -50,8 +50,8 @@ def updates(one: Decoder) -> dict[str, LowRankUpdates]:
     found = {}
     for name in ADAPTED:
         rows, columns = linear_of(one, name).storage["weight"].shape
-        down, up = (torch.randn(2, *shape, generator=generator) for shape in ((4, columns), (rows, 4)))
-        found[name] = LowRankUpdates(0.1 * down, 0.1 * up)
+        down, up = (torch.randn(2, *shape, generator=generator) for shape in ((4, columns), (4, rows)))
+        found[name] = LowRankUpdates(0.1 * down, 0.1 * up, torch.tensor([4, 4]), (rows,))
     return found
 
 
@@ -85,7 +85,7 @@ def test_rows_with_other_adapters_share_a_step(last_only: bool) -> None:
     for row, slot in enumerate(ADAPTERS):
         merged = decoder()
         for name, one in updates(merged).items() if slot != NO_ADAPTER else ():
-            linear_of(merged, name).storage["weight"] += one.up[slot] @ one.down[slot]
+            linear_of(merged, name).storage["weight"] += one.up[slot].T @ one.down[slot]
         alone = run(merged, [row], None, last_only)
         assert torch.allclose(together[first : first + len(alone)], alone, atol=1e-4), row
         first += len(alone)

@@ -10,7 +10,18 @@ from tokenmill.ops.registry import Implementation, Need, select
 SMALL = {"add", "scaled", "soft_cap"}
 SAMPLING = {"sample", "logprobs", "shape"}
 DECODING = {"decode_inputs", "keep_sampled", "tree_inputs", "keep_tree", "move_kv", "grow_tree"}
-LAYER = {"rms_norm", "add_rms_norm", "rope_kv_write", "rope", "attention", "act_mul", "moe", "per_head", "concat"}
+LAYER = {
+    "rms_norm",
+    "add_rms_norm",
+    "rope_kv_write",
+    "rope",
+    "attention",
+    "act_mul",
+    "moe",
+    "per_head",
+    "concat",
+    "add_low_rank",
+}
 OPTIONAL = {"route", "moe_packed"}  # of the native library
 ALL_OPS = LAYER | SMALL | SAMPLING | DECODING
 CPU = Need(device="cpu", dtype=torch.float32)

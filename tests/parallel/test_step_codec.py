@@ -88,6 +88,7 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.dictionaries(rows, st.tuples(whole, whole), max_size=3),
     "pooling": st.dictionaries(rows, st.tuples(st.sampled_from(POOLINGS), whole), max_size=3),
     "masks": st.dictionaries(rows, st.lists(st.binary(max_size=40), max_size=3), max_size=3),
+    "adapters": column,
     "in_float32": column,
     "shared": st.none() | st.builds(SharedPrefix, whole, st.lists(rows, max_size=4).map(tuple)),
 }

@@ -246,7 +246,7 @@ def test_an_unknown_setting_names_the_closest(tmp_path):
         ("s.toml", "engine = 5\n", "engine is 5; it must be a table"),
         ("s.json", "[1]", "must hold the tables engine and serve"),
         ("s.toml", "[engines]\n", "has a table 'engines'"),
-        ("s.toml", "[engine]\nenable_lora = true\n", "s.toml: enable_lora=True .* adapters are not supported"),
+        ("s.toml", "[engine]\ntrust_remote_code = true\n", "s.toml: trust_remote_code=True .* never run"),
     ],
 )
 def test_what_stands_in_the_wrong_place_is_told_where_it_belongs(tmp_path, name, text, said):

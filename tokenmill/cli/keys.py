@@ -23,6 +23,7 @@ def add(
     tokens_per_minute: Annotated[float | None, option("Prompt and output.")] = None,
     concurrency: Annotated[int | None, option("Requests at once.")] = None,
     priority: Annotated[str | None, option("The most urgent class: realtime, api or batch.")] = None,
+    adapter: Annotated[list[str] | None, option("A LoRA adapter that it may name; unset: all.")] = None,
     operator: Annotated[
         bool, option("May see in /metrics what each tenant uses; for Prometheus.", "--operator")
     ] = False,
@@ -35,6 +36,7 @@ def add(
         "tokens_per_minute": tokens_per_minute,
         "concurrency": concurrency,
         "priority": priority,
+        "adapters": adapter or None,
         "operator": operator or None,
     }
     typer.echo(add_key(file, tenant, limits))

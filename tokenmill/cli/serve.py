@@ -36,6 +36,13 @@ def serve(
     allowed_host: Annotated[
         list[str] | None, option("A name that browsers may know this server by; * for any.", panel=_NET)
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        option("With --enable-lora: NAME=FOLDER of an adapter; may be given several times.", panel=LOAD),
+    ] = None,
+    lora_dir: Annotated[
+        Path | None, option("With --enable-lora: requests may load adapters from below this folder.", panel=LOAD)
+    ] = None,
     journal: Annotated[Path | None, option("File that remembers batches over a restart.", panel=LOAD)] = None,
     name: Annotated[list[str] | None, option("What clients call the model; may be given several times.")] = None,
     degrade: Annotated[str | None, option("A smaller MODEL that answers while the first one cannot.")] = None,
@@ -112,6 +119,7 @@ def serve(
         port=port,
         keys=keys,
         journal=journal,
+        lora_dir=lora_dir,
         names=tuple(name or ()),
         drain_seconds=drain_seconds,
         max_body_bytes=int(max_body_mb * MB),
@@ -131,7 +139,10 @@ def serve(
         max_queued_tokens=config.max_queued_tokens,
         max_queued_requests=config.max_queued_requests,
         hang_seconds=hang_seconds,
+        lora_modules=_adapters(lora_modules or []),
     )
+    if not config.enable_lora and (lora_modules or lora_dir is not None):
+        raise ConfigError("--lora-modules and --lora-dir are for a server with adapters; add --enable-lora")
 
     if cluster is not None:
         if degrade is not None:
@@ -153,7 +164,7 @@ def serve(
     async def main() -> None:
         second = None
         if degrade is not None:
-            own = ("load_format", "quantization", "kv_listen", "kv_push_to")  # of the first model alone
+            own = ("load_format", "quantization", "enable_lora", "kv_listen", "kv_push_to")  # of the first model alone
             alike = {name: value for name, value in chosen.items() if name not in own}
             second = Service(EngineConfig.from_options(model=degrade, **alike), settings)
         service = Service(config, settings, second)
@@ -170,6 +181,14 @@ def serve(
             await run_server(service, http, report, on_ready)
 
     asyncio.run(main())
+
+
+def _adapters(modules: list[str]) -> tuple[tuple[str, str], ...]:
+    pairs = [one.partition("=") for one in modules]
+    for name, _, folder in pairs:
+        if not name or not folder or [one for one, _, _ in pairs].count(name) > 1:
+            raise ConfigError(f"--lora-modules is {'='.join((name, folder))!r}; it must be NAME=FOLDER, each name once")
+    return tuple((name, folder) for name, _, folder in pairs)
 
 
 def queue_line(config: EngineConfig) -> str:

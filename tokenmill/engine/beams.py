@@ -97,6 +97,8 @@ class Beams:
             arrival=leader.arrival,
             deadline=leader.deadline,
             salt=leader.salt,
+            adapter=leader.adapter,
         )
+        beam.adapter_key = leader.adapter_key
         beam.beams = self
         return beam

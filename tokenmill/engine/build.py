@@ -11,6 +11,7 @@ import torch
 
 from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
+from tokenmill.engine.adapted import adapter_base, add_adapters, check_adapters, with_slots
 from tokenmill.engine.checkpoints import Progress, load_tokenizer
 from tokenmill.engine.choices import choose_device, hardware_of, matrix_shapes
 from tokenmill.engine.core import Engine
@@ -70,6 +71,7 @@ class Built:
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
+    check_adapters(config)
     device = choose_device(config.device)
     waking = threading.Thread(target=_wake, args=(device,), daemon=True)
     waking.start()  # a GPU's driver takes a while, during which Triton can be imported
@@ -115,6 +117,8 @@ def _build(
     eagle = eagle_head_for(config, made.spec)
     sizes = sizes if eagle is None else with_head(sizes, eagle, made.dtype)
     sizes = sizes if ranks is None else replace(sizes, layers=())  # ranks do not wait for each other's disks
+    base = adapter_base(config, made)
+    sizes = sizes if base is None else with_slots(sizes, config, base)
     settings = solve(config, sizes, made.spec.max_positions, hardware_of(device, ranks.ranks if ranks else 1))
     order, shared_kv = load_order(config, made, settings), shared_kv_for(config, made, settings)
     group = None if ranks is None else RankGroup(ranks, order, threads, shared_kv=shared_kv)
@@ -132,6 +136,7 @@ def _build(
     engine.feed = model.weights.feed if isinstance(model.weights, StreamedWeights) else None
     identity = model_identity(made.files, made_up, *computed)
     tiers = add_tiers(config, engine, identity, block_memory(model, runner, shared_kv))
+    adapters = [] if base is None else add_adapters(config, base, engine, runner)
     warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
     checkpoint = made.checkpoint
     report = [
@@ -145,6 +150,7 @@ def _build(
         *settings.memory.lines(settings.num_blocks * settings.block_size),
         *_streaming_lines(model.weights, settings),
         *tiers,
+        *adapters,
         *settings.reasons,
         *_eviction_lines(engine.scheduler.parts[0].kv),
         f"speculation  {drafts}",

@@ -6,7 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tokenmill.engine.adapters import AdapterPool
 from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.scheduler import Delta, Scheduler
 from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
@@ -16,10 +19,14 @@ from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.offload.feed import Feed
 from tokenmill.sampling.grammar import Constraint, Grammars
 
+if TYPE_CHECKING:
+    from tokenmill.engine.adapter_store import AdapterStore
+
 log = logging.getLogger("tokenmill.engine")
 
 GRAMMAR_PATIENCE = 0.05  # seconds that a step with nothing else to do waits for a grammar or a mask
 TRANSFER_PATIENCE = 0.02  # and for blocks on their way
+ADAPTER_PATIENCE = 0.02  # and for adapters that are read
 INTEGRITY_INTERVAL = 10.0  # seconds between proofs that nothing leaks, made when the engine falls idle
 
 
@@ -39,11 +46,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.grammars = grammars
         self.speculation = speculation
+        self.adapters = adapters
         if grammars is not None:
             grammars.looks_ahead = speculation is not None
         self.feed: Feed | None = None  # what brings layers that do not fit, where there are such
@@ -55,6 +64,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it ends with tokens or with an error that names the cause."""
+        for one in (request, *request.followers):
+            if one.adapter:
+                one.adapter_key = self._pool().key_of(one.adapter)
         constrained = [one for one in (request, *request.followers) if one.params.structured is not None]
         for one in constrained:
             if self.grammars is None:
@@ -75,7 +87,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self.adapters and self.adapters.opening)
 
     def step(self) -> list[Delta]:
         """Launch the next step and commit the oldest launched one that should be. Returns what changed."""
@@ -85,6 +97,7 @@ class Engine:
         if self.speculation is not None:
             self._propose(self.speculation, constrained)
         now = self.clock()
+        bringing = self.adapters is not None and self._take_in_adapters(self.adapters, now)
         transfers = self.scheduler.transfers
         copying = transfers is not None and transfers.under_way
         if copying:
@@ -94,6 +107,8 @@ class Engine:
             self._take_in_grammars(GRAMMAR_PATIENCE)
         elif transfers is not None and transfers.under_way and step is None and not self._in_flight:
             transfers.wait(TRANSFER_PATIENCE)
+        elif bringing and step is None and not self._in_flight and self.adapters is not None:
+            self.adapters.wait(ADAPTER_PATIENCE)
         deltas: list[Delta] = []
         if step is not None:
             self._stuck = 0
@@ -113,8 +128,46 @@ class Engine:
                 if delta.finished:
                     self.speculation.ended(delta.request)
         if step is None or not self.scheduler.requests:
-            self._watch(progressed=bool(deltas) or constrained or copying)
+            self._watch(progressed=bool(deltas) or constrained or copying or bringing)
         return deltas
+
+    def load_adapter(self, name: str, path: Path) -> str:
+        """Read a LoRA adapter, which requests may name from then on; returns what its files are known by. Who runs
+        under this name already goes on with the weights that it began with. Raises InvalidRequest."""
+        pool = self._pool()
+        assert self.adapters is not None
+        key = self.adapters.open(path)
+        pool.register(name, key)
+        return key
+
+    def load_adapter_later(self, name: str, path: Path, then: Callable[[str | None, str | None], None]) -> None:
+        """The same beside the steps, which go on; then(key, why not) is called in one of them."""
+        pool = self._pool()
+        assert self.adapters is not None
+
+        def register(key: str | None, error: str | None) -> None:
+            if key is not None:
+                pool.register(name, key)
+            then(key, error)
+
+        self.adapters.open_later(path, register)
+
+    def unload_adapter(self, name: str) -> None:
+        """Nobody may name it any more; who runs with it is not touched. Raises InvalidRequest."""
+        self._pool().unregister(name)
+
+    def _pool(self) -> AdapterPool:
+        pool = self.scheduler.parts[0].life.adapters
+        if pool is None:
+            raise InvalidRequest("this engine serves no adapters; set enable_lora=True")
+        return pool
+
+    def _take_in_adapters(self, store: AdapterStore, now: float) -> bool:
+        """Give slots to requests that wait for one. Whether anything is read, or has just been."""
+        busy, pool = store.busy, self._pool()
+        if busy or pool.has_waiting:
+            self.scheduler.parts[0].life.take_in_adapters(now)
+        return busy or store.busy
 
     def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
         """Forget what can be found of all texts, or of those with this cache salt; who runs is not touched."""
@@ -131,6 +184,8 @@ class Engine:
             self.feed.close()
         if self.grammars is not None:
             self.grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     def _propose(self, speculation: Speculation, constrained: bool) -> None:
         """Drafts for whoever decodes; beams are chosen by the host. One that fails costs its drafts, no answer."""

@@ -16,6 +16,7 @@ class HeldSequence:
     id: str
     tokens: list[int]
     salt: str
+    adapter_key: str
     blocks: list[int]
     num_computed: int  # leading tokens whose keys and values lie in the blocks
     num_published: int
@@ -58,6 +59,7 @@ class HeldSequences:
             id=request.id,
             tokens=list(request.tokens),
             salt=request.salt,
+            adapter_key=request.adapter_key,
             blocks=request.blocks,
             num_computed=computed,
             num_published=min(request.num_published, used),
@@ -82,9 +84,9 @@ class HeldSequences:
         return one
 
     def common_tokens(self, request: Request) -> int:
-        """How many of its leading tokens are those of the sequence that it continues: of the same salt, or none."""
+        """How many of its leading tokens are those of the sequence that it continues, of its salt and adapter."""
         one = self._of.get(request.continues or "")
-        if one is None or one.salt != request.salt:
+        if one is None or (one.salt, one.adapter_key) != (request.salt, request.adapter_key):
             return 0
         low, high = 0, min(len(one.tokens), len(request.tokens))
         while low < high:

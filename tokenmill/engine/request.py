@@ -30,6 +30,7 @@ class Wait(enum.Enum):
     ROUND = "round"  # the other beams of its search
     COMMIT = "commit"  # a launched step reads what it would write again
     TRANSFER = "transfer"  # blocks of its text are on their way to the device; the transfer holds them
+    ADAPTER = "adapter"  # its adapter is read, or every slot on the device is held by others
 
 
 class Finish(enum.StrEnum):
@@ -91,6 +92,7 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None
     salt: str = ""
+    adapter: str = ""  # the name of a LoRA adapter; empty: the model as it is
     pooling: str | None = None  # one of POOLINGS: it says nothing, and ends with a vector of its prompt's hidden states
     pushes: bool = False  # it is over when its blocks are where this engine pushes them
     keep: bool = False  # when it has ended well, its keys and values stay, held under its id
@@ -115,6 +117,8 @@ class Request:
     pending: int = 0  # tokens that launched steps will sample, at least: one for each
     unsure: int = 0  # and beyond that: drafts whose fate only the device knows yet
     told: int = 0  # leading tokens that every stage of a pipeline knows
+    adapter_key: str = ""  # what the adapter's name stood for when it was added
+    slot: int = -1  # where the adapter is on the device, while it is WAITING or RUNNING
     in_flight: int = 0  # launched steps that hold this request
     last_step: int = 0  # number of the newest step that held it
     last_start: int = 0  # first position it computed there

@@ -83,6 +83,7 @@ class Step:
     pooling: dict[int, tuple[str, int]] = field(default_factory=dict)  # row -> (one of POOLINGS, prompt length)
     # row -> tokens that its grammar allows, one bit each: next, then behind each of its drafts
     masks: dict[int, list[bytes]] = field(default_factory=dict)
+    adapters: list[int] = field(default_factory=list)  # slots of the rows' adapters, -1 without; []: no row has one
     in_float32: list[int] = field(default_factory=list)  # indices of rows computed in that, whatever the model's dtype
     shared: SharedPrefix | None = None  # changes the cost of the step, never its result
     # Data-parallel groups of ranks: the step of each, with rows and blocks of its own; None: it has nothing to do.

@@ -25,6 +25,7 @@ class Holder(Protocol):
     num_published: int  # leading blocks that are in the prefix index
     identities: list[bytes]  # of its full blocks, computed lazily
     salt: str
+    adapter_key: str
     last_step: int  # number of the newest step that computes some of its tokens
     failed_fetches: int  # times that blocks which were on their way did not arrive, since it last ran
     in_float32: bool  # computed after all others of its steps: nobody shares what it fills
@@ -206,7 +207,7 @@ class KVManager:
     def _identities(self, request: Holder, full_blocks: int) -> list[bytes]:
         chain = request.identities
         if len(chain) < full_blocks:
-            self._chains.extend(chain, request.salt, request.tokens, full_blocks)
+            self._chains.extend(chain, request.salt, request.tokens, full_blocks, request.adapter_key)
         return chain if len(chain) == full_blocks else chain[:full_blocks]
 
     def _describe(self, eviction: EvictionPolicy, request: Publisher, number: int) -> None:

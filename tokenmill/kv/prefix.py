@@ -16,7 +16,7 @@ IDENTITY_BYTES = 16
 def root_identity(salt: str, adapter: str = "") -> bytes:
     """The parent of a first block. Another salt is another tree: tenants cannot see each other's cache.
 
-    The same holds for an adapter, whose name nobody passes yet: requests cannot have one.
+    The same holds for an adapter, which is named by what its files say.
     """
     return _digest(struct.pack("<II", len(salt.encode()), len(adapter.encode())) + salt.encode() + adapter.encode())
 
@@ -33,28 +33,30 @@ class IdentityChains:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._last: tuple[str, bytes, list[bytes]] = "", b"", []  # salt, packed tokens, chain of the last new one
+        self._last: tuple[bytes, bytes, list[bytes]] = b"", b"", []  # root, packed tokens, chain of the last new one
 
-    def extend(self, chain: list[bytes], salt: str, tokens: Sequence[int], count: int) -> None:
+    def extend(self, chain: list[bytes], salt: str, tokens: Sequence[int], count: int, adapter: str = "") -> None:
         """Append identities to a chain until it names the first `count` blocks of `tokens`."""
         is_new = not chain
         packed = array("I", tokens[len(chain) * self._block_size : count * self._block_size])
         if sys.byteorder == "big":
             packed.byteswap()
         words, size = packed.tobytes(), 4 * self._block_size
+        root = b""
         if is_new:
-            chain += self._known_beginning(salt, words, size)
-        parent = chain[-1] if chain else root_identity(salt)
+            root = root_identity(salt, adapter)
+            chain += self._known_beginning(root, words, size)
+        parent = chain[-1] if chain else root
         for at in range(len(chain) * size if is_new else 0, len(words), size):
             parent = _digest(parent + words[at : at + size])
             chain.append(parent)
         if is_new:
-            self._last = salt, words, chain[:]
+            self._last = root, words, chain[:]
 
-    def _known_beginning(self, salt: str, words: bytes, size: int) -> list[bytes]:
+    def _known_beginning(self, root: bytes, words: bytes, size: int) -> list[bytes]:
         """Identities of the blocks that these words have in common with the last new sequence."""
-        last_salt, last_words, last_chain = self._last
-        if salt != last_salt:
+        last_root, last_words, last_chain = self._last
+        if root != last_root:
             return []
         low, high = 0, min(len(words), len(last_words)) // size
         while low < high:

@@ -85,6 +85,7 @@ class Ops:
     keep_tree: Callable[..., KeptPaths]
     move_kv: Callable[..., None]
     grow_tree: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    add_low_rank: Callable[..., torch.Tensor]
 
     def __init__(
         self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: Iterable[Refused] = ()
@@ -96,8 +97,11 @@ class Ops:
             setattr(self, op, implementation.fn)
 
     def capture_safe(self, with_moe: bool) -> bool:
-        """Whether a step of these ops may be recorded; with_moe: it has experts of floats."""
-        return all(one.capture_safe for op, one in self.chosen.items() if op != "moe" or with_moe)
+        """Whether a step of these ops may be recorded; with_moe: it has experts of floats. Adapters are not
+        asked for here: who has them sees to it.
+        """
+        unused = {"add_low_rank"} if with_moe else {"add_low_rank", "moe"}
+        return all(one.capture_safe for op, one in self.chosen.items() if op not in unused)
 
     def report(self) -> list[str]:
         return [f"{op}: {implementation.name} ({self.reasons[op]})" for op, implementation in self.chosen.items()]
@@ -144,7 +148,7 @@ def implementations(device: str, batch_invariant: bool = False) -> Iterable[Impl
     Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
     """
     modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode"]
-    modules += ["tokenmill.ops.reference_tree", "tokenmill.ops.cpu"]
+    modules += ["tokenmill.ops.reference_tree", "tokenmill.ops.reference_low_rank", "tokenmill.ops.cpu"]
     modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.implementations")
     if batch_invariant:
         modules.append("tokenmill.ops.invariant")

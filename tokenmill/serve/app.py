@@ -17,6 +17,7 @@ from starlette.routing import Route, request_response
 from tokenmill import __version__
 from tokenmill.errors import ConfigError, pip_install
 from tokenmill.serve.api import (
+    adapters,
     batches,
     cluster,
     health,
@@ -65,6 +66,8 @@ _POSTS: tuple[tuple[str, type[RequestBody], Handler, Shape], ...] = (
     ("/v1/sessions/{name}", schemas.SessionCallRequest, sessions.call, openai_shape),
     ("/tokenize", schemas.TokenizeRequest, tokens.tokenize, openai_shape),
     ("/detokenize", schemas.DetokenizeRequest, tokens.detokenize, openai_shape),
+    ("/v1/load_lora_adapter", schemas.LoadAdapterRequest, adapters.load, openai_shape),
+    ("/v1/unload_lora_adapter", schemas.UnloadAdapterRequest, adapters.unload, openai_shape),
     ("/reset_prefix_cache", schemas.ResetPrefixCacheRequest, prefix_cache.reset, openai_shape),
 )
 

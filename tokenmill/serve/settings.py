@@ -29,6 +29,7 @@ class ServeSettings:
     breaker_window: float = 60.0  # ... within this time open the circuit breaker:
     breaker_seconds: float = 15.0  # new requests are refused for this long, then one is let in to see
     give_up_after: int = 8  # failures in a row without a single token: those who wait are told the cause
+    lora_modules: tuple[tuple[str, str], ...] = ()  # adapters that are loaded before the first request: name, folder
     command: tuple[str, ...] = ()  # starts the engine process; empty: this Python, tokenmill.serve.engine.main
 
     def __post_init__(self) -> None:
@@ -47,6 +48,7 @@ class HttpSettings:
     port: int = 8000  # 0: any free one
     names: tuple[str, ...] = ()  # what clients call the model; empty: its own name
     keys: Path | None = None  # the file of API keys; None: everybody may ask
+    lora_dir: Path | None = None  # requests may load adapters from folders below it; None: requests load none
     journal: Path | None = None  # the file that remembers batches; None: they are forgotten with the process
     drain_seconds: float = 30.0  # how long a server that is told to stop waits for what runs
     max_body_bytes: int = 16 * MB

@@ -31,7 +31,7 @@ def encode_step(step: Step) -> bytes:
         head = array("Q", (step.number, *map(len, parts)))
         return b"".join((_LENGTHS.pack(0, len(parts)), head.tobytes(), *parts))
     words = array("q", (step.number, step.num_singles, step.drafting, step.tree))
-    for column in (step.rows, step.starts, step.counts, step.samples, step.in_float32):
+    for column in (step.rows, step.starts, step.counts, step.samples, step.adapters, step.in_float32):
         _put(words, column)
     words.append(len(step.blocks))
     for row, first, blocks in step.blocks:
@@ -74,7 +74,7 @@ def decode_step(message: bytes, group: int | None = None) -> Step:
     text = message[at : at + text_length]
     at += text_length
     number, num_singles, drafting, tree = words.take(4)
-    rows, starts, counts, samples, in_float32 = (words.list() for _ in range(5))
+    rows, starts, counts, samples, adapters, in_float32 = (words.list() for _ in range(6))
     step = Step(
         number=number,
         rows=rows,
@@ -82,6 +82,7 @@ def decode_step(message: bytes, group: int | None = None) -> Step:
         counts=counts,
         samples=samples,
         num_singles=num_singles,
+        adapters=adapters,
         in_float32=in_float32,
         drafting=bool(drafting),
         tree=bool(tree),

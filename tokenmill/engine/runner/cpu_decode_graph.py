@@ -18,6 +18,7 @@ from tokenmill.ops.native.elementwise import copy_into
 from tokenmill.ops.native.ops import best_into, choose_into, decode_inputs, pick_into
 from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph
 from tokenmill.ops.types import AttentionBatch
+from tokenmill.quant.schemes.adapters import NO_ADAPTER, RowContext
 from tokenmill.sampling.sampler import Sampled, Sampler
 
 
@@ -29,11 +30,15 @@ class RecordedDecode:
     outside the native ops is run plainly.
     """
 
-    def __init__(self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int) -> None:
+    def __init__(
+        self, decoder: Decoder, state: DeviceState, sampler: Sampler, max_rows: int, adapted: bool = False
+    ) -> None:
+        """adapted: of steps in which rows have adapters; others are recorded without."""
         self._decoder, self._state, self._sampler = decoder, state, sampler
         self.feature_reader: FeatureReader | None = None  # to be set before the first step
         self._features: _RecordedFeatures | None = None  # of what it reads
-        self._capacity = max_rows
+        self.capacity = max_rows
+        self._adapters = torch.full((max_rows,), NO_ADAPTER) if adapted else None  # written by the host, too
         self._uses = 0
         self._graph: RecordedGraph | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
@@ -56,7 +61,9 @@ class RecordedDecode:
         self._bests = torch.zeros(max_rows, 2, dtype=torch.int64)
 
     def takes(self, step: Step) -> bool:
-        return only_decodes(step) and not step.in_float32 and step.num_tokens <= self._capacity
+        if bool(step.adapters) != (self._adapters is not None):
+            return False
+        return only_decodes(step) and not step.in_float32 and step.num_tokens <= self.capacity
 
     def run(self, step: Step) -> Sampled | None:
         """Compute and sample the step; None where it has to be run plainly."""
@@ -69,6 +76,8 @@ class RecordedDecode:
         else:
             self._host_rows[:n] = step.rows
             self._host_starts[:n] = step.starts
+        if self._adapters is not None:
+            self._adapters[:n] = torch.from_numpy(np.repeat(step.adapters, step.counts))
         at, value = block_writes(step, self._state.max_blocks)
         if len(at):
             self._host_tables[at] = value
@@ -146,9 +155,9 @@ class RecordedDecode:
 
     def _record(self, n: int) -> bool:
         """Make the graph, and keep it if it computes for this step's rows what the ops compute one by one."""
-        graph = RecordedGraph(self._capacity)
+        graph = RecordedGraph(self.capacity)
         if self.feature_reader is not None:
-            room = self._decoder.features(self.feature_reader.layers, self._capacity)
+            room = self._decoder.features(self.feature_reader.layers, self.capacity)
             self._features = _RecordedFeatures(room.layers, room.states)
         try:
             with graph.record():
@@ -156,7 +165,7 @@ class RecordedDecode:
                     self._rows, self._starts, self._state.tokens, self._state.block_tables, self._state.block_size,
                     self._ids, self._slots, self._table_rows, self._context,
                 )  # fmt: skip
-                self._hidden, self._logits = self._decode(self._capacity)
+                self._hidden, self._logits = self._decode(self.capacity)
                 self._choose()
         except NotRecordableError as error:
             warnings.warn(f"decode steps cannot be recorded and are run plainly: {error}", stacklevel=2)
@@ -186,7 +195,8 @@ class RecordedDecode:
     def _decode(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden], [n, vocab]
         """The forward pass in terms of the static inputs."""
         tokens = TokenBatch(self._ids[:n], self._starts[:n], self._slots[:n], self._attention(n))
-        tokens.features = self._features if n == self._capacity else None
+        tokens.context = None if self._adapters is None else RowContext(self._adapters[:n])
+        tokens.features = self._features if n == self.capacity else None
         tokens.enters = None if self._state.entering is None else self._state.entering[:n]
         hidden = self._decoder.forward(tokens, self._state.kv)
         return hidden, self._decoder.logits(hidden, wide=False)

@@ -14,6 +14,7 @@ from tokenmill.model.decoder import Attended, Decoder, TokenBatch
 from tokenmill.ops.native.ops import embed
 from tokenmill.ops.native.recording import NotRecordableError, RecordedGraph
 from tokenmill.ops.types import AttentionBatch
+from tokenmill.quant.schemes.adapters import NO_ADAPTER, RowContext
 
 _COMPARED = 32  # tokens that a new recording is held against the plain computation with
 
@@ -21,7 +22,8 @@ _COMPARED = 32  # tokens that a new recording is held against the plain computat
 class StepInputs:
     """Static inputs of recordings that serve steps of every shape, written before each step."""
 
-    def __init__(self, state: DeviceState, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, state: DeviceState, max_rows: int, max_tokens: int, adapted: bool = False) -> None:
+        self._adapters = torch.full((max_tokens,), NO_ADAPTER) if adapted else None
         self._state, self._max_rows, self.max_tokens = state, max_rows, max_tokens
         self._ids, self._positions, self._slots = (torch.zeros(max_tokens, dtype=torch.int64) for _ in range(3))
         self._rows, self._context = (torch.zeros(max_rows, dtype=torch.int32) for _ in range(2))
@@ -35,6 +37,8 @@ class StepInputs:
         self._ids[:count], self._positions[:count], self._slots[:count] = tokens.ids, tokens.positions, tokens.slots
         self._rows[:rows], self._context[:rows], self._q_start[: rows + 1] = batch.rows, batch.context, batch.q_start
         self._counts[0], self._counts[1] = rows, batch.num_singles
+        if self._adapters is not None and tokens.context is not None:
+            self._adapters[:count] = tokens.context.adapter
         return count
 
     def largest(self, like: AttentionBatch) -> TokenBatch:
@@ -52,7 +56,9 @@ class StepInputs:
             host_context=[],
             counts=self._counts,
         )
-        return TokenBatch(self._ids, self._positions, self._slots, attention, enters=self._state.entering)
+        context = None if self._adapters is None else RowContext(self._adapters)
+        enters = self._state.entering
+        return TokenBatch(self._ids, self._positions, self._slots, attention, context=context, enters=enters)
 
 
 class RecordedChunks(PlainForward):
@@ -62,18 +68,23 @@ class RecordedChunks(PlainForward):
     from. They serve steps of any shape. A model that computes anything outside the native ops is run plainly.
     """
 
-    def __init__(self, decoder: Decoder, state: DeviceState, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, state: DeviceState, max_rows: int, max_tokens: int, adapted: bool = False
+    ) -> None:
+        """adapted: of steps in which rows have adapters; others are recorded without."""
         super().__init__(decoder, state)
         self._decoder, self._state, self._max_rows = decoder, state, max_rows
         self._uses = 0
         self._refused = False
         self._graphs: tuple[RecordedGraph, RecordedGraph] | None = None
         self._logits: torch.Tensor  # [max_rows, vocab]: where a replay leaves them
-        self._inputs = StepInputs(state, max_rows, max_tokens)
+        self._inputs = StepInputs(state, max_rows, max_tokens, adapted)
+        self._wanted_adapters = torch.full((max_rows,), NO_ADAPTER) if adapted else None
         self._wanted = torch.zeros(max_rows, dtype=torch.int64)  # written before each step, too
 
     def takes(self, step: Step) -> bool:
-        return not self._refused and not step.wants_hidden
+        fits = bool(step.adapters) == (self._wanted_adapters is not None)
+        return fits and not (self._refused or step.wants_hidden)
 
     def logits(self, prepared: PreparedStep) -> torch.Tensor | None:  # [entries, vocab]
         """Overwritten by the next step. None: the step has to be run plainly."""
@@ -83,6 +94,8 @@ class RecordedChunks(PlainForward):
             return None
         count = self._inputs.take(tokens)
         self._wanted[: len(wanted)] = wanted
+        if self._wanted_adapters is not None and tokens.context is not None:
+            self._wanted_adapters[: len(wanted)] = tokens.context.pick(wanted).adapter
         if self._graphs is not None:
             self._graphs[0].run(count)
         elif not self._record(tokens):
@@ -102,7 +115,8 @@ class RecordedChunks(PlainForward):
                 mixed, residual = (one.view(len(one), -1) for one in attended.take())
             with end.record():
                 some = embed(self._wanted, mixed).view(self._max_rows, self._decoder.spec.heads, -1)
-                last = Attended(attended.index, attended.layer, some, embed(self._wanted, residual))
+                context = None if self._wanted_adapters is None else RowContext(self._wanted_adapters)
+                last = Attended(attended.index, attended.layer, some, embed(self._wanted, residual), context)
                 hidden = self._decoder.end(last)
                 self._logits = self._decoder.logits(hidden, wide=False)
         except NotRecordableError:  # decode steps, which need it more, warn of the same
@@ -112,7 +126,13 @@ class RecordedChunks(PlainForward):
         begin.run(len(tokens.ids))
         kept = int(self._wanted[0])
         self._wanted[0] = len(first.ids) - 1
-        end.run(1)
+        if self._wanted_adapters is not None and first.context is not None:
+            of_first = self._wanted_adapters[0].item()
+            self._wanted_adapters[0] = first.context.adapter[-1]
+            end.run(1)
+            self._wanted_adapters[0] = of_first
+        else:
+            end.run(1)
         self._wanted[0] = kept
         plain = self._decoder.logits(self._decoder.forward(first, self._state.kv)[-1:], wide=False)
         if not agree(self._logits[:1], plain):
@@ -139,4 +159,6 @@ def beginning_of(tokens: TokenBatch) -> TokenBatch:
         host_context=[context],
     )
     enters = None if tokens.enters is None else tokens.enters[:count]
-    return TokenBatch(tokens.ids[:count], tokens.positions[:count], tokens.slots[:count], attention, enters=enters)
+    adapters = None if tokens.context is None else RowContext(tokens.context.adapter[:count])
+    some = tokens.ids[:count], tokens.positions[:count], tokens.slots[:count]
+    return TokenBatch(*some, attention, context=adapters, enters=enters)

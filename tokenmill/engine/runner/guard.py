@@ -11,6 +11,7 @@ import torch
 from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Decoder, LayerKV, TokenBatch
 from tokenmill.model.widened import WidenedWeights
+from tokenmill.ops.reference_low_rank import add_low_rank
 from tokenmill.ops.registry import Need, select
 from tokenmill.plan.solve.memory import WIDENED_AT_ONCE
 
@@ -37,7 +38,9 @@ class PrecisionGuard:
         ops = select(replace(self._need, dtype=torch.float32), "reference" if self._need.device == "cuda" else None)
         weights = WidenedWeights(self._plain.weights, WIDENED_AT_ONCE)
         spec, ranks = self._plain.spec, self._plain.ranks
-        return Decoder(spec, weights, ops, self._max_len, ranks)  # type: ignore[arg-type]  # its head is read-only
+        wide = Decoder(spec, weights, ops, self._max_len, ranks)  # type: ignore[arg-type]  # its head is read-only
+        wide.adapters = {name: replace(one, op=add_low_rank) for name, one in self._plain.adapters.items()}
+        return wide
 
     def forward(
         self, step: Step, tokens: TokenBatch, kv: list[LayerKV]

@@ -68,6 +68,7 @@ def pack(
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
     Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
     move_from/move_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
+    Adapters, where a row has one: adapters [t] (slots, -1 without).
     Drafts, where there are any: told [6 d], proposed (see `draft_columns`); mask_rows [m], where they have masks.
     """
     rows, starts, counts, samples = (
@@ -108,6 +109,8 @@ def pack(
         "shared_members": np.array(step.shared.members if step.shared else (), dtype=np.int64),
         "shared_tokens": shared_lengths(step.shared, len(rows)) if step.shared else np.zeros(0, dtype=np.int64),
     }
+    if step.adapters:
+        named["adapters"] = _padded(np.repeat(np.array(step.adapters, dtype=np.int64), counts), padding[0], -1)
     if mask_rows is not None:
         named["mask_rows"] = mask_rows(entry_rows, within)
     if is_speculative(step):

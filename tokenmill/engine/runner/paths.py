@@ -18,6 +18,7 @@ from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.step import Step
 from tokenmill.model.decoder import Decoder, Features, TokenBatch
 from tokenmill.ops.types import AttentionBatch
+from tokenmill.quant.schemes.adapters import RowContext
 from tokenmill.sampling.sampler import Sampled
 
 
@@ -44,6 +45,7 @@ class PreparedStep:
     all_wanted: bool  # these are all tokens, in their order
     sample_rows: list[int]  # rows of the entries, on the host
     features: Features | None = None  # that a head asks for
+    adapters: torch.Tensor | None = None  # [tokens] int64: slots; None: no row has one
 
     @cached_property
     def tokens(self) -> TokenBatch:
@@ -51,7 +53,8 @@ class PreparedStep:
         rows, positions = self.rows, self.positions
         ids, slots = self.state.tokens[rows, positions], self.state.slots(rows, positions)
         enters = None if self.state.entering is None else self.state.entering[: len(ids)]
-        return TokenBatch(ids, positions, slots, self.attention, features=self.features, enters=enters)
+        context = None if self.adapters is None else RowContext(self.adapters)
+        return TokenBatch(ids, positions, slots, self.attention, context=context, features=self.features, enters=enters)
 
 
 def attention_batch(

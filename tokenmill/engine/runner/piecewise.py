@@ -103,7 +103,7 @@ class PieceGraphs(PlainForward):
     def takes(self, step: Step) -> bool:
         """Unless it is too large, or its size cannot be recorded."""
         sizes = self.recordings.sizes
-        if self.resting or is_speculative(step) or not sizes or step.num_tokens > sizes[-1]:
+        if self.resting or step.adapters or is_speculative(step) or not sizes or step.num_tokens > sizes[-1]:
             return False
         full = self._pieces + self._decoder.spec.num_layers > RECORDED_PIECES
         self._served = self.recordings.serve(step.num_tokens, may_record=not full)

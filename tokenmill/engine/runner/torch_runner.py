@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,7 @@ from tokenmill.model.decoder import Decoder
 from tokenmill.model.experts import ExpertLoad
 from tokenmill.model.shard import vocabulary
 from tokenmill.ops.types import DecodeInputs
+from tokenmill.quant.schemes.adapters import LowRankUpdates
 from tokenmill.sampling.logprobs import Widths, unpack
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.sampling.sampler import Sampled, Sampler
@@ -154,6 +155,21 @@ class TorchRunner:
         if self._recorded is not None:
             self._recorded.feature_reader = reader
 
+    def serve_adapters(self, updates: Mapping[str, LowRankUpdates]) -> None:
+        """Have rows name adapters. Steps in which some do are recorded apart from the others, which pay nothing; on a
+        GPU they are launched op by op."""
+        self.decoder.adapters = updates
+        if self._recorded is not None:
+            from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
+            from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
+
+            recorded = RecordedDecode(self.decoder, self.state, self.sampler, self._recorded.capacity, adapted=True)
+            recorded.feature_reader = self._recorded.feature_reader
+            self.decode_paths.append(recorded)
+            if self._chunks is not None:
+                chunks = RecordedChunks(self.decoder, self.state, self._max_rows, self.max_tokens, adapted=True)
+                self.forward_paths.insert(len(self.forward_paths) - 1, chunks)
+
     @property
     def expert_load(self) -> ExpertLoad | None:
         """How often experts were chosen, where that is counted."""
@@ -227,6 +243,7 @@ class TorchRunner:
             all_wanted=len(packed.sample_rows) == step.num_tokens,
             sample_rows=packed.sample_rows,
             features=self.decoder.features(reader.layers, step.num_tokens) if reader is not None else None,
+            adapters=part.get("adapters"),
         )
         prompts: dict[int, list[_Slice]] = {}
         pooled: Pooled | None = None

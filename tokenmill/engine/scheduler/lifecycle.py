@@ -10,6 +10,7 @@ import heapq
 from bisect import insort
 from dataclasses import dataclass, field
 
+from tokenmill.engine.adapters import AdapterPool
 from tokenmill.engine.beams import Beams, Turn
 from tokenmill.engine.held import HeldSequences
 from tokenmill.engine.request import Finish, Request, State, Wait
@@ -72,10 +73,13 @@ class Lifecycle:
         self.num_promoted = 0  # running above their class
         self.num_compiling = 0  # parked until their grammars are compiled: they count as queued
         self.events: list[Delta] = []  # finished outside of a commit
+        self.adapters: AdapterPool | None = None  # where requests may name one
         self.held = HeldSequences(kv, int(limits.held_share * kv.pool.num_blocks))
 
     def register(self, request: Request) -> None:
         self.requests[request.id] = request
+        if self.adapters is not None and request.adapter_key:
+            self.adapters.enter(request)
         if request.deadline is None:
             return
         self._num_deadlines += 1
@@ -88,6 +92,10 @@ class Lifecycle:
         """It may run as soon as there is room; place: the one that it had before (`WaitingQueue.place`)."""
         if request.state is PARKED:
             self._unpark(request)
+        if self.adapters is not None and request.adapter_key and not self.adapters.acquire(request):
+            self.park(request, Wait.ADAPTER)
+            self.adapters.ask(request, self.waiting.next_place if place is None else place)
+            return
         request.state, request.waits_for = WAITING, None
         self.waiting.push(request, place)
 
@@ -137,6 +145,28 @@ class Lifecycle:
         else:  # it comes back when its launched steps are committed: whoever enters has work
             self.queue(request)
 
+    def take_in_adapters(self, now: float) -> None:
+        """Those whose adapters have a slot now are queued at their old places."""
+        assert self.adapters is not None
+        granted, failed = self.adapters.turn(now)
+        for request, place in granted:
+            self.queue(request, place)
+        for request, why in failed:
+            request.error = why
+            self.finish(request, Finish.ERROR, now)
+
+    def free_a_slot(self, wanting: Request) -> None:
+        """Have the slot of an adapter given up by those who hold it, for somebody who has to run before them."""
+        assert self.adapters is not None
+        for request in self.adapters.in_the_way(wanting):
+            if request.state is RUNNING:
+                self.preempt(request)
+            self.adapters.give_back(request)
+            if request.state is WAITING:
+                self.waiting.remove(request)
+                self.park(request, Wait.ADAPTER)
+                self.adapters.ask(request, None)
+
     def change_lane(self, request: Request, lane: int) -> None:
         """Another importance for a request that runs."""
         self.running.remove(request)
@@ -171,6 +201,8 @@ class Lifecycle:
         request.finish = why
         request.metrics.finished = now
         del self.requests[request.id]
+        if self.adapters is not None and request.adapter_key:
+            self.adapters.release(request)
         if self.isolation.cases:
             self.isolation.forget(request)
         self.policy.learn(request)
@@ -224,6 +256,8 @@ class Lifecycle:
         rows = sorted([*self.free_rows, *(request.row for request in self.running)])
         if rows != list(range(self.limits.max_rows)):
             raise AssertionError(f"rows lost or doubly owned: {len(self.free_rows)} free, {len(self.running)} running")
+        if self.adapters is not None:
+            self.adapters.check_integrity(self.requests)
         places = len(self.waiting) + len(self.running) + len(self.parked)
         if places != len(self.requests):
             raise AssertionError(f"{len(self.requests)} requests are alive but {places} have a place")

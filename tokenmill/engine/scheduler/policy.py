@@ -144,6 +144,11 @@ class WaitingQueue:
         self._size[request.id] = len(request.tokens)
         self.num_tokens += len(request.tokens)
 
+    @property
+    def next_place(self) -> int:
+        """That of a request that came now."""
+        return self._ticket + 1
+
     def place(self, request: Request) -> int:
         """Of a request that has just been found at the front: where it stands among those of equal keys."""
         lane = self._lanes[self._policy.lane(request)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from tokenmill.engine.adapters import NO_SLOT
 from tokenmill.engine.request import Finish, Request, Wait
 from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.commit import Commits
@@ -72,6 +73,7 @@ class Scheduler:
         """Queue a request, and with it the followers that will fork from its prompt."""
         queued, tokens = len(self.waiting) + self.life.num_compiling, self.waiting.num_tokens
         queued += 0 if self.kv.transfers is None else len(self.kv.transfers.fetches)
+        queued += 0 if self.life.adapters is None else self.life.adapters.num_waiting
         for what, count, limit in (
             ("requests", queued + 1, self.limits.max_queued_requests),
             ("tokens", tokens + len(request.tokens) if len(self.waiting) else 0, self.limits.max_queued_tokens),
@@ -326,6 +328,9 @@ class Scheduler:
     def _schedule_alone(self, step: Step, shares: list[Share]) -> None:
         """A request that keeps breaking steps runs without company, so that only it can be blamed."""
         suspect = self.isolation.suspects[0]
+        if suspect.waits_for is Wait.ADAPTER:
+            self.life.free_a_slot(suspect)
+            return
         if self.kv.pool.settled < self._number:  # a step is in flight, with others in it, even if they are gone by now
             return
         if suspect.state is WAITING and not suspect.awaits_mask:
@@ -449,6 +454,8 @@ class Scheduler:
         step.rows = [request.row for request in step.requests]
         step.starts = [start for _, start, _ in shares]
         step.counts = [count for _, _, count in shares]
+        if self.life.adapters is not None and any(request.adapter_key for request in step.requests):
+            step.adapters = [request.slot if request.adapter_key else NO_SLOT for request in step.requests]
         if self.limits.float32_retry:
             step.in_float32 = [index for index, request in enumerate(step.requests) if request.in_float32]
         samples = step.samples

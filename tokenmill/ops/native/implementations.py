@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.ops.native import elementwise, experts, heads, library, ops
+from tokenmill.ops.native import elementwise, experts, heads, library, low_rank, ops
 from tokenmill.ops.registry import Implementation
 
 MAX_HEAD_DIM = 1024
@@ -35,6 +35,7 @@ def _implementations() -> tuple[Implementation, ...]:
             *(experts.route, experts.moe_packed, heads.per_head, elementwise.concat),
             *(ops.rms_norm, ops.add_rms_norm, ops.rope_kv_write, ops.rope, ops.attention, ops.sample),
             *(elementwise.act_mul, elementwise.add, elementwise.scaled, elementwise.soft_cap),
+            low_rank.add_low_rank,
         )
     )
 

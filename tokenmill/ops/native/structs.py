@@ -1,5 +1,5 @@
-"""The argument structs of the native ops, field by field: src/matrix.h, routing.h, attention.h, elementwise.h and
-exchange.h."""
+"""The argument structs of the native ops, field by field: src/matrix.h, routing.h, attention.h, elementwise.h,
+low_rank.h and exchange.h."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from tokenmill.ops.native.library import Library
 
 MAX_SEGMENTS = 4  # src/formats.h
+MAX_SECTIONS = 3  # src/low_rank.h
 VERBS = ("all_reduce", "all_gather", "all_to_all", "barrier", "send", "receive")  # src/exchange.h
 _STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
@@ -155,6 +156,14 @@ class HeadsArgs(Args):
 class MapArgs(Args):
     KIND = 71
     _fields_ = _fields("x out", "rows dim x_stride out_stride kind", "value")
+
+
+class LowRankArgs(Args):
+    KIND = 75
+    _fields_ = [
+        *_fields("x out adapter down up ranks", "tokens columns rows rank sections x_stride out_stride storage"),
+        ("ends", ctypes.c_int64 * MAX_SECTIONS),
+    ]  # fmt: skip
 
 
 class AttentionArgs(Args):

@@ -38,6 +38,7 @@ class ReplayedRequest:
     num_computed: int = 0
     num_published: int = 0
     salt: str = ""
+    adapter_key: str = ""
     last_step: int = 0
     in_float32: bool = False
     failed_fetches: int = 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tokenmill.ops.matmul import RunGated
+from tokenmill.ops.reference_low_rank import NO_ADAPTER as NO_ADAPTER
+from tokenmill.ops.reference_low_rank import add_low_rank
 from tokenmill.ops.types import Rows, Unnormed
 from tokenmill.quant.schemes.scheme import Linear
-
-NO_ADAPTER = -1
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,20 @@ class RowContext:
 
 @dataclass(frozen=True)
 class LowRankUpdates:
-    """The updates of several adapters to one linear layer, by slot; in plain torch."""
+    """The updates of several adapters to one linear layer, by slot.
 
-    down: torch.Tensor  # [slots, rank, in]
-    up: torch.Tensor  # [slots, out, rank], scaled
+    Rows that were stacked in one weight (q, k, v; gate, up) are sections: each has factors of its own.
+    """
 
-    def of(self, x: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:  # [tokens, in], [tokens] -> [tokens, out]
-        update = x.new_zeros(len(x), self.up.shape[1])
-        for slot in range(len(self.down)):
-            mine = (adapter == slot)[:, None]
-            update += torch.where(mine, x @ self.down[slot].T @ self.up[slot].T, 0)
-        return update
+    down: torch.Tensor  # [slots, sections * rank, in]
+    up: torch.Tensor  # [slots, rank, out], scaled
+    ranks: torch.Tensor  # [slots] int64: how many of `rank` each adapter uses; 0: it leaves the layer as it is
+    ends: tuple[int, ...]  # where each section ends among the outputs
+    op: Callable[..., torch.Tensor] = add_low_rank
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
+        """To a product of these inputs, in place; [tokens, out], [tokens, in], [tokens]."""
+        return self.op(out, x, adapter, self.down, self.up, self.ranks, self.ends)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class AdaptedLinear(Linear):
 
     def __call__(self, x: Rows) -> torch.Tensor:
         assert isinstance(x, torch.Tensor) and self.updates is not None and self.context is not None
-        return super().__call__(x) + self.updates.of(x, self.context.adapter)
+        return self.updates.add(super().__call__(x), x, self.context.adapter)
 
     def fuses(self, rows: int, dtype: torch.dtype, gated: bool = False) -> bool:
         return False

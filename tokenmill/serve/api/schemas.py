@@ -361,6 +361,24 @@ class ResetPrefixCacheRequest(RequestBody, kw_only=True):
     cache_salt: str | None = None  # of the requests whose traces are wiped; unset: those without one
 
 
+class LoadAdapterRequest(RequestBody, kw_only=True):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+    IGNORED = frozenset(["base_model_name", "lora_int_id"])
+
+
+class UnloadAdapterRequest(RequestBody, kw_only=True):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: str
+
+    IGNORED = frozenset(["lora_int_id"])
+
+
 class BatchRequest(RequestBody, kw_only=True):
     """POST /v1/batches"""
 

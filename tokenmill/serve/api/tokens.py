@@ -11,6 +11,7 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.serve.api.chat_messages import normal_messages, template_input
 from tokenmill.serve.api.schemas import DetokenizeRequest, TokenizeRequest
+from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.request_context import RequestContext, json_response
 from tokenmill.serve.http.server_state import ServerState
@@ -21,35 +22,40 @@ MOST_TOKENS = 1_000_000  # that are made text at once
 
 async def list_models(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """The models that are served."""
-    return json_response({"object": "list", "data": _models(server)})
+    return json_response({"object": "list", "data": _models(server, tenant)})
 
 
 async def one_model(server: ServerState, request: Request, tenant: Tenant) -> Response:
     """One model by its name."""
     name = request.path_params["name"]
-    found = next((model for model in _models(server) if model["id"] == name), None)
+    found = next((model for model in _models(server, tenant) if model["id"] == name), None)
     if found is None and name in server.names():
-        found = _models(server)[0]
+        found = _models(server, tenant)[0]
     if found is None:
         raise server.no_model(name)
     return json_response(found)
 
 
-def _models(server: ServerState) -> list[dict[str, Any]]:
+def _models(server: ServerState, tenant: Tenant) -> list[dict[str, Any]]:
     names = [(name, server.service) for name in server.settings.names] or [
         (server.name_of(server.service), server.service)
     ]
     names += [(server.name_of(service), service) for service in server.service.and_degrade()[1:]]
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": int(server.started),
-            "owned_by": "tokenmill",
-            "max_model_len": service.facts.max_len if hasattr(service, "facts") else None,
-        }
-        for name, service in names
+    found = [_model(name, service, server.started) for name, service in names]
+    known, parent = server.service.adapters.known, server.name_of(server.service)
+    return found + [
+        _model(name, server.service, known[name].created) | {"parent": parent} for name in server.adapters_of(tenant)
     ]
+
+
+def _model(name: str, service: Service, created: float) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "tokenmill",
+        "max_model_len": service.facts.max_len if hasattr(service, "facts") else None,
+    }
 
 
 async def tokenize(context: RequestContext, body: TokenizeRequest) -> Response:

@@ -8,6 +8,7 @@ import sys
 from itertools import repeat
 from pathlib import Path
 
+from tokenmill.engine.adapters import AdapterPool
 from tokenmill.engine.core import Engine
 from tokenmill.kv.manager import KVManager
 from tokenmill.kv.pool import BlockPool
@@ -22,6 +23,7 @@ def stats_of(engine: Engine) -> wire.EngineStats:
     load = getattr(engine.runner, "expert_load", None)  # a simulated engine has none
     # Content and no reference: True > 0
     cached = sum(sum(map(operator.gt, one.pool.has_content, one.pool.references)) for one in managers)
+    adapters = scheduler.parts[0].life.adapters
     return wire.EngineStats(
         running=len(scheduler.running),
         blocks=sum(one.pool.num_blocks for one in managers),
@@ -48,6 +50,8 @@ def stats_of(engine: Engine) -> wire.EngineStats:
         experts=[] if load is None else load.counts.sum(0).tolist(),
         experts_dropped=0 if load is None else int(load.dropped.sum()),
         streamed=_streamed(engine),
+        adapters=_adapters_of(adapters),
+        awaiting_adapters=0 if adapters is None else adapters.num_waiting,
     )
 
 
@@ -64,6 +68,10 @@ def _tier(tier: Tier) -> wire.TierReport:
         held=held,
         room=room,
     )
+
+
+def _adapters_of(pool: AdapterPool | None) -> tuple[int, int, int, int] | None:
+    return None if pool is None else (len(pool.names), pool.num_resident, pool.stats.loads, pool.stats.evictions)
 
 
 def _eviction_of(managers: list[KVManager]) -> tuple[str, int, int, int] | None:

@@ -6,6 +6,7 @@ is gone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -240,9 +241,32 @@ class EngineLoop:
                     self._tell_cache()
                 case wire.FollowCache():
                     self._follow_cache(message.follow)
+                case wire.LoadAdapter():
+                    self._load_adapter(message)
+                case wire.UnloadAdapter():
+                    with contextlib.suppress(InvalidRequest):  # it never came to be loaded
+                        self.engine.unload_adapter(message.name)
                 case wire.Stop():
                     return False
         return True
+
+    def _load_adapter(self, message: wire.LoadAdapter) -> None:
+        def tell(key: str | None, error: str | None) -> None:
+            self._send(wire.AdapterLoaded(message.number, message.name, key, error))
+
+        path = Path(message.path)
+        try:
+            if not message.known:
+                self.engine.load_adapter_later(message.name, path, tell)
+                return
+            key = self.engine.load_adapter(message.name, path)
+            if key != message.known:
+                self.engine.unload_adapter(message.name)
+                tell(None, f"the adapter in {message.path!r} has changed since it was loaded; load it again")
+            else:
+                tell(key, None)
+        except InvalidRequest as error:
+            tell(None, str(error))
 
     def _submit(self, message: wire.Submit) -> None:
         # A grammar may crash while it is compiled.
@@ -285,6 +309,7 @@ class EngineLoop:
                 arrival=now - message.waited,
                 deadline=None if message.deadline_in is None else now + message.deadline_in,
                 salt=message.salt,
+                adapter=message.adapter,
                 pooling=message.pooling,
                 pushes=message.pushes,
                 keep=message.keep,

@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 10  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 11  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -95,6 +95,9 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     experts: list[int] = []  # how often each was chosen, over all layers; empty: nobody counts
     experts_dropped: int = 0  # choices beyond an expert's capacity
     streamed: StreamedReport | None = None  # where not all weights are on the device
+    # LoRA adapters: known by name, on the device, loaded to it, evicted from it. None: there are none.
+    adapters: tuple[int, int, int, int] | None = None
+    awaiting_adapters: int = 0  # requests that wait for one to be on the device
 
 
 class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):
@@ -139,6 +142,7 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     pushes: bool = False  # its last update waits until the blocks of its prompt are where this engine pushes them
     keep: bool = False  # when it has ended well, its keys and values stay under its key, until Drop
     continues: int | None = None  # the key of one that stayed, which its prompt begins as
+    adapter: str = ""  # the name of a LoRA adapter
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=2):
@@ -168,6 +172,24 @@ class FollowCache(msgspec.Struct, array_like=True, tag=6):
     """Tell what the prefix cache holds, and from then on what changes; or no longer."""
 
     follow: bool = True
+
+
+class LoadAdapter(msgspec.Struct, array_like=True, tag=8):
+    """Read a LoRA adapter; AdapterLoaded answers, and requests that are sent after that may name it.
+
+    One that the last engine had is `known`: it is read before the next message is, and has to be the same.
+    """
+
+    number: int  # of the question
+    name: str
+    path: str
+    known: str = ""  # the key that it had
+
+
+class UnloadAdapter(msgspec.Struct, array_like=True, tag=9):
+    """Nobody may name it any more."""
+
+    name: str
 
 
 class Stop(msgspec.Struct, array_like=True, tag=5):
@@ -229,6 +251,15 @@ class CacheChange(msgspec.Struct, array_like=True, tag=25):
     whole: bool = False
 
 
+class AdapterLoaded(msgspec.Struct, array_like=True, tag=27):
+    """What became of a LoadAdapter."""
+
+    number: int
+    name: str
+    key: str | None
+    error: str | None
+
+
 class Fatal(msgspec.Struct, array_like=True, tag=26):
     """The last message of an engine that cannot go on."""
 
@@ -236,8 +267,8 @@ class Fatal(msgspec.Struct, array_like=True, tag=26):
     text: str
 
 
-ToEngine = Submit | Cancel | Drop | Ping | ResetPrefixCache | FollowCache | Stop
-FromEngine = Loading | EngineReady | StepDone | Heartbeat | CacheChange | Fatal
+ToEngine = Submit | Cancel | Drop | Ping | ResetPrefixCache | FollowCache | LoadAdapter | UnloadAdapter | Stop
+FromEngine = Loading | EngineReady | StepDone | Heartbeat | CacheChange | AdapterLoaded | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

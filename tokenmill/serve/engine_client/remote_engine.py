@@ -317,6 +317,7 @@ class RemoteEngine:
                 pushes=request.pushes,
                 keep=request.keep,
                 continues=None if request.continues is None else self._held.get(request.continues),
+                adapter=request.adapter,
             )
         )
         for one in group:

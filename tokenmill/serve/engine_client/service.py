@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenmill.config import EngineConfig
@@ -18,6 +19,7 @@ from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
 from tokenmill.request_state import RequestState
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
+from tokenmill.serve.engine_client.adapters import RemoteAdapters
 from tokenmill.serve.engine_client.admission import AdmissionControl, Backlog, CircuitBreaker, Unavailable
 from tokenmill.serve.engine_client.cache_feed import CacheFeed
 from tokenmill.serve.engine_client.events import EngineEvent, EventBus, RequestEvent, StatsEvent, StepEvent
@@ -56,6 +58,7 @@ class Service:
         self._supervisor = Supervisor(config, self.settings, self)
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
+        self.adapters = RemoteAdapters()
         self._admission = AdmissionControl(self.settings)
         self._breaker = CircuitBreaker(self.settings)
         self._counters = ServiceCounters()
@@ -81,6 +84,8 @@ class Service:
         if not self.config.skip_tokenizer_init:
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self.startup.report)
         await self._supervisor.start()
+        for name, path in self.settings.lora_modules if self.config.enable_lora else ():
+            await self.adapters.load(name, Path(path).expanduser().resolve())
 
     def set_engine_niceness(self, niceness: int) -> None:
         """For a front that has taken precedence; before `start`."""
@@ -145,7 +150,7 @@ class Service:
         two with `.retry_after` in seconds (admission.py)."""
         return (await self._accept([prompt], params, request_id, options, resumed))[0]
 
-    async def identities(self, prompt: Prompt, salt: str) -> tuple[int, list[bytes]]:
+    async def identities(self, prompt: Prompt, salt: str, adapter: str = "") -> tuple[int, list[bytes]]:
         """How many tokens a prompt has, and the names of its full blocks in the prefix cache. Raises InvalidRequest."""
         self.check_open()
         block, chain = self.facts.block_size, list[bytes]()
@@ -153,7 +158,9 @@ class Service:
         def name() -> int:
             ids = self._processor.encode(prompt)["prompt_token_ids"]
             if block:
-                IdentityChains(block).extend(chain, salt, ids, (len(ids) - 1) // block)
+                known = self.adapters.known.get(adapter)
+                key = "" if known is None else known.key
+                IdentityChains(block).extend(chain, salt, ids, (len(ids) - 1) // block, key)
             return len(ids)
 
         return await self.texts.run(max(SHORT + 1, size_of(prompt)), name), chain
@@ -306,6 +313,7 @@ class Service:
         self._last_step = self._remote.clock()
         self._send = send
         self._events.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
+        self.adapters.attach(send)
         self._remote.attach(send)
         self.cache_feed.attach(send)
 
@@ -337,10 +345,14 @@ class Service:
     def engine_cache_changed(self, message: wire.CacheChange) -> None:
         self.cache_feed.take(message)
 
+    def engine_loaded_adapter(self, message: wire.AdapterLoaded) -> None:
+        self.adapters.loaded(message)
+
     def engine_lost(self, loss: EngineLoss) -> float:
         now = self._remote.clock()
         self._send = None
         self.cache_feed.lost()
+        self.adapters.lost()
         if self._state == "ready":
             self._state = "restarting"
         self.startup.lost()

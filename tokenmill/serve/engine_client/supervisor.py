@@ -47,6 +47,8 @@ class Owner(Protocol):
 
     def engine_cache_changed(self, message: wire.CacheChange) -> None: ...
 
+    def engine_loaded_adapter(self, message: wire.AdapterLoaded) -> None: ...
+
     def engine_lost(self, loss: EngineLoss) -> float:
         """The engine is gone. Returns the seconds to wait before the next one is started."""
         ...
@@ -187,6 +189,8 @@ class Supervisor:
                     self._owner.engine_heartbeat(message)
                 case wire.CacheChange():
                     self._owner.engine_cache_changed(message)
+                case wire.AdapterLoaded():
+                    self._owner.engine_loaded_adapter(message)
                 case wire.Loading():
                     self._owner.engine_loading(message)
                 case wire.EngineReady():

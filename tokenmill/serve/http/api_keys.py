@@ -90,7 +90,10 @@ class ApiKeys:
         version = _version_of(file)
         tenants, by_hash = {}, {}
         for name, entry in read_tenants(file).items():
-            limits = TenantLimits(**{key: value for key, value in entry.items() if key != "keys"})
+            given = {key: value for key, value in entry.items() if key != "keys"}
+            if (names := given.get("adapters")) is not None:
+                given["adapters"] = tuple(names)
+            limits = TenantLimits(**given)
             known = self._tenants.get(name)
             # Who has not changed keeps what it has used of its limits.
             tenant = known if known and known.limits == limits else Tenant(name, limits, clock=self._clock)
@@ -145,6 +148,10 @@ def _check_entry(tenant: str, whose: str, entry: Any) -> None:
         if name == "priority":
             if not isinstance(value, str) or value not in PRIORITIES:
                 raise ConfigError(f"{whose} has priority {value!r}; it must be one of {', '.join(PRIORITIES)}")
+        elif name == "adapters":
+            named = isinstance(value, list) and all(isinstance(one, str) for one in value)
+            if value is not None and not named:
+                raise ConfigError(f"{whose} has adapters {value!r}; it must be a list of their names")
         elif name == "operator":
             if not isinstance(value, bool):
                 raise ConfigError(f"{whose} has operator {value!r}; it must be true or false")

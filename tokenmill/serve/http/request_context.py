@@ -66,6 +66,7 @@ class RequestContext:
         self.said: list[dict[str, Any]] = []  # prompts and answers, where the log wants them
         self.created = int(time.time()) if self.route is None else self.route.created
         self.service = server.service.route()
+        self.adapter = ""  # the name of a LoRA adapter
         self.ignored: list[str] = []
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.metrics: Metrics | None = None  # when things happened to the first prompt
@@ -81,7 +82,15 @@ class RequestContext:
 
     @property
     def model(self) -> str:
-        return self.server.name_of(self.service)
+        return self.adapter or self.server.name_of(self.service)
+
+    def ask_for(self, model: str | None) -> None:
+        """The model or adapter that the client names. Raises HttpError 404."""
+        if model is None or model in self.server.names():
+            return
+        if model not in self.server.adapters_of(self.tenant):
+            raise self.server.no_model(model)
+        self.adapter, self.service = model, self.server.service  # another model has no such adapter
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
@@ -115,7 +124,8 @@ class RequestContext:
     async def _answer_probe(self, prompt: Prompt, options: RequestOptions) -> None:
         """Raises Probed where only the prompt's identities are wanted."""
         if self.route is not None and self.route.probe:
-            tokens, chain = await self.service.identities(prompt, self.tenant.salt(options.cache_salt))
+            salt = self.tenant.salt(options.cache_salt)
+            tokens, chain = await self.service.identities(prompt, salt, self.adapter)
             told = base64.b64encode(b"".join(chain)).decode()
             raise Probed(Prompted(tokens, self.service.facts.block_size, told))
 
@@ -145,6 +155,7 @@ class RequestContext:
             "priority": self.tenant.priority(options.priority),
             "timeout": _deadline_seconds(options.deadline_ms),
             "cache_salt": self.tenant.salt(options.cache_salt),
+            "adapter": self.adapter,
         }
 
     async def in_thread(self, run: Callable[P, V], *args: P.args, **options: P.kwargs) -> V:
@@ -265,8 +276,7 @@ def endpoint(
             body, context.ignored = await read_request(request, kind, server.settings)
             if (state := request.scope.get("tokenmill.state")) is not None:
                 context.progress = progress_of(state)
-            if (asked := getattr(body, "model", None)) is not None and asked not in server.names():
-                raise server.no_model(asked)
+            context.ask_for(getattr(body, "model", None))
             response = await handler(context, body)
         except Probed as probed:
             return json_response(probed.prompted)

@@ -55,6 +55,10 @@ class ServerState:
         known = [*self.settings.names, self.name_of(self.service), self.service.config.model]
         return list(dict.fromkeys(known))
 
+    def adapters_of(self, tenant: Tenant) -> list[str]:
+        """LoRA adapters that a tenant may ask for in place of the model."""
+        return [name for name in self.service.adapters.known if tenant.may_use(name)]
+
     def no_model(self, name: str) -> HttpError:
         known = ", ".join(self.names())
         return HttpError(

@@ -23,6 +23,7 @@ class TenantLimits:
     tokens_per_minute: float | None = None  # prompt and output
     concurrency: int | None = None
     priority: str = "realtime"  # the most urgent class that may be asked for
+    adapters: tuple[str, ...] | None = None  # LoRA adapters that it may name
     operator: bool = False  # runs the server: sees what each tenant uses (/metrics) and has running (/live)
 
 
@@ -86,6 +87,9 @@ class Tenant:
             )
         self._requests.take(1)
         self.running += 1
+
+    def may_use(self, adapter: str) -> bool:
+        return self.limits.adapters is None or adapter in self.limits.adapters
 
     def leave(self, tokens: int) -> None:
         """The request has ended, and this is what it used."""

@@ -174,6 +174,8 @@ class _StatsCollector(Collector):
             yield GaugeMetricFamily(f"tokenmill_{name}", what, value=value)
         for name, (what, count) in counters.items():
             yield CounterMetricFamily(f"tokenmill_{name}", what, value=count)
+        if engine.adapters is not None:
+            yield from _adapters(*engine.adapters, engine.awaiting_adapters)
         if engine.eviction is not None:
             yield from _eviction(*engine.eviction)
         drafted = CounterMetricFamily(
@@ -204,6 +206,15 @@ class _StatsCollector(Collector):
         model = self._service.facts.model if hasattr(self._service, "facts") else ""  # not before it is loaded
         build.add_metric([__version__, model], 1)
         yield build
+
+
+def _adapters(known: int, resident: int, loads: int, evictions: int, waiting: int) -> Iterable[Metric]:
+    yield GaugeMetricFamily("tokenmill_adapters", "LoRA adapters that requests may name", value=known)
+    yield GaugeMetricFamily("tokenmill_adapters_on_device", "LoRA adapters on the device", value=resident)
+    yield GaugeMetricFamily("tokenmill_adapter_requests_waiting", "Requests whose adapter is not there", value=waiting)
+    since = "since this engine process started"
+    yield CounterMetricFamily("tokenmill_adapter_loads", f"LoRA adapters brought to the device, {since}", value=loads)
+    yield CounterMetricFamily("tokenmill_adapter_evictions", f"LoRA adapters that made room, {since}", value=evictions)
 
 
 def _eviction(policy: str, found: int, shadow: int, takeovers: int) -> Iterable[Metric]:
