@@ -20,6 +20,7 @@ from tokenmill.ops.triton import (
     draft_tree,
     low_rank,
     norm,
+    place,
     rope,
     tree_step,
 )
@@ -498,6 +499,9 @@ def decode_step_cases() -> Iterator[Case]:
     yield from tree_cases(tables, rows[:8])
     state, embed, weight = new(8, 576), new(49152, 576), new(1152)
     yield "input of a draft head", partial(draft_head.head_input, state, rows[:8], embed, weight, 1e-5)
+    for dim, rotated in ((64, 64), (128, 128), (96, 48)):
+        caches, places = new(2, 512, BLOCK_SIZE, 8, dim).unbind(), new(3, 700, dtype=torch.int64).unbind()
+        yield f"module copied, heads of {dim}", partial(place.place_kv, *caches, new(8, rotated, dtype=FP32), *places)
     turn = partial(rope.rope, new(8, 9, 64), new(4096, 64, dtype=FP32), new(8, dtype=torch.int32))
     yield "queries of a draft head, turned", turn
     names, drafts = new(8192, dtype=torch.int64), tables.drafts

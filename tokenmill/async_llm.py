@@ -55,7 +55,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to a conversation."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._stream(lambda: self._processor.chat_ids(messages), params, options)
+        return self._stream(lambda: self._processor.chat_prompt(messages), params, options)
 
     async def reset_prefix_cache(self, cache_salt: str | None = None) -> None:
         """Forget all cached prefixes and recent answers, or those with this salt; running requests are not touched."""

@@ -194,6 +194,33 @@ class EngineConfig:
         True, "keep the KV of prompts and answers, and use it when a prompt begins the same way", MEMORY
     )
 
+    prompt_modules: bool | None = option(
+        None,
+        "keep parts of prompts that requests mark as modules, and copy them to wherever a prompt has them (bounded)",
+        MEMORY,
+        solved="on where the model's keys can be turned to another place",
+        more="Nothing changes for prompts without marks. [Below](#modules-parts-of-prompts-in-any-order)",
+    )
+    module_reread_tokens: int = option(
+        16,
+        "first tokens of a module that are computed in each prompt, and not copied",
+        MEMORY,
+        low=0,
+    )
+    module_start: str | None = option(
+        None,
+        "a text that modules are computed behind: the more like what stands before them, the closer to reading them",
+        MEMORY,
+        form="the path of a text file",
+        unset="a text that comes with tokenmill",
+    )
+    module_start_tokens: int | None = option(
+        None,
+        "how many tokens of it",
+        MEMORY,
+        low=1,
+        solved="2048, at most a quarter of max_model_len and an eighth of the KV cache",
+    )
     eviction: str = option(
         "lru",
         "which cached block goes first: lru (least recently used), lfu (fewest hits), cost (hits by work) or learned",

@@ -61,9 +61,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, in their order. All are checked before any runs.
 
-        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}. `adapter` names a LoRA adapter that
-        `load_adapter` has read; a `lora_request` (one, or one per prompt) brings it along. A request that fails
-        on the way has finish_reason "error" and says why in .error; the others are not touched.
+        A prompt is text, a list of token ids, or {"prompt_token_ids": [...]}; or {"prompt": [...]} of parts, of which
+        {"text": ..., "cache_module": True} are modules. `adapter` names a LoRA adapter that `load_adapter` has read; a
+        `lora_request` (one, or one per prompt) brings it along. A request that fails on the way has finish_reason
+        "error" and says why in .error; the others are not touched.
         """
         self._check_open()
         several = _as_list(prompts)
@@ -107,7 +108,7 @@ class LLM:
         self._check_open()
         several = [messages] if _is_conversation(messages) else list(messages)
         prompts = [
-            self._processor.chat_ids(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
+            self._processor.chat_prompt(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
             for conversation in several
         ]
         return self.generate(prompts, sampling_params, use_tqdm, **options)
@@ -126,7 +127,7 @@ class LLM:
         """Answer one prompt or conversation bit by bit: each output is the whole answer so far. Closing it cancels."""
         self._check_open()
         if _is_conversation(prompt):
-            prompt = self._processor.chat_ids(prompt)  # type: ignore[arg-type]
+            prompt = self._processor.chat_prompt(prompt)  # type: ignore[arg-type]
         options = self._with_adapter(options)
         state = self._processor.prepare(prompt, sampling_params or SamplingParams(), **options)  # type: ignore[arg-type]
         return self._stream(state)

@@ -133,4 +133,9 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.metrics.cached_tokens
+        """Prompt tokens that were not computed, those of modules included."""
+        return self.metrics.reused_tokens
+
+    @property
+    def num_module_tokens(self) -> int:
+        return self.metrics.module_tokens

@@ -13,18 +13,21 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from tokenmill.engine.beams import Beams
-from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Request
+from tokenmill.engine.request import API, BATCH, REALTIME, Finish, Module, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import POOLINGS
 from tokenmill.errors import InvalidRequest
 from tokenmill.model.chat_template import render
 from tokenmill.model.infill import NO_INFILL
+from tokenmill.model.marked_text import MARK, MOST_MODULES, Marks, Piece, Spans, encode_pieces, is_marked
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.request_state import RequestState, SequenceState
 from tokenmill.sampling.grammar import check_grammar
 
 # Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}; with "suffix", the text between the two is asked for.
+# A mapping's prompt may be a list of parts: texts or lists of token ids, or mappings with either as "text" or
+# "prompt_token_ids"; with "cache_module": true such a mapping is a module.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -117,6 +120,11 @@ class Processor:
         the prompt instead of an answer. With `keep` the ended request's keys and values stay under its id, until
         `drop_held`, for a prompt that `continues` its tokens. With `pushes` a server says that it has ended when
         another engine has its blocks. `adapter`: the name of a loaded LoRA adapter. Raises InvalidRequest."""
+        spans: Spans = []
+        if isinstance(prompt, Mapping) and not isinstance(prompt, Encoded) and type(prompt.get("prompt")) is list:
+            prompt = self._of_parts(prompt["prompt"])
+        if isinstance(prompt, Encoded):
+            spans = prompt.get("modules", spans)
         text, ids = self._prompt_ids(prompt)
         params = self._checked_params(params, len(ids))
         infill = self.tokenizer.infill if self.tokenizer is not None else None
@@ -151,6 +159,7 @@ class Processor:
                 keep=keep,
                 continues=continues,
                 adapter=adapter,
+                modules=[Module(first, end) for first, end in spans],
             )
             for index in range(1 if params.beam_width else params.num_sequences)
         ]
@@ -161,6 +170,8 @@ class Processor:
 
     def encode(self, prompt: Prompt) -> Encoded:
         """The same prompt with its token ids. Touches no state, so any thread may call it."""
+        if isinstance(prompt, Mapping) and type(prompt.get("prompt")) is list:
+            return self._of_parts(prompt["prompt"])
         text, ids = self._prompt_ids(prompt)
         suffix = prompt.get("suffix") if isinstance(prompt, Mapping) else None
         return Encoded(prompt=text, prompt_token_ids=ids, suffix=suffix)
@@ -173,7 +184,21 @@ class Processor:
         **more: Any,
     ) -> list[int]:
         """The token ids of a conversation in the model's chat format."""
+        return self._prompt_ids(self.chat_prompt(messages, chat_template, add_generation_prompt, **more))[1]
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        marks: Marks | None = None,
+        **more: Any,
+    ) -> Prompt:
+        """The same with its modules; marks: those that have been taken out of the messages already."""
         tokenizer = self._need_tokenizer("a chat")
+        if marks is None:
+            marks = Marks()
+            messages = [marks.of_message(one) for one in messages] if isinstance(messages, list | tuple) else messages
         text = render(
             chat_template or tokenizer.chat_template,
             messages,
@@ -183,7 +208,30 @@ class Processor:
             **more,
         )
         # The template writes special tokens itself; a bounded encode is enough to see that a text is too long.
-        return tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_len)
+        if not marks.texts:
+            return tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_len)
+        return self._encoded(None, *encode_pieces(tokenizer, marks.pieces(text), self.max_len, False))
+
+    def _of_parts(self, parts: list[Any]) -> Encoded:
+        """A prompt of texts, of which some are modules."""
+        if _all_whole(parts):
+            return self._encoded(None, parts, [])
+        pieces: list[Piece] = []
+        for part in parts:
+            body = part.get("text", part.get("prompt_token_ids")) if isinstance(part, Mapping) else part
+            if not isinstance(body, str) and not (isinstance(body, list) and _all_whole(body)):
+                raise InvalidRequest(f"a part of a prompt is {_shown(part)}; it must have text or token ids")
+            pieces.append((body, is_marked(part)))
+        if sum(marked for _, marked in pieces) > MOST_MODULES:
+            raise InvalidRequest(f"the prompt has over {MOST_MODULES} parts marked with {MARK}; mark fewer")
+        texts = [body for body, _ in pieces if isinstance(body, str)]
+        tokenizer = self._need_tokenizer("a prompt with text") if texts else None
+        text = "".join(texts) if len(texts) == len(pieces) else None
+        return self._encoded(text, *encode_pieces(tokenizer, pieces, self.max_len, True))
+
+    def _encoded(self, text: str | None, ids: list[int], spans: Spans) -> Encoded:
+        self._prompt_ids(ids)  # checked
+        return Encoded(prompt=text, prompt_token_ids=ids, modules=spans)
 
     def _new_id(self) -> str:
         while True:

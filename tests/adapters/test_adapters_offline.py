@@ -285,3 +285,18 @@ def test_steps_with_and_without_adapters_have_recordings_of_their_own(llm: LLM, 
     assert answers(llm, adapter="all") == expected["all"]
     assert adapted._graph is not None and adapted_chunks._graphs is not None
     assert (plain._uses, chunks._uses) == used
+
+
+def test_marked_parts_of_a_prompt_with_an_adapter_are_read(folders: Folders) -> None:
+    """What stands alone was computed by the model as it is."""
+    document = [3 + 7 * k % 90 for k in range(70)]
+    module, question = {"prompt_token_ids": document, "cache_module": True}, {"prompt_token_ids": [7, 8]}
+    parts = {"prompt": [{"prompt_token_ids": [5, 6]}, module, question]}
+    with LLM(str(folders.base), enable_lora=True, module_reread_tokens=4, **OPTIONS) as llm:
+        llm.load_adapter("all", folders.adapters["all"])
+        marked = llm.generate(parts, GREEDY, False, adapter="all")[0]
+        plain = llm.generate({"prompt_token_ids": [5, 6, *document, 7, 8]}, GREEDY, False, adapter="all")[0]
+        assert marked.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert llm._built.engine.scheduler.parts[0].kv.stats.placed == 0
+        llm.generate(parts, GREEDY, False)
+        assert llm._built.engine.scheduler.parts[0].kv.stats.placed > 0

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import sys
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ class Sequence:
     num_published: int = 0
     identities: list = field(default_factory=list)
     last_step: int = 0
+    num_exact: int = sys.maxsize
     in_float32: bool = False
 
 

@@ -15,6 +15,7 @@ LAYER = {
     "add_rms_norm",
     "rope_kv_write",
     "rope",
+    "place_kv",
     "attention",
     "act_mul",
     "moe",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenmill.engine.ranks.step_codec import decode_step, encode_step
 from tokenmill.engine.request import Request
 from tokenmill.engine.step import POOLINGS, Admission, SharedPrefix, Step
-from tokenmill.kv.moves import Move, Place
+from tokenmill.kv.moves import Move, Place, Placement
 from tokenmill.params import SamplingParams
 
 whole = st.integers(-3, 2**40)
@@ -79,6 +79,7 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
     "admissions": st.lists(admissions, max_size=3),
     "blocks": st.lists(st.tuples(rows, whole, column), max_size=4),
     "moves": st.lists(st.builds(Move, whole, whole, st.sampled_from(Place), st.sampled_from(Place)), max_size=3),
+    "placements": st.lists(st.builds(Placement, rows, whole, whole, whole, column.map(tuple)), max_size=3),
     "drafts": st.dictionaries(rows, column, max_size=3),
     "slack": st.dictionaries(rows, whole, max_size=3),
     "drafting": st.booleans(),

@@ -17,6 +17,7 @@ from tokenmill.engine.runner.simulated import Faults, SimulatedClock, SimulatedR
 from tokenmill.engine.scheduler import Delta, Limits, Scheduler
 from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
 from tokenmill.engine.scheduler.isolation import Isolation
+from tokenmill.engine.scheduler.modules import ModuleRules
 from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.step import Pending, Step, parts_of
 from tokenmill.errors import QueueFull, StepFailed
@@ -43,6 +44,7 @@ class House:
     stages: int = 1
     held_share: float = 0.5
     groups: int = 1  # of ranks with requests of their own, each with these sizes
+    modules: ModuleRules | None = None
 
     def build(self, faults: Faults | None = None) -> Engine:
         clock = SimulatedClock()
@@ -59,7 +61,7 @@ class House:
         def group() -> tuple[Scheduler, SimulatedRunner]:
             kv = KVManager(self.blocks, self.block_size, self.prefix_caching, self.eviction)
             runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults, stages=stages)
-            return Scheduler(limits, kv, self.policy, isolation=isolation), runner
+            return Scheduler(limits, kv, self.policy, isolation=isolation, modules=self.modules), runner
 
         if self.groups == 1:
             return Engine(*group(), overlap=self.overlap, clock=clock)
@@ -184,7 +186,7 @@ class Day:
     def _propose(self) -> None:
         """An oracle that is often right guesses what running requests will say."""
         for request in self.scheduler.running:
-            if request.beams is None and self.rng.random() < self.drafts:
+            if request.beams is None and not request.is_module and self.rng.random() < self.drafts:
                 answer = self.answers[request.id]
                 said = request.num_tokens - request.prompt_len
                 guess = list(answer.tokens[said : said + request.unsure + self.rng.randrange(1, 6)])

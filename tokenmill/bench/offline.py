@@ -37,7 +37,7 @@ def answer_of(output: RequestOutput, began: float) -> Answer:
         times=times,
         finish=first.finish_reason,
         prompt_tokens=len(output.prompt_token_ids),
-        cached_tokens=metrics.cached_tokens,
+        cached_tokens=metrics.reused_tokens,
         output_tokens=len(first.token_ids),
         error=first.finish_reason if first.finish_reason in ("error", "deadline") else None,
         message=output.error or "",

@@ -17,6 +17,7 @@ from tokenmill.engine.choices import choose_device, hardware_of, matrix_shapes
 from tokenmill.engine.core import Engine
 from tokenmill.engine.identity import model_identity
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
+from tokenmill.engine.modules import module_rules
 from tokenmill.engine.rank_model import RankModel, RankRunner, load_model, most_verified, prepare
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.processes import RankProcesses
@@ -28,6 +29,7 @@ from tokenmill.engine.scheduler.batching import BATCHING
 from tokenmill.engine.scheduler.control import pace_for
 from tokenmill.engine.scheduler.data_parallel import DataParallelScheduler
 from tokenmill.engine.scheduler.isolation import Isolation
+from tokenmill.engine.scheduler.modules import ModuleRules
 from tokenmill.engine.scheduler.policy import POLICIES
 from tokenmill.engine.speculation.choose import draft_model_for, eagle_head_for, no_drafts_in_groups, speculation_for
 from tokenmill.engine.speculation.draft_model import DraftModel
@@ -124,13 +126,15 @@ def _build(
     group = None if ranks is None else RankGroup(ranks, order, threads, shared_kv=shared_kv)
     model = load_model(config, settings, made, tell)
     # The engine of a server has no tokenizer until it needs one for a grammar.
-    grammars = Grammars(lambda: tokenizer or load_tokenizer(made.files, None), made.spec.eos_ids)
+    a_tokenizer = lambda: tokenizer or load_tokenizer(made.files, None)  # noqa: E731
+    grammars = Grammars(a_tokenizer, made.spec.eos_ids)
+    modules, modules_line = module_rules(config, made.spec, settings, a_tokenizer)
     if group is None:
         runner = model.runner(hidden_is_read=eagle is not None)
     else:
         group.complete(model.runner, tell)
         runner = group.runner
-    engine, drafts = join(model, runner, group, grammars, draft, eagle)
+    engine, drafts = join(model, runner, group, grammars, draft, eagle, modules)
     made_up = config.seed if made.checkpoint is None else None
     computed = device.type, str(made.dtype), config.quantization, config.batch_invariant, config.ops, config.speculation
     engine.feed = model.weights.feed if isinstance(model.weights, StreamedWeights) else None
@@ -153,6 +157,7 @@ def _build(
         *adapters,
         *settings.reasons,
         *_eviction_lines(engine.scheduler.parts[0].kv),
+        f"modules      {modules_line}",
         f"speculation  {drafts}",
         *_ops_lines(model.ops),
         *warmed,
@@ -169,6 +174,7 @@ def join(
     grammars: Grammars | None = None,
     draft: DraftModel | None = None,
     eagle: EagleHead | None = None,
+    modules: ModuleRules | None = None,
 ) -> tuple[Engine, str]:
     """Scheduler and KV beside a runner, or the group that it is the first rank of; and how drafts are made."""
     config, settings, device = model.config, model.settings, model.prepared.device
@@ -216,6 +222,7 @@ def join(
             and device.type == "cuda"
             and None in model.prepared.spec.windows,
             isolation=isolation,
+            modules=modules,
         )
 
     parts = [scheduler_of_group() for _ in range(groups)]

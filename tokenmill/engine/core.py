@@ -127,6 +127,8 @@ class Engine:
             for delta in deltas:
                 if delta.finished:
                     self.speculation.ended(delta.request)
+        if self.scheduler.modules is not None and self.scheduler.modules.used:
+            deltas = [delta for delta in deltas if not delta.request.is_module]
         if step is None or not self.scheduler.requests:
             self._watch(progressed=bool(deltas) or constrained or copying or bringing)
         return deltas
@@ -202,6 +204,7 @@ class Engine:
             for one in scheduler.running
             if one.num_tokens > one.prompt_len
             and one.beams is None
+            and not one.is_module
             and (one.grammar is None or (one.grammar.ready and one.waits_for is None))
         ]
         reading = len(decoding) < len(scheduler.running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class HeldSequence:
     identities: list[bytes] = field(default_factory=list)
     last_step: int = 0  # newest step that computed some of its tokens
     fence: int = 0  # and that reads its blocks, for itself or for who continues it
+    num_exact: int = sys.maxsize  # what holds copies of modules is not kept
     failed_fetches: int = 0
     in_float32: bool = False
 

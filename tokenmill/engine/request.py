@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ class Wait(enum.Enum):
     COMMIT = "commit"  # a launched step reads what it would write again
     TRANSFER = "transfer"  # blocks of its text are on their way to the device; the transfer holds them
     ADAPTER = "adapter"  # its adapter is read, or every slot on the device is held by others
+    MODULES = "modules"  # parts of its prompt are computed on their own
 
 
 class Finish(enum.StrEnum):
@@ -53,7 +55,13 @@ class Metrics:
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied at first admission
+    module_tokens: int = 0  # prompt tokens that were copied from modules, at first admission
     preemptions: int = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.cached_tokens + self.module_tokens
 
     @property
     def queue_seconds(self) -> float | None:
@@ -69,6 +77,15 @@ class Metrics:
         """Mean time per output token after the first."""
         gaps = len(self.token_times) - 1
         return (self.token_times[-1] - self.token_times[0]) / gaps if gaps > 0 else None
+
+
+@dataclass(slots=True, eq=False)
+class Module:
+    """A part of a prompt that has keys and values of its own, wherever it stands."""
+
+    first: int  # position in the prompt
+    end: int
+    identities: list[bytes] = field(default_factory=list)  # of its blocks where it stands alone; none: not known yet
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -97,6 +114,8 @@ class Request:
     pushes: bool = False  # it is over when its blocks are where this engine pushes them
     keep: bool = False  # when it has ended well, its keys and values stay, held under its id
     continues: str | None = None  # a held sequence that its prompt begins as
+    modules: list[Module] = field(default_factory=list)  # in their order, without overlap
+    is_module: bool = False  # computes one for others: nobody hears of it
 
     # What it has come to (from here on nobody but the engine sets anything)
     tokens: list[int] = field(init=False)  # known tokens: prompt, then output
@@ -132,6 +151,9 @@ class Request:
     identities: list[bytes] = field(default_factory=list)
     num_published: int = 0  # leading blocks of this request that are in the prefix index
     failed_fetches: int = 0  # times that blocks on their way did not arrive, since it last ran
+    num_exact: int = sys.maxsize  # leading tokens whose keys and values follow from the tokens before them alone
+    copied: list[tuple[int, int]] = field(default_factory=list)  # spans ahead that are not computed
+    gathered: int = 0  # times that it waited for modules, since it last ran
     looked_ahead: bool = False  # whether other places were asked for its blocks while it was far back in the queue
 
     # Scheduling
@@ -197,7 +219,14 @@ class Request:
         # The token that reaches max_tokens never becomes an input. (A property costs: this runs per row and step.)
         if self.waits_for is not None or last_is_out or (self.grammar is not None and self.awaits_mask):
             return 0
+        if self.copied:
+            return self.copied[0][0] - self.num_computed
         return num_tokens - self.num_computed + (self.num_drafts if self.drafts else 0)
+
+    def pass_copied(self) -> None:
+        """What begins where it stands is there already."""
+        while self.copied and self.copied[0][0] <= self.num_computed:
+            self.num_computed = self.copied.pop(0)[1]
 
     def __repr__(self) -> str:
         return (

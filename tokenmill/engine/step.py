@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from tokenmill.kv.moves import Move
+from tokenmill.kv.moves import Move, Placement
 from tokenmill.sampling.records import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Step:
     admissions: list[Admission] = field(default_factory=list)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, first index, block ids)
     moves: list[Move] = field(default_factory=list)  # blocks that are copied first (copy-on-write)
+    placements: list[Placement] = field(default_factory=list)  # modules that are copied into rows, then
     # row -> proposed tokens for the positions from start + 1 on, of which as many as the row samples beyond one are
     # verified in this step: those that stand at the device's own positions
     drafts: dict[int, list[int]] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -28,6 +29,7 @@ class Holder(Protocol):
     adapter_key: str
     last_step: int  # number of the newest step that computes some of its tokens
     failed_fetches: int  # times that blocks which were on their way did not arrive, since it last ran
+    num_exact: int  # leading tokens whose keys and values follow from the tokens before them alone
     in_float32: bool  # computed after all others of its steps: nobody shares what it fills
 
 
@@ -43,6 +45,7 @@ class CacheStats:
 
     queried: int = 0
     hit: int = 0
+    placed: int = 0  # copied from modules
     evicted_blocks: int = 0
 
 
@@ -78,11 +81,20 @@ class KVManager:
         """Identities of the blocks that a request may start on."""
         return self._identities(request, (len(request.tokens) - 1) // self.block_size)
 
+    def chain(self, salt: str, tokens: list[int]) -> list[bytes]:
+        """Identities of the full blocks of a sequence."""
+        names: list[bytes] = []
+        self._chains.extend(names, salt, tokens, len(tokens) // self.block_size)
+        return names
+
     def needed(self, hits: list[int], tokens: int) -> int:
         """Free blocks that starting a request of so many tokens on these hits takes out of the pool."""
+        return self.blocks_for(tokens) - len(hits) + self.revived(hits)
+
+    def revived(self, blocks: list[int]) -> int:
+        """How many of these nobody uses now."""
         references = self.pool.references
-        revived = sum([references[block] == 0 for block in hits])
-        return self.blocks_for(tokens) - len(hits) + revived
+        return sum([references[block] == 0 for block in blocks])
 
     def admit(self, request: Holder, hits: list[int]) -> None:
         """Start the request on its cached prefix."""
@@ -92,6 +104,7 @@ class KVManager:
         request.blocks = list(hits)
         request.num_computed = len(hits) * self.block_size
         request.num_published = len(hits)
+        request.num_exact = sys.maxsize
         if self.prefix_caching:
             self.stats.queried += len(request.tokens)
             self.stats.hit += request.num_computed
@@ -117,6 +130,7 @@ class KVManager:
             self.pool.references[block] += 1  # the parent holds one, so it is not in the free list
         child.blocks = parent.blocks[:whole]
         child.num_computed = tokens
+        child.num_exact = parent.num_exact
         child.num_published = min(parent.num_published, whole)
         child.identities = parent.identities[: child.num_published]
         if not rest:
@@ -129,7 +143,7 @@ class KVManager:
         """Offer the request's full blocks whose tokens are known to later requests."""
         if not self.prefix_caching or request.in_float32:
             return
-        full = min(request.num_computed, len(request.tokens)) // self.block_size
+        full = min(request.num_computed, len(request.tokens), request.num_exact) // self.block_size
         if full <= request.num_published:
             return
         identities = self._identities(request, full)

@@ -68,6 +68,7 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_kv_write: Callable[..., None]
     rope: Callable[..., None]
+    place_kv: Callable[..., None]
     attention: Callable[..., torch.Tensor]
     act_mul: Callable[..., torch.Tensor]
     add: Callable[..., torch.Tensor]
@@ -148,7 +149,8 @@ def implementations(device: str, batch_invariant: bool = False) -> Iterable[Impl
     Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
     """
     modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode"]
-    modules += ["tokenmill.ops.reference_tree", "tokenmill.ops.reference_low_rank", "tokenmill.ops.cpu"]
+    modules += ["tokenmill.ops.reference_tree", "tokenmill.ops.reference_low_rank"]
+    modules += ["tokenmill.ops.reference_place", "tokenmill.ops.cpu"]
     modules.append("tokenmill.ops.triton" if device == "cuda" else "tokenmill.ops.native.implementations")
     if batch_invariant:
         modules.append("tokenmill.ops.invariant")
@@ -186,7 +188,7 @@ def _misfit(candidate: Implementation, need: Need) -> str:
         return "not batch-invariant"
     if candidate.requires is not None and (reason := misfit(candidate.requires, torch.device(need.device))):
         return reason
-    if candidate.op in ("attention", "rope_kv_write", "rope"):
+    if candidate.op in ("attention", "rope_kv_write", "rope", "place_kv"):
         low, high = candidate.head_dims
         if not low <= need.head_dim <= high:
             return f"head size {need.head_dim} is outside {low}-{high}"

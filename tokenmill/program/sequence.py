@@ -299,7 +299,7 @@ class TokenSequence:
         self.backend.submit(call)
 
     def _count(self, output: RequestOutput) -> None:
-        usage, cached = self.backend.usage, 0 if output.metrics is None else output.metrics.cached_tokens
+        usage, cached = self.backend.usage, 0 if output.metrics is None else output.num_cached_tokens
         usage.calls += 1
         usage.prompt_tokens += len(output.prompt_token_ids)
         usage.computed_tokens += len(output.prompt_token_ids) - cached

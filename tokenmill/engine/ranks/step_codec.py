@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from tokenmill.engine.step import POOLINGS, Admission, SharedPrefix, Step
-from tokenmill.kv.moves import Move, Place
+from tokenmill.kv.moves import Move, Place, Placement
 from tokenmill.params import SamplingParams
 
 _LENGTHS = struct.Struct("<QQ")
@@ -38,6 +38,10 @@ def encode_step(step: Step) -> bytes:
         words.extend((row, first))
         _put(words, blocks)
     _put(words, [part for move in step.moves for part in _move_words(move)])
+    words.append(len(step.placements))
+    for placed in step.placements:
+        words.extend((placed.row, placed.first, placed.count, placed.source))
+        _put(words, placed.blocks)
     words.append(len(step.drafts))
     for row, drafts in step.drafts.items():
         words.append(row)
@@ -94,6 +98,9 @@ def decode_step(message: bytes, group: int | None = None) -> Step:
         Move(source, target, _PLACES[source_place], _PLACES[target_place])
         for source, target, source_place, target_place in zip(*_columns(words.list(), 4), strict=True)
     ]
+    for _ in range(words.one()):
+        row, first, count_placed, source = words.take(4)
+        step.placements.append(Placement(row, first, count_placed, source, tuple(words.list())))
     for _ in range(words.one()):
         row = words.one()
         step.drafts[row] = words.list()

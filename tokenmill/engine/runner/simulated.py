@@ -108,6 +108,7 @@ class SimulatedRunner:
         self.launched = 0
         self.violations: list[str] = []
         self._memory = [0] * (num_blocks * block_size)  # per slot: hash of the tokens up to and with it
+        self._placed: dict[int, int] = {}  # what was copied from modules, by slot: no token before it says it
         self._rows: dict[int, _Row] = {}
         self._in_flight: deque[_SimulatedPending] = deque()
         self._broken = False  # a launched step failed and nobody has reset the device since
@@ -150,6 +151,7 @@ class SimulatedRunner:
         self._lost = False
         self._rows.clear()
         self._memory = [-self.launched] * len(self._memory)
+        self._placed.clear()
         return Loss(0.75)
 
     def close(self) -> None: ...
@@ -247,6 +249,8 @@ class SimulatedRunner:
             past = mix(past, tokens[position])
             memory[table[position // size] * size + position % size] = past
             hashes.append(past)
+            if self._placed:
+                self._keep_placed(table[position // size] * size + position % size, None)
         return hashes
 
     def _apply_changes(self, step: Step) -> None:
@@ -265,6 +269,15 @@ class SimulatedRunner:
         for move in step.moves:
             there, here = move.source * size, move.target * size
             self._memory[here : here + size] = self._memory[there : there + size]
+            for at in range(size) if self._placed else ():
+                self._keep_placed(here + at, self._placed.get(there + at))
+        for one in step.placements:
+            row, source = self._rows[one.row], one.source
+            for position in range(one.first, one.first + one.count):
+                there = one.blocks[source // size] * size + source % size
+                here = self._slot(row, position)
+                self._memory[here] = self._placed[here] = mix(self._memory[there], one.first)
+                source += 1
 
     def _scribble(self, step: Step, spans: Spans) -> None:
         """Nobody may read what a failed step was to write."""
@@ -275,6 +288,9 @@ class SimulatedRunner:
                 self._memory[table[position // size] * size + position % size] = -step.number
         for move in step.moves:
             self._memory[move.target * size : (move.target + 1) * size] = [-step.number] * size
+        for one in step.placements:
+            for position in range(one.first, one.first + one.count):
+                self._memory[self._slot(self._rows[one.row], position)] = -step.number
 
     def _sample(self, step: Step, index: int, row: _Row, hashes: list[int], result: StepResult) -> list[int]:
         """Choose at the last `samples` positions; drafts hold as long as they equal what would have been chosen."""
@@ -297,11 +313,18 @@ class SimulatedRunner:
         row.tokens += held
         return held
 
+    def _keep_placed(self, slot: int, value: int | None) -> None:
+        if value is None:
+            self._placed.pop(slot, None)
+        else:
+            self._placed[slot] = value
+
     def _check_history(self, row: _Row, context: int) -> None:
         """One earlier position at random must still hold what this row's tokens say."""
         position = int(self.faults.random.random() * context)
         past = self._memory[self._slot(row, position - 1)] if position else ROOT
-        if self._memory[self._slot(row, position)] != mix(past, row.tokens[position]):
+        slot = self._slot(row, position)
+        if self._memory[slot] != (self._placed.get(slot) or mix(past, row.tokens[position])):
             self._violation(f"a row reads foreign memory at position {position} of {context}")
 
     def _check_sets(self, step: Step) -> None:
@@ -324,6 +347,9 @@ class SimulatedRunner:
         for number, (start, count) in zip(step.rows, spans, strict=True):
             first, last = -(-start // size), (start + count - 1) // size  # blocks whose first slot is written
             fresh[number] = set(self._rows[number].table[first : last + 1]) if first <= last else set()
+        for one in step.placements:
+            table, end = self._rows[one.row].table, one.first + one.count - 1
+            fresh[one.row] |= set(table[-(-one.first // size) : end // size + 1])
         written_at_all = set().union(*fresh.values())
         for pending in self._in_flight:
             for reader, blocks in pending.reads.items():
@@ -336,6 +362,7 @@ class SimulatedRunner:
 
     def _blocks_read(self, step: Step, spans: Spans) -> dict[int, set[int]]:
         blocks = {MOVES: {move.source for move in step.moves}}
+        blocks[MOVES].update(block for one in step.placements for block in one.blocks)
         for number, (start, count) in zip(step.rows, spans, strict=True):
             blocks[number] = set(self._rows[number].table[: (start + count - 1) // self.block_size + 1])
         return blocks

@@ -14,6 +14,7 @@ import torch
 from tokenmill.engine.runner.answers import hear_answer, tell_answer
 from tokenmill.engine.runner.inputs import pack
 from tokenmill.engine.runner.paths import PreparedStep, attention_batch
+from tokenmill.engine.runner.placing import place_modules
 from tokenmill.engine.runner.recorded_stage import RecordedStage
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.torch_runner import TorchRunner, to_device
@@ -85,6 +86,8 @@ class StageRunner:
         self.state.write(part["token_at"], part["token_value"], part["block_at"], part["block_value"])
         if step.moves:
             self.state.copy_blocks(part["move_from"], part["move_to"])
+        if step.placements:
+            place_modules(step, self.decoder, self.state)
         if self._entering is not None:
             self.pipe.receive(self._entering[: step.num_tokens])
         prepared = PreparedStep(

@@ -25,6 +25,7 @@ from tokenmill.engine.runner.paths import (
     attention_batch,
 )
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
+from tokenmill.engine.runner.placing import place_modules
 from tokenmill.engine.runner.pooling import Pooled, Pooler
 from tokenmill.engine.runner.recordings import TREE_ROWS, WIDTHS, Kind
 from tokenmill.engine.runner.state import DeviceState
@@ -231,6 +232,8 @@ class TorchRunner:
         self.sampler.admit(step.admissions)
         if step.moves:
             self.state.copy_blocks(part["move_from"], part["move_to"])
+        if step.placements:
+            place_modules(step, self.decoder, self.state)
         drafts = self._place_drafts(part) if speculative else None
         reader = self.feature_reader
         prepared = PreparedStep(

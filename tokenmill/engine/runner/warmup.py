@@ -17,6 +17,7 @@ import torch
 
 from tokenmill.engine.runner.recordings import TREE_ROWS, WIDTHS, Kind
 from tokenmill.engine.step import SharedPrefix, Step
+from tokenmill.kv.moves import Placement
 from tokenmill.model.layers import layer_kind
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.settings import Traits
@@ -152,6 +153,10 @@ def steps_of_every_kind(runner: TorchRunner, max_rows: int, max_tokens: int, sha
         if shared and decodes > 3 and decodes + 2 <= max_tokens and longest > 2 * SHARED_TOKENS:
             prefix = SharedPrefix(SHARED_TOKENS, tuple(range(decodes)))
             yield _step([(longest // 2, 1)] * decodes + [(0, 2)], singles=decodes, shared=prefix)
+    if runner.decoder.spec.mla is None and longest > 2 * runner.state.block_size:  # a module that is copied
+        placed = _step([(runner.state.block_size, 2)])
+        placed.placements.append(Placement(0, 0, runner.state.block_size, 1, (0, 1)))
+        yield placed
 
 
 def steps_to_try(runner: TorchRunner, max_tokens: int) -> Iterator[Step]:

@@ -31,6 +31,7 @@ class DataParallelScheduler:
         self.limits = parts[0].limits  # of each group
         self.requests = ChainMap(*(part.requests for part in parts))
         self.transfers: Transfers | None = None
+        self.modules = None  # groups place none
         self.finds_shared_prefixes = False
         self.drafting = self.tree = False  # nothing is drafted
         self.room_ahead = 0

@@ -18,6 +18,7 @@ class Gate:
     def __init__(self, life: Lifecycle, batching: Batching, pace: Pace) -> None:
         self.life, self.batching, self.pace = life, batching, pace
         self.kv, self.limits, self.waiting = life.kv, life.limits, life.waiting
+        self.modules = life.modules
         self.step = 0  # number of the one that is being composed
 
     def admission_need(self, request: Request) -> tuple[list[int], int]:
@@ -27,12 +28,13 @@ class Gate:
             return [], self.kv.blocks_for(room) - request.fork_tokens // self.kv.block_size
         may_skip = _may_skip(request)
         hits = self.kv.match(request)[: may_skip // self.kv.block_size] if may_skip else []
+        sources = self.modules.blocks(request, len(hits)) if request.modules and self.modules is not None else []
         held = self.life.held.find(request.continues) if may_skip and self.batching.may_share else None
         skipped = 0 if held is None else min(held.num_computed, request.common_tokens, may_skip)
         if skipped > len(hits) * self.kv.block_size:
             request.fork_from, request.fork_tokens = held, skipped
             return [], self.kv.blocks_for(room) - skipped // self.kv.block_size
-        return hits, self.kv.needed(hits, room)
+        return hits, self.kv.needed(hits, room) + self.kv.revived(sources)
 
     def can_fork(self, request: Request, parent: Request | HeldSequence) -> bool:
         if isinstance(parent, HeldSequence):
@@ -95,6 +97,15 @@ class Gate:
         transfers.swapped += request.metrics.preemptions > 0
         self.waiting.remove(request)
         self.life.park(request, Wait.TRANSFER)
+        return True
+
+    def lacks_modules(self, request: Request) -> bool:
+        """Whether modules of its prompt are not there. They are computed, and it waits for them, once there is room for
+        all of it: what is computed before may be evicted before it is let in."""
+        if self.modules is None or not request.modules or not (missing := self.modules.missing(request)):
+            return False
+        if not self.life.running or self.fits(1, self.modules.room(request), self.kv.pool.num_free):
+            self.modules.gather(request, missing)
         return True
 
     def take_in_transfers(self) -> None:

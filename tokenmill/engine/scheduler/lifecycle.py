@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tokenmill.engine.adapters import AdapterPool
 from tokenmill.engine.beams import Beams, Turn
@@ -18,6 +19,9 @@ from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.policy import Policy, WaitingQueue
 from tokenmill.kv.manager import KVManager
 from tokenmill.sampling.records import TokenLogprobs
+
+if TYPE_CHECKING:
+    from tokenmill.engine.scheduler.modules import Modules
 
 WAITING, PARKED, RUNNING, FINISHED = State.WAITING, State.PARKED, State.RUNNING, State.FINISHED  # quick to look up
 
@@ -75,6 +79,7 @@ class Lifecycle:
         self.events: list[Delta] = []  # finished outside of a commit
         self.adapters: AdapterPool | None = None  # where requests may name one
         self.held = HeldSequences(kv, int(limits.held_share * kv.pool.num_blocks))
+        self.modules: Modules | None = None
 
     def register(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -128,7 +133,7 @@ class Lifecycle:
         self.running.remove(request)
         self.free_rows.append(request.row)
         request.row = -1
-        request.drafts = []
+        request.drafts, request.copied = [], []
         self.num_promoted -= request.promoted
         request.promoted = False
 
@@ -186,7 +191,8 @@ class Lifecycle:
         """The end, from any place. `report`: whoever waits hears of it outside of a commit."""
         if request.state is FINISHED:
             return
-        if request.state is RUNNING and request.keep and why in (Finish.STOP, Finish.LENGTH):
+        may_keep = request.keep and request.num_exact >= request.num_computed
+        if request.state is RUNNING and may_keep and why in (Finish.STOP, Finish.LENGTH):
             self._leave(request)
             self.held.take_over(request)
         elif request.state is RUNNING:
@@ -194,6 +200,8 @@ class Lifecycle:
         elif request.state is PARKED:
             if request.waits_for is Wait.TRANSFER and self.kv.transfers is not None:
                 self.kv.transfers.gave_up(request)
+            if self.modules is not None:
+                self.modules.gave_up(request)
             self._unpark(request)
         else:
             self.waiting.remove(request)
@@ -205,7 +213,10 @@ class Lifecycle:
             self.adapters.release(request)
         if self.isolation.cases:
             self.isolation.forget(request)
-        self.policy.learn(request)
+        if request.is_module and self.modules is not None:
+            self.modules.ended(request)
+        else:
+            self.policy.learn(request)
         if request.followers:
             self.release_followers(request)
         request.fork_from = None
@@ -251,6 +262,8 @@ class Lifecycle:
         if self.kv.transfers is not None:
             waiting = {id(request) for request in self.parked.values() if request.waits_for is Wait.TRANSFER}
             self.kv.transfers.check_integrity(waiting)
+        if self.modules is not None:
+            self.modules.check_integrity()
         if self.held.num_blocks != sum(len(one.blocks) for one in self.held):
             raise AssertionError(f"held sequences have other blocks than the {self.held.num_blocks} that are counted")
         rows = sorted([*self.free_rows, *(request.row for request in self.running)])

@@ -13,6 +13,7 @@ from tokenmill.engine.scheduler.control import Pace
 from tokenmill.engine.scheduler.gate import Gate
 from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.lifecycle import PARKED, RUNNING, WAITING, Delta, Lifecycle, Limits
+from tokenmill.engine.scheduler.modules import ModuleRules, Modules
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
 from tokenmill.engine.scheduler.stages import Sets
@@ -45,6 +46,7 @@ class Scheduler:
         batching: Batching | None = None,
         find_shared_prefixes: bool = False,
         isolation: Isolation | None = None,  # that it has in common with others
+        modules: ModuleRules | None = None,  # None: parts of prompts that are marked are read like others
     ) -> None:
         if limits.max_step_tokens < limits.max_rows:
             raise ValueError(f"max_step_tokens {limits.max_step_tokens} is below max_rows {limits.max_rows}")
@@ -66,6 +68,8 @@ class Scheduler:
         self.read_prompts = False  # whether the newest step reads any
         self._number = 0
         self._admitted = False  # rows changed since shared prefixes were last looked for
+        self.modules = None if modules is None else Modules(life, modules)
+        life.modules = self.modules
         self.gate = Gate(life, self.batching, self.pace)
         self._commits = Commits(life, self.isolation, self.batching)
 
@@ -292,6 +296,12 @@ class Scheduler:
                 request = queue.popleft()
             elif head is not None and self.gate.has_free_row and self.gate.fetch(head[1], self.kv.pool.num_free):
                 continue
+            elif head is not None and self.gate.has_free_row and self.gate.lacks_modules(head[1]):
+                if head[1].state is PARKED:
+                    continue
+                if not queue:
+                    return
+                request = queue.popleft()
             elif head is not None and self._admit(step, head[1], head[0], now):
                 request = head[1]
             elif queue:  # the head does not fit: nobody overtakes it, but those inside go on
@@ -321,6 +331,8 @@ class Scheduler:
         request.last_step = request.fence = step.number
         request.last_start = start
         request.num_computed = end - (request.num_drafts if request.drafts else 0)  # drafts may turn out wrong
+        if request.copied:
+            request.pass_copied()
         if len(request.tokens) >= (request.num_published + 1) * self.kv.block_size:
             self.kv.publish(request)  # so that the next newcomer of this very step can share it
         return True
@@ -392,31 +404,37 @@ class Scheduler:
         if not admits and not self._is_stuck():
             return False
         self._place(step, request, hits, lane)
+        cached = step.admissions[-1].num_computed
         if request.metrics.first_scheduled is None:
             request.metrics.first_scheduled = now
-            request.metrics.cached_tokens = min(request.num_computed, request.prompt_len)
+            request.metrics.cached_tokens = min(cached, request.prompt_len)
+            request.metrics.module_tokens = sum(one.count for one in step.placements if one.row == request.row)
         return True
 
     def _place(self, step: Step, request: Request, hits: list[int], lane: int) -> None:
         """Give the request a row, its cached or forked prefix, and blocks for what it starts with."""
         self.life.start(request, lane)
-        parent = request.fork_from
+        parent, sources = request.fork_from, list[int]()
         if parent is not None and self.gate.can_fork(request, parent):
             step.moves += self.kv.fork(parent, request, request.fork_tokens)
             parent.fence = step.number  # this step copies from it, whether it runs in it or not
             request.in_float32 |= parent.in_float32
         else:
             self.kv.admit(request, hits)
+            if request.modules and self.modules is not None:
+                sources = self.modules.place(step, request)
         request.fork_from = None
         if self.kv.transfers is not None:
             request.failed_fetches, request.looked_ahead = 0, False
             again = len(request.tokens) - request.num_computed > self.kv.block_size
             self.kv.transfers.recomputed += request.metrics.preemptions > 0 and again
-        request.started_on_others = request.num_computed > 0
+        request.started_on_others = request.num_computed > 0 or bool(sources)
         if request.num_computed == 0 and request.id not in self.batching.done:
             request.prompt_logprobs = []  # they come again
         if self.kv.grow(request, max(len(request.tokens), self.limits.reserved_tokens)) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
+        if sources:
+            self.kv.pool.release(sources, step.number)  # this step copies from them
         step.blocks.append((request.row, 0, list(request.blocks)))
         step.admissions.append(
             Admission(
@@ -430,6 +448,7 @@ class Scheduler:
             )
         )
         request.told = len(request.tokens)
+        request.pass_copied()
 
     def _compose(self, step: Step, shares: list[Share]) -> None:
         """Write the shares into the step, single tokens first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class ReplayedRequest:
     salt: str = ""
     adapter_key: str = ""
     last_step: int = 0
+    num_exact: int = sys.maxsize
     in_float32: bool = False
     failed_fetches: int = 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from tokenmill.model.marked_text import Marks
 from tokenmill.outputs import CompletionOutput
 from tokenmill.serve.api.chat_messages import normal_messages
 from tokenmill.serve.api.output_format import ChoicesEncoder, OutputDelta, encoded, token_logprobs, usage_of
@@ -26,8 +27,10 @@ async def chat(context: RequestContext, body: ChatRequest) -> Response:
     params = sampling_params(body, _max_tokens(body), tools.structured, tools.restriction, logprobs=_logprobs(body))
     if body.modalities not in (None, ["text"]):
         raise HttpError(400, "modalities may be ['text'] only: this model writes text", "invalid_value", "modalities")
-    ids = await tools.prompt(await context.in_thread(normal_messages, body.messages), body.chat_template_kwargs)
-    stream = await context.submit(ids, params, body)
+    marks = Marks()
+    messages = await context.in_thread(normal_messages, body.messages, marks)
+    prompt = await tools.marked_prompt(messages, body.chat_template_kwargs, marks)
+    stream = await context.submit(prompt, params, body)
     if body.stream:
         return SSEResponse(context, _ChatEncoder(context, body, stream, tools, params.n))
     [output] = await context.all_outputs([stream])

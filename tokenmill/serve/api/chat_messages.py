@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.model.marked_text import Marks
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.tool_calls.definitions import Choice
 
@@ -29,20 +30,23 @@ MOST_MESSAGES = 20_000  # of a conversation, and parts of a message: more would 
 MOST_VARIABLES = 64
 
 
-def normal_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Raises InvalidRequest."""
+def normal_messages(messages: Sequence[Mapping[str, Any]], marks: Marks | None = None) -> Messages:
+    """marks: where parts that are marked as modules are put aside; None: they are read like others. Raises
+    InvalidRequest."""
     if len(messages) > MOST_MESSAGES:
         raise InvalidRequest(f"messages has {len(messages)} entries; at most {MOST_MESSAGES} are allowed")
-    return [_normal(number, message) for number, message in enumerate(messages)]
+    return [_normal(number, message, marks) for number, message in enumerate(messages)]
 
 
-def _normal(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _normal(number: int, message: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise InvalidRequest(f"messages[{number}] has the role {role!r:.60}; it must be a string such as 'user'")
     kept = {key: value for key, value in message.items() if value is not None}
     kept["role"] = _ROLES.get(role, role)
-    kept["content"] = text_of(f"messages[{number}]", message.get("content"))
+    content = message.get("content")
+    text_of(f"messages[{number}]", content)  # checked as it came
+    kept["content"] = text_of(f"messages[{number}]", content if marks is None else marks.take_out(content))
     calls = kept.pop("tool_calls", [])
     if not isinstance(calls, list):
         raise InvalidRequest(f"tool_calls is a {type(calls).__name__}; it must be a list")

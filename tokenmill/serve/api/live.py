@@ -231,7 +231,7 @@ def _row(id: str, row: wire.SequenceSnapshot) -> dict[str, Any]:
 
 def _snapshot_of(request: EngineRequest, running: bool, now: float) -> wire.SequenceSnapshot:
     """A sequence as the front knows it."""
-    cached, age = request.metrics.cached_tokens, now - request.arrival
+    cached, age = request.metrics.reused_tokens, now - request.arrival
     computed = request.prompt_len if running else 0
     return wire.SequenceSnapshot(0, running, request.prompt_len, request.num_output, computed, 0, cached, age)
 

@@ -94,16 +94,17 @@ class ChoicesEncoder(SSEEncoder):
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     """OpenAI's usage."""
-    prompt = cached = said = 0
+    prompt = cached = placed = said = 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)
         cached += output.num_cached_tokens
+        placed += output.num_module_tokens
         said += sum(len(one.token_ids) for one in output.outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": said,
         "total_tokens": prompt + said,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached} | ({"module_tokens": placed} if placed else {}),
     }
 
 

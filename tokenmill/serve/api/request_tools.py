@@ -7,6 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from tokenmill.model.marked_text import Marks
+from tokenmill.processor import Prompt
 from tokenmill.sampling.structured import StructuredOutput
 from tokenmill.serve.api.chat_messages import Messages, template_input
 from tokenmill.serve.http.request_context import RequestContext
@@ -50,11 +52,19 @@ class RequestTools:
         return restriction(self._tools if self._only else None, self._parallel, format_of(self._template))
 
     async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
-        context = self._context
-        shown, options = await context.in_thread(
+        shown, options = await self._shown(messages, variables)
+        return await self._context.service.chat_ids(shown, **options)
+
+    async def marked_prompt(self, messages: Messages, variables: dict[str, Any] | None, marks: Marks) -> Prompt:
+        """marks: modules that have been taken out of the messages."""
+        shown, options = await self._shown(messages, variables)
+        return await self._context.service.chat_prompt(shown, marks, **options)
+
+    async def _shown(self, messages: Messages, variables: dict[str, Any] | None) -> tuple[Messages, dict[str, Any]]:
+        """What a template is given."""
+        return await self._context.in_thread(
             template_input, messages, self._given, self._choice, self._template, variables
         )
-        return await context.service.chat_ids(shown, **options)
 
     def parser(self) -> ToolCallParser | None:
         if not self._tools:

@@ -46,6 +46,7 @@ def stats_of(engine: Engine) -> wire.EngineStats:
         eviction=_eviction_of(managers),
         tiers={} if transfers is None else {tier.transport.name: _tier(tier) for tier in transfers.tiers},
         block_bytes=0 if transfers is None else transfers.block_bytes,
+        module_placed=sum(one.stats.placed for one in managers),
         swapped=0 if transfers is None else transfers.swapped,
         experts=[] if load is None else load.counts.sum(0).tolist(),
         experts_dropped=0 if load is None else int(load.dropped.sum()),
@@ -105,10 +106,11 @@ def view_of(engine: Engine) -> wire.EngineSnapshot:
             output=request.num_output,
             computed=request.num_computed,
             blocks=len(request.blocks),
-            cached=request.metrics.cached_tokens,
+            cached=request.metrics.reused_tokens,
             age=now - request.arrival,
         )
         for request in scheduler.requests.values()
+        if not request.is_module
     ]
     return wire.EngineSnapshot(b"".join(blocks_of(part.kv.pool) for part in scheduler.parts), rows)
 

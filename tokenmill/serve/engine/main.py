@@ -28,7 +28,7 @@ import zmq
 from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
-from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.request import Finish, Module, Request
 from tokenmill.engine.scheduler import Delta
 from tokenmill.engine.step import Loss, Pending, Runner, Step, num_decodes, parts_of
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -196,7 +196,7 @@ class EngineLoop:
         admitted = []
         for key in self._unadmitted.keys() & self._runner.launched:
             metrics = self._unadmitted.pop(key).metrics
-            admitted.append(wire.Admitted(key, metrics.first_scheduled, metrics.cached_tokens))
+            admitted.append(wire.Admitted(key, metrics.first_scheduled, metrics.cached_tokens, metrics.module_tokens))
         return admitted
 
     def _update(self, delta: Delta) -> wire.SequenceUpdate:
@@ -314,6 +314,7 @@ class EngineLoop:
                 pushes=message.pushes,
                 keep=message.keep,
                 continues=None if message.continues is None else str(message.continues),
+                modules=[Module(first, end) for first, end in message.modules],
             )
             request.tokens += sequence.output
             requests.append(request)
@@ -351,8 +352,10 @@ class _InFlightRunner:
 
     def launch(self, step: Step) -> Pending:
         parts = parts_of(step)
-        self.launched = [int(request.id) for part in parts for request in part.requests]
-        self._newest.append(self.launched)
+        requests = [request for part in parts for request in part.requests]
+        self.launched = [int(request.id) for request in requests if not request.is_module]
+        asking = [int(request.id.partition("/")[0]) for request in requests if request.is_module]
+        self._newest.append(self.launched + asking)
         self.note_in_flight([])
         all_decodes = prompt_tokens = 0
         for part in parts:

@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 11  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 12  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -41,6 +41,7 @@ class Admitted(msgspec.Struct, array_like=True, frozen=True):
     key: int
     scheduled: float | None  # when it was let in
     cached_tokens: int  # prompt tokens that the prefix cache supplied
+    module_tokens: int = 0  # and those that were copied from modules
 
 
 class TierReport(msgspec.Struct, array_like=True, frozen=True):
@@ -91,6 +92,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     eviction: tuple[str, int, int, int] | None = None
     tiers: dict[str, TierReport] = {}
     block_bytes: int = 0  # of a block as tiers hold it; 0: there are none
+    module_placed: int = 0  # prompt tokens that were copied from modules
     swapped: int = 0  # preempted requests whose blocks were read back from a tier
     experts: list[int] = []  # how often each was chosen, over all layers; empty: nobody counts
     experts_dropped: int = 0  # choices beyond an expert's capacity
@@ -143,6 +145,7 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     keep: bool = False  # when it has ended well, its keys and values stay under its key, until Drop
     continues: int | None = None  # the key of one that stayed, which its prompt begins as
     adapter: str = ""  # the name of a LoRA adapter
+    modules: list[tuple[int, int]] = []  # first and end of its parts that are
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=2):

@@ -52,7 +52,7 @@ class RequestEvent:
             leader.prompt_len,
             leader.priority,
             output_tokens=output,
-            cached_tokens=metrics.cached_tokens,
+            cached_tokens=metrics.reused_tokens,
             reason=reason,
             seconds=now - metrics.arrival,
             queue_seconds=metrics.queue_seconds,

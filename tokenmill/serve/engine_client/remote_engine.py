@@ -216,11 +216,12 @@ class RemoteEngine:
         request, metrics = sequence.request, sequence.request.metrics
         self._count_admitted(sequence)
         request.state = State.RUNNING
-        sequence.read_at = self._prefilled + request.prompt_len - admitted.cached_tokens
+        spared = admitted.cached_tokens + admitted.module_tokens
+        sequence.read_at = self._prefilled + request.prompt_len - spared
         if metrics.first_scheduled is None:
             if admitted.scheduled is not None and self._offset is not None:
                 metrics.first_scheduled = admitted.scheduled + self._offset
-            metrics.cached_tokens = admitted.cached_tokens
+            metrics.cached_tokens, metrics.module_tokens = admitted.cached_tokens, admitted.module_tokens
 
     def _count_admitted(self, sequence: RemoteSequence) -> None:
         """It no longer waits to be let in."""
@@ -318,6 +319,7 @@ class RemoteEngine:
                 keep=request.keep,
                 continues=None if request.continues is None else self._held.get(request.continues),
                 adapter=request.adapter,
+                modules=[(one.first, one.end) for one in request.modules],
             )
         )
         for one in group:

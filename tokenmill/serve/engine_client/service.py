@@ -7,12 +7,13 @@ import contextlib
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import TokenmillError
 from tokenmill.kv.prefix import IdentityChains
+from tokenmill.model.marked_text import Marks
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
 from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
@@ -32,6 +33,8 @@ from tokenmill.serve.engine_client.supervisor import Supervisor
 from tokenmill.serve.engine_client.text_pool import SHORT, TextPool, size_of
 from tokenmill.serve.settings import ServeSettings
 from tokenmill.step_time import Facts
+
+T = TypeVar("T")
 
 
 class Service:
@@ -243,9 +246,16 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a conversation; options are those of Processor.chat_ids (chat_template, tools, ...)."""
+        return await self._rendered(self._processor.chat_ids, messages, options)
+
+    async def chat_prompt(self, messages: Sequence[Message], marks: Marks, **options: Any) -> Prompt:
+        """The same with its modules, which have been taken out of the messages."""
+        return await self._rendered(self._processor.chat_prompt, messages, options | {"marks": marks})
+
+    async def _rendered(self, render: Callable[..., T], messages: Sequence[Message], options: dict[str, Any]) -> T:
         self._check_started()
         size = max(SHORT + 1, sum(size_of(one.get("content")) for one in messages))  # templates may take their time
-        return await self.texts.run(size, self._processor.chat_ids, messages, **options)
+        return await self.texts.run(size, render, messages, **options)
 
     # -- to watch -------------------------------------------------------------------------------------------
 
@@ -321,7 +331,7 @@ class Service:
         for admitted in message.admitted:
             begun = self._remote.sequences.get(admitted.key)
             if begun is not None and begun is begun.group[0]:  # the others fork its prompt
-                self._admission.learn_prompt(begun.request.prompt_len, admitted.cached_tokens)
+                self._admission.learn_prompt(begun.request.prompt_len, admitted.cached_tokens + admitted.module_tokens)
         lag = self._remote.take_in(message)
         self._last_step = now = self._remote.clock()
         tokens = sum(len(update.tokens) for update in message.updates)
@@ -380,7 +390,7 @@ class Service:
         now, leader = self._remote.clock(), request_state.leader
         reason = str(request_state.sequences[0].finish)
         output = sum(sequence.num_tokens for sequence in request_state.sequences)
-        self._counters.close(reason, leader.prompt_len, output, leader.metrics.cached_tokens)
+        self._counters.close(reason, leader.prompt_len, output, leader.metrics.reused_tokens)
         if reason in (Finish.STOP, Finish.LENGTH):
             if leader.pooling is None:
                 self._admission.learn_answer(leader.num_output)

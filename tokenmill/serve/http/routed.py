@@ -152,7 +152,7 @@ class FrameWriter:
             finish = str(one.finish) if ended else None
             found[at] = ResumedSequence(one.tokens_from(before), logprobs, finish)
             self._tokens[at], self._ended[at] = one.num_tokens, ended
-        cached = state.leader.metrics.cached_tokens
+        cached = state.leader.metrics.reused_tokens
         return framed(part, Told(found, numbered, cached=cached)) if part or found else b""
 
 

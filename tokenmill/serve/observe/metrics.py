@@ -161,6 +161,7 @@ class _StatsCollector(Collector):
             "cached_tokens": ("Prompt tokens that the prefix cache supplied", stats.cached_tokens),
             "prefix_cache_queried_tokens": ("Prompt tokens looked up in the prefix cache", stats.cache_queried),
             "prefix_cache_hit_tokens": ("Prompt tokens found in the prefix cache", stats.cache_hit),
+            "module_tokens": ("Prompt tokens copied from modules", engine.module_placed),
             "preemptions": ("Requests that had to give up their blocks", stats.preemptions),
             "evictions": ("Cached blocks given up", stats.evicted_blocks),
             "failed_steps": ("Steps that did not complete", stats.failed_steps),
