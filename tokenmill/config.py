@@ -228,6 +228,21 @@ class EngineConfig:
         choices=("lru", "lfu", "cost", "learned"),
         more="[What each finds](performance.md#eviction)",
     )
+    kv_pruning: str | None = option(
+        None,
+        "drop keys and values of old tokens while requests run: all (window), or those with long keys (keynorm), or by "
+        "a trained network (gate)",
+        MEMORY,
+        choices=("window", "keynorm", "gate"),
+        unset="nothing is dropped",
+        more="Answers change. [What it costs](performance.md#pruning)",
+    )
+    kv_pruning_keep: float = option(
+        0.5, "with kv_pruning: share of old tokens that stays, in every layer and head", MEMORY, above=0, high=0.875
+    )
+    kv_pruning_window: int = option(
+        64, "with kv_pruning: the newest tokens, of which none is dropped", MEMORY, low=16, unit="tokens"
+    )
     kv_host_memory: int | None = option(
         None,
         "bytes of the host's memory for KV that the device has no room for",
@@ -442,6 +457,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {address!r}; it must be host:port, such as 10.0.0.7:7100")
             if address is not None and self.kv_secret_file is None:
                 raise ConfigError(f"{name} needs a secret that both sides know; set kv_secret_file")
+        self._check_pruning()
         if self.cache_dir is not None:
             root(self.cache_dir)  # refuses an empty one
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -458,6 +474,26 @@ class EngineConfig:
                 f"batch_invariant is set and quantization is {self.quantization!r}, whose products depend on the "
                 "batch; leave one of them out"
             )
+
+    def _check_pruning(self) -> None:
+        """What pruning does not go together with."""
+        if self.kv_pruning is None:
+            return
+        for name, instead in (
+            ("speculation", (None, "off")),
+            ("eviction", ("lru",)),
+            ("batching", ("continuous",)),
+            ("kv_cache", (True,)),
+            ("enable_chunked_prefill", (True,)),
+            ("parallel", (None,)),
+            *((place, (None,)) for place in ("kv_host_memory", "kv_disk_path", "kv_listen", "kv_push_to")),
+        ):
+            value = getattr(self, name)
+            if value not in instead:
+                raise ConfigError(
+                    f"kv_pruning is {self.kv_pruning!r} and {name} is {value!r}, which do not go together; leave one "
+                    "of them out"
+                )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -65,6 +65,9 @@ OTHER: dict[str, Any] = {
     "eviction": "learned",
     "max_memory": 1 << 34,
     "weights_offload": 1 << 30,
+    "kv_pruning": "keynorm",
+    "kv_pruning_keep": 0.25,
+    "kv_pruning_window": 128,
     "kv_host_memory": 1 << 30,
     "kv_disk_path": "/some/where",
     "kv_disk_bytes": 1 << 33,
@@ -180,7 +183,8 @@ def test_every_setting_reaches_the_engine_from_everywhere(make: Any, front: str)
     if front.endswith("--config") and not front.startswith("serve"):
         settings = {name: value for name, value in settings.items() if name not in SERVERS}
     alone = {"batch_invariant": settings.pop("batch_invariant")}  # not with quantized weights
-    for given in (settings, alone):
+    pruned = {name: settings.pop(name) for name in OTHER if name.startswith("kv_pruning")}  # nor with much else
+    for given in (settings, alone, pruned):
         found = make(front, **given)
         assert isinstance(found, EngineConfig), found
         reached = {name: getattr(found, name) for name in given}

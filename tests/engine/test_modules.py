@@ -310,6 +310,8 @@ def test_models_and_settings_that_cannot_have_modules_say_so(tmp_path: Any) -> N
     assert answer(llm, *parts).num_module_tokens == 0
     with pytest.raises(ConfigError, match="prompt_modules is set, but modules are kept in the prefix cache"):
         opened(tmp_path / "refused", enable_prefix_caching=False, prompt_modules=True)
+    with pytest.raises(ConfigError, match="kv_pruning drops keys and values"):
+        opened(tmp_path / "pruned", kv_pruning="window", prompt_modules=True)
     groups = EngineConfig(parallel="dp2")
     assert "groups of ranks (dp)" in (_why_not(groups, llm._built.spec) or "")
     latent = write_tiny(

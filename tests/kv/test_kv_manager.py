@@ -22,6 +22,7 @@ class Sequence:
     blocks: list = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
+    pruned: int = 0
     identities: list = field(default_factory=list)
     last_step: int = 0
     num_exact: int = sys.maxsize

@@ -22,6 +22,7 @@ from tokenmill.engine.scheduler.policy import Policy
 from tokenmill.engine.step import Pending, Step, parts_of
 from tokenmill.errors import QueueFull, StepFailed
 from tokenmill.kv.manager import KVManager
+from tokenmill.kv.pruning import Pruning
 
 HEAD_BOUND = 3  # steps that may serve a lower class while a realtime head waits for what that class holds
 STEPS_PER_CLIENT = 200  # far above what any load needs: passing it means that something hangs
@@ -45,6 +46,7 @@ class House:
     held_share: float = 0.5
     groups: int = 1  # of ranks with requests of their own, each with these sizes
     modules: ModuleRules | None = None
+    pruning: Pruning | None = None
 
     def build(self, faults: Faults | None = None) -> Engine:
         clock = SimulatedClock()
@@ -59,8 +61,10 @@ class House:
         stages, isolation = [1 / self.stages] * self.stages, Isolation()
 
         def group() -> tuple[Scheduler, SimulatedRunner]:
-            kv = KVManager(self.blocks, self.block_size, self.prefix_caching, self.eviction)
-            runner = SimulatedRunner(self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults, stages=stages)
+            kv = KVManager(self.blocks, self.block_size, self.prefix_caching, self.eviction, self.pruning)
+            runner = SimulatedRunner(
+                self.blocks, self.block_size, clock, vocab=VOCAB, faults=faults, stages=stages, pruning=self.pruning
+            )
             return Scheduler(limits, kv, self.policy, isolation=isolation, modules=self.modules), runner
 
         if self.groups == 1:

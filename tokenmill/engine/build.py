@@ -18,6 +18,7 @@ from tokenmill.engine.core import Engine
 from tokenmill.engine.identity import model_identity
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
 from tokenmill.engine.modules import module_rules
+from tokenmill.engine.pruning import pruning_for, pruning_lines
 from tokenmill.engine.rank_model import RankModel, RankRunner, load_model, most_verified, prepare
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.processes import RankProcesses
@@ -158,6 +159,7 @@ def _build(
         *settings.reasons,
         *_eviction_lines(engine.scheduler.parts[0].kv),
         f"modules      {modules_line}",
+        *pruning_lines(engine.scheduler.parts[0].kv.pruning),
         f"speculation  {drafts}",
         *_ops_lines(model.ops),
         *warmed,
@@ -213,6 +215,7 @@ def join(
                 settings.block_size,
                 config.enable_prefix_caching and batching.may_share,
                 config.eviction,
+                pruning_for(config, settings.block_size, model.prepared.spec),
             ),
             policy,
             pace=pace_for(limits, config.slo_itl_ms, config.slo_ttft_ms),
@@ -220,6 +223,7 @@ def join(
             find_shared_prefixes=config.shared_prefix_attention
             and not config.batch_invariant
             and device.type == "cuda"
+            and config.kv_pruning is None
             and None in model.prepared.spec.windows,
             isolation=isolation,
             modules=modules,

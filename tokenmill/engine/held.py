@@ -21,6 +21,7 @@ class HeldSequence:
     blocks: list[int]
     num_computed: int  # leading tokens whose keys and values lie in the blocks
     num_published: int
+    pruned: int = 0
     identities: list[bytes] = field(default_factory=list)
     last_step: int = 0  # newest step that computed some of its tokens
     fence: int = 0  # and that reads its blocks, for itself or for who continues it
@@ -54,7 +55,7 @@ class HeldSequences:
     def take_over(self, request: Request) -> None:
         """An ended request's blocks go on to be held, without what it had room for beyond its tokens."""
         computed = min(request.num_computed, len(request.tokens))
-        used = self._kv.blocks_for(computed)
+        used, full = self._kv.blocks_for(computed - request.pruned), self._kv.blocks_for(computed)
         spare = request.blocks[used:]
         request.blocks = request.blocks[:used]
         one = HeldSequence(
@@ -64,13 +65,14 @@ class HeldSequences:
             adapter_key=request.adapter_key,
             blocks=request.blocks,
             num_computed=computed,
-            num_published=min(request.num_published, used),
-            identities=request.identities[: min(request.num_published, used)],
+            num_published=min(request.num_published, full),
+            pruned=request.pruned,
+            identities=request.identities[: min(request.num_published, full)],
             last_step=request.last_step,
             fence=request.fence,
             in_float32=request.in_float32,
         )
-        request.blocks, request.num_computed, request.num_published = [], 0, 0
+        request.blocks, request.num_computed, request.num_published, request.pruned = [], 0, 0, 0
         self._kv.pool.release(spare, request.fence)
         self.drop(request.id)  # a request of the same name, long ago
         self._of[one.id] = one

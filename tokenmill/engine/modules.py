@@ -47,6 +47,8 @@ def _why_not(config: EngineConfig, spec: DecoderSpec) -> str | None:
         return "this model caches latents (MLA), and these cannot be turned to another place yet"
     if parse_layout(config.parallel).dp > 1:
         return "requests are divided among groups of ranks (dp), which do not place modules yet"
+    if config.kv_pruning is not None:
+        return "kv_pruning drops keys and values, and modules are copied whole"
     if not config.enable_prefix_caching:
         return "modules are kept in the prefix cache, and enable_prefix_caching is off"
     if config.batching != "continuous" or not config.kv_cache:

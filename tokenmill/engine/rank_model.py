@@ -23,6 +23,7 @@ from tokenmill.engine.choices import (
     native_for,
     schemes_for,
 )
+from tokenmill.engine.pruning import pruner_for, pruning_for
 from tokenmill.engine.rank_parts import fullest, schemes_of_part
 from tokenmill.engine.runner.data_rank import DataRank
 from tokenmill.engine.runner.guard import PrecisionGuard
@@ -218,6 +219,7 @@ class RankModel:
             device=made.device,
             native=self.native_kv,
             memory=kv_memory,
+            pruned=config.kv_pruning is not None,
         )
         graphs = self.records(decoder) and others is None  # the host hears how many tokens come
         prompt_graphs = config.prompt_graphs and not hidden_is_read  # pieces leave nothing for it
@@ -240,6 +242,8 @@ class RankModel:
             guard=PrecisionGuard(decoder, self.need, settings.max_len) if made.guarded else None,
         )
         runner.reserve(settings.memory.activations)
+        if (pruning := pruning_for(config, settings.block_size, part)) is not None:
+            runner.pruner = pruner_for(pruning, decoder, state)
         if every is not None and layout.dp > 1:
             return DataRank(runner, every, layout)
         return runner if pipe is None else LastStage(runner, pipe)

@@ -133,6 +133,7 @@ class Request:
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    pruned: int = 0  # leading tokens that have no slot in the blocks any more (`kv/pruning.py`)
     pending: int = 0  # tokens that launched steps will sample, at least: one for each
     unsure: int = 0  # and beyond that: drafts whose fate only the device knows yet
     told: int = 0  # leading tokens that every stage of a pipeline knows

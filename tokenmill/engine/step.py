@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tokenmill.kv.moves import Move, Placement
+from tokenmill.kv.pruning import Compaction
 from tokenmill.sampling.records import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Step:
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, first index, block ids)
     moves: list[Move] = field(default_factory=list)  # blocks that are copied first (copy-on-write)
     placements: list[Placement] = field(default_factory=list)  # modules that are copied into rows, then
+    compactions: list[Compaction] = field(default_factory=list)  # what survives of old segments, moved next
+    pruned: dict[int, int] = field(default_factory=dict)  # row -> tokens of it that have no slot any more
     # row -> proposed tokens for the positions from start + 1 on, of which as many as the row samples beyond one are
     # verified in this step: those that stand at the device's own positions
     drafts: dict[int, list[int]] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from tokenmill.kv.eviction.policy import NO_BLOCK, EvictionPolicy
 from tokenmill.kv.moves import Move
 from tokenmill.kv.pool import BlockPool
 from tokenmill.kv.prefix import IdentityChains, PrefixIndex
+from tokenmill.kv.pruning import Compaction, PrunedPrefix, Pruning
 
 if TYPE_CHECKING:
     from tokenmill.kv.transfers import Transfers
@@ -23,7 +24,8 @@ class Holder(Protocol):
     tokens: list[int]  # known tokens
     blocks: list[int]
     num_computed: int
-    num_published: int  # leading blocks that are in the prefix index
+    num_published: int  # leading blocks of its text that are in the prefix index, or were
+    pruned: int  # tokens that have no slot in the blocks any more
     identities: list[bytes]  # of its full blocks, computed lazily
     salt: str
     adapter_key: str
@@ -47,6 +49,8 @@ class CacheStats:
     hit: int = 0
     placed: int = 0  # copied from modules
     evicted_blocks: int = 0
+    pruned: int = 0  # tokens whose keys and values were dropped while their request ran
+    kept: int = 0  # tokens that survived beside them
 
 
 class KVManager:
@@ -54,14 +58,22 @@ class KVManager:
 
     A request's blocks:  [ in the prefix index, perhaps shared | full, its own | tail, its own ]
                          0                                     num_published                   len(blocks)
-    Steps write only what lies after num_published, so shared blocks never change; a fork copies the tail.
+    Steps write only what lies after num_published, so shared blocks never change; a fork copies the tail. Where it is
+    pruned, fewer blocks stand for the text before the recent window (`pruning.py`).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, eviction: str = "lru") -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        eviction: str = "lru",
+        pruning: Pruning | None = None,
+    ) -> None:
+        self.block_size, self.pruning = block_size, pruning
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex()
-        self._chains = IdentityChains(block_size)
+        self._chains = IdentityChains(block_size, pruning.name if pruning is not None else "")
         self.eviction = policy_for(eviction, num_blocks, block_size) if prefix_caching else None
         self.pool = BlockPool(num_blocks, on_evict=self._evicted, eviction=self.eviction)
         self.stats = CacheStats()
@@ -71,11 +83,43 @@ class KVManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def match(self, request: Holder) -> list[int]:
-        """Cached blocks that hold the request's first tokens; at least one token is left to compute."""
+    def slots_for(self, tokens: int) -> int:
+        """That a request needs at some time which reads so many tokens from its beginning."""
+        return tokens if self.pruning is None else self.pruning.most_slots(tokens)
+
+    def match(self, request: Holder, skip: int | None = None) -> list[int]:
+        """Cached blocks that hold the request's first tokens, no more than `skip`; one at least is left to compute."""
         if not self.prefix_caching:
             return []
-        return self.index.find_leading(self.names(request))
+        names = self.names(request)
+        if skip is not None:
+            names = names[: skip // self.block_size]
+        return self.index.find_leading(names) if self.pruning is None else self._match_pruned(names, self.pruning)
+
+    def _match_pruned(self, names: list[bytes], pruning: Pruning) -> PrunedPrefix:
+        """The longest beginning whose blocks are all there, pruned as they are when its last step begins."""
+        size, find = self.block_size, self.index.find_leading
+        sinks = find(names[: pruning.sinks // size])
+        survivors: list[int] = []  # of all segments that are there from the first one on
+        ends = [0]  # how many of them, by number of segments
+        whole = len(sinks) * size == pruning.sinks
+        for segment in range(pruning.segments(pruning.at(len(names) * size)) if whole else 0):
+            wanted = pruning.survivors(names, segment)
+            found = find(wanted)
+            if len(found) < len(wanted):
+                break
+            survivors += found
+            ends.append(len(survivors))
+        for start in range(len(names) * size // pruning.segment * pruning.segment, -1, -pruning.segment):
+            pruned = pruning.at(start)
+            if (segments := pruning.segments(pruned)) >= len(ends):
+                continue
+            first = pruning.first_raw(pruned) // size
+            raw = find(names[first : (start + pruning.segment) // size])
+            if (first + len(raw)) * size >= start:
+                before = sinks + survivors[: ends[segments]] if segments else []
+                return PrunedPrefix(before + raw, pruned)
+        return PrunedPrefix([], 0)
 
     def names(self, request: Holder) -> list[bytes]:
         """Identities of the blocks that a request may start on."""
@@ -89,7 +133,7 @@ class KVManager:
 
     def needed(self, hits: list[int], tokens: int) -> int:
         """Free blocks that starting a request of so many tokens on these hits takes out of the pool."""
-        return self.blocks_for(tokens) - len(hits) + self.revived(hits)
+        return self.blocks_for(self.slots_for(tokens)) - len(hits) + self.revived(hits)
 
     def revived(self, blocks: list[int]) -> int:
         """How many of these nobody uses now."""
@@ -102,8 +146,9 @@ class KVManager:
             self.eviction.asked(request.identities, hits, len(request.tokens) // self.block_size)
         self.pool.share(hits)
         request.blocks = list(hits)
-        request.num_computed = len(hits) * self.block_size
-        request.num_published = len(hits)
+        request.pruned = hits.pruned if isinstance(hits, PrunedPrefix) else 0
+        request.num_computed = len(hits) * self.block_size + request.pruned
+        request.num_published = request.num_computed // self.block_size
         request.num_exact = sys.maxsize
         if self.prefix_caching:
             self.stats.queried += len(request.tokens)
@@ -111,9 +156,9 @@ class KVManager:
         if self.transfers is not None and hits:
             self.transfers.used_again(hits)
 
-    def grow(self, request: Holder, tokens: int) -> list[int] | None:
-        """Take blocks until the request holds room for `tokens`; None (and nothing taken) if they do not fit."""
-        missing = self.blocks_for(tokens) - len(request.blocks)
+    def grow(self, request: Holder, slots: int) -> list[int] | None:
+        """Take blocks until the request has so many slots; None (and nothing taken) if they do not fit."""
+        missing = self.blocks_for(slots) - len(request.blocks)
         if missing > self.pool.num_free:
             return None
         fresh = [self.pool.take() for _ in range(missing)]
@@ -125,13 +170,13 @@ class KVManager:
 
         Returns what the next step moves first. The caller checked `num_free`.
         """
-        whole, rest = divmod(tokens, self.block_size)
+        whole, rest = divmod(tokens - parent.pruned, self.block_size)
         for block in parent.blocks[:whole]:
             self.pool.references[block] += 1  # the parent holds one, so it is not in the free list
         child.blocks = parent.blocks[:whole]
-        child.num_computed = tokens
+        child.num_computed, child.pruned = tokens, parent.pruned
         child.num_exact = parent.num_exact
-        child.num_published = min(parent.num_published, whole)
+        child.num_published = min(parent.num_published, tokens // self.block_size)
         child.identities = parent.identities[: child.num_published]
         if not rest:
             return []
@@ -147,14 +192,91 @@ class KVManager:
         if full <= request.num_published:
             return
         identities = self._identities(request, full)
+        gone = request.pruned // self.block_size
         for number in range(request.num_published, full):
-            block = request.blocks[number]
+            block = request.blocks[number - gone]
             if self.index.publish(identities[number], block, request.salt):
                 self.pool.mark_content(block, True)
                 self._unproven.append((request.last_step, block))
                 if self.eviction is not None:
                     self._describe(self.eviction, request, number)
         request.num_published = full
+
+    def can_fork(self, parent: Holder, tokens: int) -> bool:
+        """Whether what the parent has of these leading tokens is what their successor sees."""
+        return self.pruning is None or parent.pruned <= self.pruning.at(tokens)
+
+    def compaction_need(self, request: Holder, furthest: int) -> int | None:
+        """Blocks that its next step takes out of the pool if it goes so far; None: nothing is due to be dropped."""
+        pruning = self.pruning
+        if pruning is None or (pruned := pruning.at(request.num_computed)) == request.pruned:
+            return None
+        if pruned != request.pruned + pruning.segment - pruning.kept:
+            raise AssertionError(f"{request} is at {request.num_computed} with {request.pruned} tokens pruned")
+        kept = pruning.kept // self.block_size
+        held = len(request.blocks) - pruning.segment // self.block_size  # without survivors
+        cached = self._cached_survivors(request, pruning)
+        if cached:
+            taken, held = sum(self.pool.references[block] == 0 for block in cached), held + kept
+        else:
+            spare = len(request.blocks) - self.blocks_for(request.num_computed - request.pruned)
+            taken = max(0, kept - spare)
+            held += taken
+        return taken + max(0, self.blocks_for(furthest - pruned) - held)
+
+    def is_being_filled(self, request: Holder, step: int) -> bool:
+        """Whether this step computes what the request would drop: others may fill blocks that it has started on."""
+        pruning = self.pruning
+        assert pruning is not None
+        first = (pruning.sinks + pruning.segments(request.pruned) * pruning.kept) // self.block_size
+        sources = request.blocks[first : first + pruning.segment // self.block_size]
+        return any(number == step and block in sources for number, block in self._unproven)
+
+    def compact(self, request: Holder, step: int) -> tuple[Compaction | None, int]:
+        """Drop what is due of the request's oldest segment, or take what somebody has left of the same text.
+
+        Returns what the step does first, if anything, and from which of its blocks on the request has other ones. The
+        caller asked for its `compaction_need`.
+        """
+        pruning, size = self.pruning, self.block_size
+        assert pruning is not None
+        segment = pruning.segments(request.pruned)
+        first = (pruning.sinks + segment * pruning.kept) // size
+        position = pruning.sinks + segment * pruning.segment
+        sources = request.blocks[first : first + pruning.segment // size]
+        survivors = self._cached_survivors(request, pruning)
+        compaction = None
+        if survivors:
+            self.pool.share(survivors)
+        elif pruning.kept:
+            unused = self.blocks_for(request.num_computed - request.pruned)
+            while len(survivors) < pruning.kept // size:
+                survivors.append(request.blocks.pop() if len(request.blocks) > unused else self.pool.take())
+            compaction = Compaction(tuple(sources), tuple(survivors), position)
+            self._publish_survivors(request, pruning, segment, survivors, step)
+        request.blocks[first : first + pruning.segment // size] = survivors
+        self.pool.release(sources, step)
+        request.pruned += pruning.segment - pruning.kept
+        self.stats.pruned += pruning.segment - pruning.kept
+        self.stats.kept += pruning.kept
+        return compaction, first
+
+    def _named_survivors(self, request: Holder, pruning: Pruning) -> list[bytes]:
+        """Of the segment that is next; none where its text is nobody's to find."""
+        segment = pruning.segments(request.pruned)
+        end = (pruning.sinks + (segment + 1) * pruning.segment) // self.block_size
+        return pruning.survivors(request.identities, segment) if request.num_published >= end else []
+
+    def _cached_survivors(self, request: Holder, pruning: Pruning) -> list[int]:
+        names = self._named_survivors(request, pruning)
+        found = self.index.find_leading(names)
+        return found if len(found) == len(names) else []
+
+    def _publish_survivors(self, request: Holder, pruning: Pruning, segment: int, blocks: list[int], step: int) -> None:
+        for name, block in zip(self._named_survivors(request, pruning), blocks, strict=False):
+            if self.index.publish(name, block, request.salt):
+                self.pool.mark_content(block, True)
+                self._unproven.append((step, block))
 
     def settle(self, step: int) -> None:
         """Step `step` and all before it are done: what they filled is there, what they read may be given away."""
@@ -193,6 +315,7 @@ class KVManager:
         request.blocks = []
         request.num_computed = 0
         request.num_published = 0
+        request.pruned = 0
 
     def reset_prefix_cache(self, salt: str | None = None) -> None:
         """Forget all cached content, or that of one salt, wherever it is; blocks in use stay in use."""

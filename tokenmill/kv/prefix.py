@@ -13,12 +13,14 @@ from tokenmill.kv.events import CacheLog
 IDENTITY_BYTES = 16
 
 
-def root_identity(salt: str, adapter: str = "") -> bytes:
+def root_identity(salt: str, adapter: str = "", pruning: str = "") -> bytes:
     """The parent of a first block. Another salt is another tree: tenants cannot see each other's cache.
 
-    The same holds for an adapter, which is named by what its files say.
+    The same holds for an adapter, which is named by what its files say; and for what pruning drops, because keys and
+    values of a token depend on which tokens it has seen.
     """
-    return _digest(struct.pack("<II", len(salt.encode()), len(adapter.encode())) + salt.encode() + adapter.encode())
+    lengths = struct.pack("<II", len(salt.encode()), len(adapter.encode()))
+    return _digest(lengths + salt.encode() + adapter.encode() + pruning.encode())
 
 
 def _digest(data: bytes) -> bytes:
@@ -31,8 +33,8 @@ class IdentityChains:
     Sequences that begin as the one before are not hashed again there.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, pruning: str = "") -> None:
+        self._block_size, self._pruning = block_size, pruning
         self._last: tuple[bytes, bytes, list[bytes]] = b"", b"", []  # root, packed tokens, chain of the last new one
 
     def extend(self, chain: list[bytes], salt: str, tokens: Sequence[int], count: int, adapter: str = "") -> None:
@@ -44,7 +46,7 @@ class IdentityChains:
         words, size = packed.tobytes(), 4 * self._block_size
         root = b""
         if is_new:
-            root = root_identity(salt, adapter)
+            root = root_identity(salt, adapter, self._pruning)
             chain += self._known_beginning(root, words, size)
         parent = chain[-1] if chain else root
         for at in range(len(chain) * size if is_new else 0, len(words), size):

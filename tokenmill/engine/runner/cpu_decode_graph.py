@@ -46,9 +46,12 @@ class RecordedDecode:
         # Written by the host before each step.
         self._rows = torch.zeros(max_rows, dtype=torch.int64)
         self._starts = torch.zeros(max_rows, dtype=torch.int64)
+        # Where their tokens stand among the slots of their rows: the starts themselves unless rows may be pruned.
+        self._places = torch.zeros(max_rows, dtype=torch.int64) if state.pruned else self._starts
+        self._unread = torch.zeros(max_rows if state.pruned else 0, dtype=torch.int64)  # ids of no interest
         self._greedy = torch.zeros(1, dtype=torch.int64)
         self._host_rows, self._host_starts = self._rows.numpy(), self._starts.numpy()
-        self._host_greedy = self._greedy.numpy()
+        self._host_greedy, self._host_places = self._greedy.numpy(), self._places.numpy()
         self._host_tables = state.block_tables.view(-1).numpy()
         self._host_tokens, self._host_lengths = state.tokens.numpy(), state.lengths.numpy()
         # Written by the first op of a step for the others, and by the last one.
@@ -78,6 +81,8 @@ class RecordedDecode:
             self._host_starts[:n] = step.starts
         if self._adapters is not None:
             self._adapters[:n] = torch.from_numpy(np.repeat(step.adapters, step.counts))
+        if self._state.pruned:
+            self._host_places[:n] = self._host_starts[:n] - [step.pruned.get(row, 0) for row in step.rows]
         at, value = block_writes(step, self._state.max_blocks)
         if len(at):
             self._host_tables[at] = value
@@ -111,6 +116,7 @@ class RecordedDecode:
             self._state,
             self._rows[:n],
             self._starts[:n],
+            self._places[:n],
             self._attention(n),
             entries=torch.arange(n),
             all_wanted=True,
@@ -165,6 +171,11 @@ class RecordedDecode:
                     self._rows, self._starts, self._state.tokens, self._state.block_tables, self._state.block_size,
                     self._ids, self._slots, self._table_rows, self._context,
                 )  # fmt: skip
+                if self._state.pruned:
+                    decode_inputs(
+                        self._rows, self._places, self._state.tokens, self._state.block_tables, self._state.block_size,
+                        self._unread, self._slots, self._table_rows, self._context,
+                    )  # fmt: skip
                 self._hidden, self._logits = self._decode(self.capacity)
                 self._choose()
         except NotRecordableError as error:
@@ -212,7 +223,7 @@ class RecordedDecode:
             max_context=self._state.max_len,
             host_rows=self._host_rows[:n].tolist(),
             host_counts=[1] * n,
-            host_context=(self._host_starts[:n] + 1).tolist(),
+            host_context=(self._host_places[:n] + 1).tolist(),
         )
 
 

@@ -145,7 +145,7 @@ def beginning_of(tokens: TokenBatch) -> TokenBatch:
     """The first few tokens of the first row: what they give does not depend on those that follow."""
     batch = tokens.attention
     count = min(_COMPARED, int(batch.q_start[1]))
-    context = int(tokens.positions[count - 1]) + 1
+    context = int(batch.context[0]) - int(batch.q_start[1]) + count
     attention = AttentionBatch(
         rows=batch.rows[:1],
         q_start=torch.tensor([0, count], dtype=torch.int32),

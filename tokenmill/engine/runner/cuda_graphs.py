@@ -122,7 +122,8 @@ class DecodeGraphs:
     def takes(self, step: Step) -> bool:
         """Whether every row of the step decodes and nothing else happens, and there is room for what it brings."""
         largest = self.recordings.sizes[-1]
-        if step.in_float32 or step.adapters or not only_decodes(step) or step.num_tokens > largest:
+        is_other = step.in_float32 or step.adapters or step.pruned
+        if is_other or not only_decodes(step) or step.num_tokens > largest:
             return False
         self._traits = self._sampler.traits(step.rows)
         if not self._sampler.recordable(self._traits):

@@ -30,7 +30,7 @@ class AttentionRows:
     """Rows as attention sees them. One that verifies drafts may be several, of one query each."""
 
     rows: list[int]
-    starts: list[int]
+    starts: list[int]  # slots before the first query
     counts: list[int]
     context: list[int]  # at most so many keys: the device may know of fewer
     num_singles: int
@@ -45,6 +45,8 @@ class AttentionRows:
             rows = [row for row, _ in singles] + rows[decodes:]
             starts = [start for _, start in singles] + starts[decodes:]
             counts = [1] * num_singles + counts[decodes:]
+        if step.pruned:
+            starts = [start - step.pruned.get(row, 0) for row, start in zip(rows, starts, strict=True)]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         if step.slack:
             ends = [end + step.slack.get(row, 0) for row, end in zip(rows, ends, strict=True)]
@@ -64,7 +66,8 @@ def pack(
     where they are fewer, by repeating the first; split_drafts: attention sees drafts as rows of one query each;
     mask_rows: where the masks of entries are, by row and number within the row (`Sampler.mask_rows`).
 
-    Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t].
+    Attention: rows [n], q_start [n + 1], context [n].   Tokens: token_rows [t], positions [t], and where they stand in
+    their row's blocks, which is the position unless it is pruned: places [t] (empty where no row is).
     Sampling: entries [m] (which tokens), entry_rows [m], entry_positions [m] (where the new token will stand).
     Writes: token_at/token_value into the token table, block_at/block_value into the block tables (flat indices),
     move_from/move_to (blocks).   A shared prefix: shared_members, shared_tokens [n]; both empty without one.
@@ -97,6 +100,7 @@ def pack(
         "context": np.array(seen.starts, dtype=np.int64) + queries,
         "token_rows": _padded(token_rows, *padding),
         "positions": _padded(positions, padding[0], 0),
+        "places": _padded(_places(step, positions, counts), padding[0] if step.pruned else 0, 0),
         "entries": _padded(entries, num_entries, entries[0] if len(entries) else 0),
         "entry_rows": entry_rows,
         "entry_positions": entry_positions,
@@ -121,6 +125,14 @@ def pack(
         sections[name] = slice(at, at + len(part))
         at += len(part)
     return PackedStep(np.concatenate(list(named.values())), sections, entry_rows.tolist(), seen)
+
+
+def _places(step: Step, positions: Ints, counts: Ints) -> Ints:
+    """Empty where every token stands at its position."""
+    if not step.pruned:
+        return np.zeros(0, dtype=np.int64)
+    behind = np.array([step.pruned.get(row, 0) for row in step.rows], dtype=np.int64)
+    return positions - np.repeat(behind, counts)
 
 
 def _on_device(move: Move) -> Move:

@@ -40,6 +40,7 @@ class PreparedStep:
     state: DeviceState
     rows: torch.Tensor  # [tokens] int64; padding, where the path asked for it, is of the scratch row
     positions: torch.Tensor  # [tokens] int64
+    places: torch.Tensor  # [tokens] int64: among the slots of their rows; the positions where nothing is pruned
     attention: AttentionBatch  # without the padding
     entries: torch.Tensor  # [n]: tokens whose logits are wanted
     all_wanted: bool  # these are all tokens, in their order
@@ -51,7 +52,7 @@ class PreparedStep:
     def tokens(self) -> TokenBatch:
         """As the decoder takes them; of no use to a path that pads."""
         rows, positions = self.rows, self.positions
-        ids, slots = self.state.tokens[rows, positions], self.state.slots(rows, positions)
+        ids, slots = self.state.tokens[rows, positions], self.state.slots(rows, self.places)
         enters = None if self.state.entering is None else self.state.entering[: len(ids)]
         context = None if self.adapters is None else RowContext(self.adapters)
         return TokenBatch(ids, positions, slots, self.attention, context=context, features=self.features, enters=enters)

@@ -101,9 +101,10 @@ class PieceGraphs(PlainForward):
         self._mixed = torch.zeros(most_tokens, spec.heads, value_dim, dtype=decoder.weights.dtype, device=device)
 
     def takes(self, step: Step) -> bool:
-        """Unless it is too large, or its size cannot be recorded."""
+        """Unless it is too large, or its size cannot be recorded, or rows have fewer slots than positions."""
         sizes = self.recordings.sizes
-        if self.resting or step.adapters or is_speculative(step) or not sizes or step.num_tokens > sizes[-1]:
+        is_other = is_speculative(step) or step.adapters or step.pruned
+        if self.resting or is_other or not sizes or step.num_tokens > sizes[-1]:
             return False
         full = self._pieces + self._decoder.spec.num_layers > RECORDED_PIECES
         self._served = self.recordings.serve(step.num_tokens, may_record=not full)

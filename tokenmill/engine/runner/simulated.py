@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tokenmill.engine.step import Admission, Loss, Pending, Step, StepResult
 from tokenmill.errors import StepFailed
+from tokenmill.kv.pruning import Pruning
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.step_time import LinearStepTime, StepTimeModel, facts_of
 
@@ -75,6 +76,7 @@ class _Row:
     forbidden: list[int]  # stop ids, not to be sampled before position `forbidden_until`
     forbidden_until: int
     width: int  # best candidates wanted (beams)
+    pruned: int = 0  # tokens that have no slot in the table
     pooled: list[float] = field(default_factory=lambda: [0.0, 0.0])  # how many tokens were pooled, and their sum
 
 
@@ -99,8 +101,9 @@ class SimulatedRunner:
         step_time: StepTimeModel = STEP_TIME,
         faults: Faults | None = None,
         stages: Sequence[float] = (1.0,),  # the share of a step's time that each takes
+        pruning: Pruning | None = None,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self._pruning = block_size, pruning
         self.clock = clock
         self.vocab = vocab
         self.step_time = step_time
@@ -240,17 +243,17 @@ class SimulatedRunner:
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int]:
         """Write the hash of every position, each from the one before it as the block table finds it."""
-        memory, size, table, tokens = self._memory, self.block_size, row.table, row.read
+        memory, size, table, tokens, first = self._memory, self.block_size, row.table, row.read, start - row.pruned
         past = ROOT
         if start:
-            past = memory[table[(start - 1) // size] * size + (start - 1) % size]
+            past = memory[table[(first - 1) // size] * size + (first - 1) % size]
         hashes = []
-        for position in range(start, start + count):
-            past = mix(past, tokens[position])
-            memory[table[position // size] * size + position % size] = past
+        for place in range(first, first + count):
+            past = mix(past, tokens[place + row.pruned])
+            memory[table[place // size] * size + place % size] = past
             hashes.append(past)
             if self._placed:
-                self._keep_placed(table[position // size] * size + position % size, None)
+                self._keep_placed(table[place // size] * size + place % size, None)
         return hashes
 
     def _apply_changes(self, step: Step) -> None:
@@ -265,7 +268,13 @@ class SimulatedRunner:
             if row.read is row.tokens or row.tokens[position] != token:
                 self._violation(f"row {number} is told {token} at {position}")
             row.read[position:] = [token]
+        for number in step.rows:
+            self._rows[number].pruned = step.pruned.get(number, 0)
         size = self.block_size
+        for compaction in step.compactions:
+            whole = self._memory[compaction.sources[-1] * size + size - 1]
+            for number, block in enumerate(compaction.targets):
+                self._memory[block * size : (block + 1) * size] = [mix(whole, number)] * size
         for move in step.moves:
             there, here = move.source * size, move.target * size
             self._memory[here : here + size] = self._memory[there : there + size]
@@ -284,10 +293,10 @@ class SimulatedRunner:
         size = self.block_size
         for number, (start, count) in zip(step.rows, spans, strict=True):
             table = self._rows[number].table
-            for position in range(start, start + count):
-                self._memory[table[position // size] * size + position % size] = -step.number
-        for move in step.moves:
-            self._memory[move.target * size : (move.target + 1) * size] = [-step.number] * size
+            for place in range(start - self._rows[number].pruned, start - self._rows[number].pruned + count):
+                self._memory[table[place // size] * size + place % size] = -step.number
+        for block in _moved_to(step):
+            self._memory[block * size : (block + 1) * size] = [-step.number] * size
         for one in step.placements:
             for position in range(one.first, one.first + one.count):
                 self._memory[self._slot(self._rows[one.row], position)] = -step.number
@@ -322,10 +331,35 @@ class SimulatedRunner:
     def _check_history(self, row: _Row, context: int) -> None:
         """One earlier position at random must still hold what this row's tokens say."""
         position = int(self.faults.random.random() * context)
+        if row.pruned:
+            self._check_pruned_history(row, position)
+            return
         past = self._memory[self._slot(row, position - 1)] if position else ROOT
         slot = self._slot(row, position)
         if self._memory[slot] != (self._placed.get(slot) or mix(past, row.tokens[position])):
             self._violation(f"a row reads foreign memory at position {position} of {context}")
+
+    def _check_pruned_history(self, row: _Row, position: int) -> None:
+        """The same where a row has survivors of segments: they must be those of its own text."""
+        pruning, size = self._pruning, self.block_size
+        assert pruning is not None
+        first, place, end, number = pruning.first_raw(row.pruned), position, position, -1
+        if position >= first:
+            place -= row.pruned
+        elif position >= pruning.sinks:
+            if not pruning.kept:
+                return
+            segment, within = divmod(position - pruning.sinks, pruning.segment)
+            within = within * pruning.kept // pruning.segment
+            place, number = pruning.sinks + segment * pruning.kept + within, within // size
+            end = pruning.sinks + (segment + 1) * pruning.segment - 1
+        expected = ROOT
+        for token in row.tokens[: end + 1]:
+            expected = mix(expected, token)
+        if number >= 0:
+            expected = mix(expected, number)
+        if self._memory[row.table[place // size] * size + place % size] != expected:
+            self._violation(f"a pruned row reads foreign memory for position {position}")
 
     def _check_sets(self, step: Step) -> None:
         """With stages, nobody is in a step while a token of it is on its way: the first stage could not know that."""
@@ -343,9 +377,10 @@ class SimulatedRunner:
         if not self._in_flight:
             return
         size = self.block_size
-        fresh = {MOVES: {move.target for move in step.moves}}
+        fresh = {MOVES: set(_moved_to(step))}
         for number, (start, count) in zip(step.rows, spans, strict=True):
-            first, last = -(-start // size), (start + count - 1) // size  # blocks whose first slot is written
+            place = start - self._rows[number].pruned
+            first, last = -(-place // size), (place + count - 1) // size  # blocks whose first slot is written
             fresh[number] = set(self._rows[number].table[first : last + 1]) if first <= last else set()
         for one in step.placements:
             table, end = self._rows[one.row].table, one.first + one.count - 1
@@ -363,8 +398,10 @@ class SimulatedRunner:
     def _blocks_read(self, step: Step, spans: Spans) -> dict[int, set[int]]:
         blocks = {MOVES: {move.source for move in step.moves}}
         blocks[MOVES].update(block for one in step.placements for block in one.blocks)
+        blocks[MOVES].update(block for one in step.compactions for block in one.sources)
         for number, (start, count) in zip(step.rows, spans, strict=True):
-            blocks[number] = set(self._rows[number].table[: (start + count - 1) // self.block_size + 1])
+            row = self._rows[number]
+            blocks[number] = set(row.table[: (start + count - 1 - row.pruned) // self.block_size + 1])
         return blocks
 
     def _slot(self, row: _Row, position: int) -> int:
@@ -373,6 +410,10 @@ class SimulatedRunner:
     def _violation(self, what: str) -> None:
         self.violations.append(what)
         raise AssertionError(what)
+
+
+def _moved_to(step: Step) -> list[int]:
+    return [move.target for move in step.moves] + [block for one in step.compactions for block in one.targets]
 
 
 @dataclass(slots=True)

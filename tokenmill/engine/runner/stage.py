@@ -95,6 +95,7 @@ class StageRunner:
             self.state,
             part["token_rows"],
             part["positions"],
+            part["positions"],
             attention_batch(step, packed, part, self.state),
             part["entries"],
             all_wanted=False,

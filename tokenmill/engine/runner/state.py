@@ -27,9 +27,10 @@ class DeviceState:
         device: torch.device,
         native: bool = False,  # the cache is read and written by the native library
         memory: torch.Tensor | None = None,  # [bytes]: where keys and values lie; None: in memory of its own
+        pruned: bool = False,  # rows may have fewer slots than positions
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.max_len = max_len
+        self.max_len, self.pruned = max_len, pruned
         self.beside: list[DeviceState] = []  # arenas of other models that lie in the same numbered blocks
         self.max_blocks = -(-max_len // block_size)
         self.scratch_row = max_rows  # belongs to nobody: padding of recorded steps reads and writes it
@@ -107,7 +108,7 @@ class DeviceState:
         for other in self.beside:
             other.copy_blocks(source, target)
 
-    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the arena each token's key and value go."""
-        blocks = self.block_tables[rows, positions // self.block_size]
-        return blocks.long() * self.block_size + positions % self.block_size
+    def slots(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Where in the arena the key and value of each token go; places: their positions, less what is pruned."""
+        blocks = self.block_tables[rows, places // self.block_size]
+        return blocks.long() * self.block_size + places % self.block_size

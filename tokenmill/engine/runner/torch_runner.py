@@ -27,6 +27,7 @@ from tokenmill.engine.runner.paths import (
 from tokenmill.engine.runner.piecewise import PieceGraphs, tokens_worth_recording
 from tokenmill.engine.runner.placing import place_modules
 from tokenmill.engine.runner.pooling import Pooled, Pooler
+from tokenmill.engine.runner.pruner import Pruner
 from tokenmill.engine.runner.recordings import TREE_ROWS, WIDTHS, Kind
 from tokenmill.engine.runner.state import DeviceState
 from tokenmill.engine.runner.verify import COLUMNS, REJECTED, settled
@@ -102,6 +103,7 @@ class TorchRunner:
         self.forward_paths: list[ForwardPath] = [PlainForward(decoder, state)]
         self.beside: TorchRunner | None = None  # launches steps of another model between those of this one
         self.feature_reader: FeatureReader | None = None
+        self.pruner: Pruner | None = None  # chooses and moves what survives, where requests are pruned
         self.expects_drafts = False  # steps that verify drafts are got ready before the first request
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
@@ -132,6 +134,9 @@ class TorchRunner:
         with self.on_device():
             if step.slack and self.device.type not in ASYNC_DEVICES:
                 step = settled(step, self.state.lengths.tolist())
+            if step.compactions:
+                assert self.pruner is not None
+                self.pruner.compact(step.compactions)
             self.sampler.take_masks(step.masks)
             for path in self.decode_paths:
                 if path.takes(step) and (sampled := path.run(step)) is not None:
@@ -241,6 +246,7 @@ class TorchRunner:
             self.state,
             part["token_rows"],
             part["positions"],
+            part["places"] if step.pruned else part["positions"],
             attention_batch(step, packed, part, self.state),
             part["entries"],
             all_wanted=len(packed.sample_rows) == step.num_tokens,

@@ -25,18 +25,23 @@ class Gate:
         """Cached blocks to start from, and free blocks needed for what it starts with."""
         room = max(len(request.tokens), self.limits.reserved_tokens)
         if request.fork_from is not None and self.can_fork(request, request.fork_from):
-            return [], self.kv.blocks_for(room) - request.fork_tokens // self.kv.block_size
+            return [], self._fork_need(request.fork_from, request.fork_tokens, room)
         may_skip = _may_skip(request)
-        hits = self.kv.match(request)[: may_skip // self.kv.block_size] if may_skip else []
+        hits = self.kv.match(request, may_skip) if may_skip else []
         sources = self.modules.blocks(request, len(hits)) if request.modules and self.modules is not None else []
         held = self.life.held.find(request.continues) if may_skip and self.batching.may_share else None
         skipped = 0 if held is None else min(held.num_computed, request.common_tokens, may_skip)
-        if skipped > len(hits) * self.kv.block_size:
+        if held is not None and skipped > len(hits) * self.kv.block_size and self.kv.can_fork(held, skipped):
             request.fork_from, request.fork_tokens = held, skipped
-            return [], self.kv.blocks_for(room) - skipped // self.kv.block_size
+            return [], self._fork_need(held, skipped, room)
         return hits, self.kv.needed(hits, room) + self.kv.revived(sources)
 
+    def _fork_need(self, parent: Request | HeldSequence, tokens: int, room: int) -> int:
+        return self.kv.blocks_for(self.kv.slots_for(room)) - (tokens - parent.pruned) // self.kv.block_size
+
     def can_fork(self, request: Request, parent: Request | HeldSequence) -> bool:
+        if not self.kv.can_fork(parent, request.fork_tokens):
+            return False
         if isinstance(parent, HeldSequence):
             return parent.num_computed >= request.fork_tokens and not request.avoids_cache
         if parent.state is not RUNNING or request.avoids_cache:

@@ -308,7 +308,9 @@ class Scheduler:
                 request = queue.popleft()
             else:
                 return
-            count = min(request.work(), budget)
+            if request.state is not RUNNING:  # one before it in this step needed its blocks
+                continue
+            count = self._at_once(request, min(request.work(), budget))
             if self.limits.whole_prompts:
                 if shares and count < request.work():
                     return
@@ -325,6 +327,9 @@ class Scheduler:
         furthest = (start + 1 + NODES if self._tree and request.drafts else end) + request.unsure
         if self.drafting and self.room_ahead:
             furthest = self._with_room_ahead(request, furthest)
+        if self.kv.pruning is not None and not self._compact(step, request, furthest):
+            return False
+        furthest -= request.pruned
         if furthest > len(request.blocks) * self.kv.block_size and not self._grow(step, request, furthest):
             return False
         shares.append((request, start, count))
@@ -356,14 +361,44 @@ class Scheduler:
                 return
             self._place(step, suspect, hits, lane=-1)  # most important, so that it is never the victim
         suspect.drafts = []
-        count = min(suspect.work(), self.limits.max_step_tokens)
+        count = self._at_once(suspect, min(suspect.work(), self.limits.max_step_tokens))
         if count:
             self._deal(step, shares, suspect, count)
 
-    def _grow(self, step: Step, request: Request, tokens: int) -> bool:
-        """Give the request blocks for `tokens`, preempting the least important if there are none."""
-        pool, held = self.kv.pool, len(request.blocks)
-        need = self.kv.blocks_for(tokens) - held
+    def _at_once(self, request: Request, count: int) -> int:
+        """How many of these tokens a step may compute: where keys are dropped, all of them see the same ones."""
+        pruning = self.kv.pruning
+        return count if pruning is None else min(count, pruning.chunk(request.num_computed))
+
+    def _compact(self, step: Step, request: Request, furthest: int) -> bool:
+        """Drop what is due of its keys and values; whether there is room for what survives and what it computes."""
+        need = self.kv.compaction_need(request, furthest)
+        if need is None:
+            return True
+        if self.kv.is_being_filled(request, step.number) or not self._has_room(step, request, need):
+            return False
+        compaction, first = self.kv.compact(request, step.number)
+        if compaction is not None:
+            step.compactions.append(compaction)
+        step.blocks.append((request.row, first, request.blocks[first:]))
+        return True
+
+    def _grow(self, step: Step, request: Request, slots: int) -> bool:
+        """Give the request blocks for so many slots, preempting the least important if there are none."""
+        held = len(request.blocks)
+        need = self.kv.blocks_for(slots) - held
+        fresh = self.kv.grow(request, slots) if self._has_room(step, request, need) else None
+        if fresh is None:  # blocks of a launched step come back only after its commit
+            return False
+        step.blocks.append((request.row, held, fresh))
+        return True
+
+    def _has_room(self, step: Step, request: Request, need: int) -> bool:
+        """Whether the request can have so many blocks now, the least important being preempted if it must be.
+
+        Where keys are dropped, prompts too take blocks as they go on: who is in the step already stays in it then.
+        """
+        pool, pruning = self.kv.pool, self.kv.pruning
         if request.lane > self._promised_above:
             need += self._promised
         missing = need - self.gate.free_soon()
@@ -371,15 +406,13 @@ class Scheduler:
             missing = need - self.gate.free_soon()
         while missing > 0:
             victim = self.running[-1]
+            if pruning is not None and victim.fence == step.number:
+                return False
             missing -= sum(1 for block in victim.blocks if pool.references[block] == 1)  # those come free
             self.life.preempt(victim)
             if victim is request:
                 return False
-        fresh = self.kv.grow(request, tokens) if need <= pool.num_free else None
-        if fresh is None:  # blocks of a launched step come back only after its commit
-            return False
-        step.blocks.append((request.row, held, fresh))
-        return True
+        return need <= pool.num_free
 
     def _admit(self, step: Step, request: Request, lane: int, now: float) -> bool:
         """The capacity gate."""
@@ -431,7 +464,8 @@ class Scheduler:
         request.started_on_others = request.num_computed > 0 or bool(sources)
         if request.num_computed == 0 and request.id not in self.batching.done:
             request.prompt_logprobs = []  # they come again
-        if self.kv.grow(request, max(len(request.tokens), self.limits.reserved_tokens)) is None:
+        room = self.kv.slots_for(max(len(request.tokens), self.limits.reserved_tokens))
+        if self.kv.grow(request, room) is None:
             raise AssertionError(f"{request} passed the capacity gate but its blocks do not fit")
         if sources:
             self.kv.pool.release(sources, step.number)  # this step copies from them
@@ -449,6 +483,8 @@ class Scheduler:
         )
         request.told = len(request.tokens)
         request.pass_copied()
+        if self.kv.pruning is not None:
+            request.fence = step.number  # it is in the step, even if it has to wait for what others fill in it
 
     def _compose(self, step: Step, shares: list[Share]) -> None:
         """Write the shares into the step, single tokens first.
@@ -482,6 +518,8 @@ class Scheduler:
             request.in_flight += 1
             drafts = request.drafts
             beams = request.beams
+            if request.pruned:
+                step.pruned[request.row] = request.pruned
             if request.unsure:
                 step.slack[request.row] = request.unsure
             if request.pooling is None and request.num_computed == len(request.tokens) + request.pending:

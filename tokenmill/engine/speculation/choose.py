@@ -100,6 +100,8 @@ def speculation_for(
     device = runner.device
     if config.speculation == "off":
         return None, "off (as set)"
+    if config.kv_pruning is not None:
+        return None, "off (rows that are pruned verify no drafts)"
     if config.batching != "continuous" or not config.kv_cache:
         if config.speculation is not None:
             raise ConfigError(

@@ -38,6 +38,7 @@ class ReplayedRequest:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
+    pruned: int = 0
     salt: str = ""
     adapter_key: str = ""
     last_step: int = 0
