@@ -305,7 +305,7 @@ def test_the_report_tells_what_concerns_the_model(weight, changes, expected, pre
         one = Linear(scheme, {})
         mlp = SimpleNamespace(shared=None) if spec.moe else MLPWeights(one, one)
         layer = SimpleNamespace(linears=lambda: [one], mlp=mlp)
-        weights = SimpleNamespace(device=GPU, dtype=BF16, lm_head=Linear(scheme, {}), layer=lambda index: layer)
+        weights = SimpleNamespace(device=GPU, dtype=BF16, lm_head=Linear(scheme, {}), peek=lambda index: layer)
         ops = select(Need("cuda", BF16, spec.attention_head_dim, 16))
         return SimpleNamespace(spec=spec, weights=weights, ops=ops)
 

@@ -113,7 +113,10 @@ def test_memory_that_is_far_too_small_changes_no_token_whichever_rank_is_killed(
         thread = threading.Thread(target=kill)
         thread.start()
         try:
-            assert conversations(llm) == wanted
+            rounds = 0
+            while rounds < 1 or (not engine.scheduler.stats.failed_steps and rounds < 50):  # what a fast machine needs
+                assert conversations(llm) == wanted
+                rounds += 1
         finally:
             over.set()
             thread.join()

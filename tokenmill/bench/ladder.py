@@ -27,6 +27,9 @@ TORCH_OPS = {
     "add": "reference",
     "scaled": "reference",
     "soft_cap": "reference",
+    "per_head": "reference",
+    "concat": "reference",
+    "add_low_rank": "reference",
     "sample": "cpu",
 }
 NATIVE_OPS = dict.fromkeys(TORCH_OPS, "native")

@@ -28,7 +28,7 @@ def _implementations() -> tuple[Implementation, ...]:
             batch_invariant=fn is not ops.attention,  # a single query is computed in another order than one of a chunk
             kv_forms=("int8",),
             groups=fn is experts.route,
-            optional=fn in (experts.route, experts.moe_packed, heads.per_head),
+            optional=fn in (experts.route, experts.moe_packed, heads.per_head, low_rank.add_low_rank),
             rank=10,
         )
         for fn in (

@@ -164,4 +164,4 @@ def _widen_kernel(
         tl.store(where, (before + sums).to(out.dtype.element_ty), mask=written)
 
 
-IMPLEMENTATIONS = (declare(add_low_rank),)
+IMPLEMENTATIONS = (declare(add_low_rank, optional=True),)
