@@ -14,6 +14,7 @@ from peft_folders import merged, write_adapter, write_base
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.adapters import NO_SLOT, PATIENCE, AdapterPool
 from tokenmill.engine.request import BATCH, REALTIME, Request
+from tokenmill.errors import InvalidRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 64}
@@ -207,3 +208,9 @@ def test_who_waits_for_a_slot_may_leave_and_the_others_go_on(base: Path, tmp_pat
             llm._step()
         assert submitted[1].output().outputs[0].finish_reason == "length"
         llm._built.engine.scheduler.check_integrity()
+
+
+def test_whoever_names_none_hears_of_no_other() -> None:
+    pool, _ = pool_of(1, 2)
+    with pytest.raises(InvalidRequest, match=r"there is no adapter 'b'$"):
+        pool.key_of("b")

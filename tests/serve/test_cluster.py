@@ -9,13 +9,14 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import PATIENCE, FakeReplica, client, completion, expected, fakes, routed
 from sim_service import COMMAND, eventually, run
 
-from tokenmill.cli.serve_cluster import ClusterOptions
+from tokenmill.cli.serve_cluster import ClusterOptions, serve_cluster
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.plan.simulator.autoscale import Autoscale
@@ -23,7 +24,7 @@ from tokenmill.serve.cluster.launch import LocalLauncher, ReplicaFailed, Replica
 from tokenmill.serve.cluster.placement import Placement
 from tokenmill.serve.router.app import RouterApp
 from tokenmill.serve.router.replica import Booking
-from tokenmill.serve.settings import ServeSettings
+from tokenmill.serve.settings import HttpSettings, ServeSettings
 
 SECRET = "a secret of this cluster"
 
@@ -191,3 +192,10 @@ def test_gpus_that_are_not_there_are_missed_with_a_sentence() -> None:
 def test_numbers_that_cannot_be_are_refused(options: ClusterOptions, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         options.scale()
+
+
+@pytest.mark.parametrize("option, why", [("journal", "--journal is one server's"), ("lora_dir", "--lora-modules")])
+def test_folders_of_one_server_are_refused(option: str, why: str) -> None:
+    http = HttpSettings(**{option: Path("x")})
+    with pytest.raises(ConfigError, match=why):
+        run(serve_cluster(ClusterOptions("local", 1, None, 0, 0), EngineConfig(), http, ServeSettings(), "info"))

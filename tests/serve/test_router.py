@@ -467,6 +467,19 @@ def test_what_a_removed_replica_kept_is_asked_of_another() -> None:
     run(main())
 
 
+def test_what_all_replicas_are_to_do_is_told_to_all() -> None:
+    paths = ["/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+
+    async def main() -> None:
+        found = FakeReplica(), FakeReplica(answer=(400, {}, {"error": "no"}))
+        async with fakes(*found) as urls, routed(urls) as (_, url), client() as http:
+            for path in paths:
+                assert (await http.post(url + path, json={})).status_code == 400  # the worst of them
+            assert found[0].asked == found[1].asked == paths
+
+    run(main())
+
+
 def test_a_replica_that_serves_something_else_gets_nothing() -> None:
     async def main() -> None:
         others = FakeReplica(status={"same": "y", "model": "other"}), FakeReplica(status={"protocol": 99})

@@ -14,15 +14,23 @@ from typing import Any
 import httpx
 import pytest
 from http_server import Server, http_around
-from sim_service import run, strike
+from sim_service import COMMAND, greedy, run, strike
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 from peft_folders import write_adapter, write_base
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.cli.serve import _adapters
 from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
+from tokenmill.model.marked_text import Marks
+from tokenmill.serve.engine import wire
+from tokenmill.serve.engine_client import adapters as remote_adapters
+from tokenmill.serve.engine_client.adapters import KnownAdapter, RemoteAdapters
+from tokenmill.serve.engine_client.remote_engine import EngineLoss
 from tokenmill.serve.engine_client.service import Service
+from tokenmill.serve.engine_client.streams import Stream
+from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.http.api_keys import add_key
 from tokenmill.serve.settings import ServeSettings
 
@@ -215,5 +223,162 @@ def test_a_module_that_cannot_be_loaded_ends_the_start_with_its_sentence(folders
                 await service.start()
         finally:
             await service.stop()
+
+    run(main())
+
+
+class Front:
+    """A service whose engine is this: it hears what is sent, and says what it is told to."""
+
+    def __init__(self, *modules: str) -> None:
+        config = EngineConfig(model="none", skip_tokenizer_init=True, enable_lora=True)
+        self.service = Service(config, ServeSettings(lora_modules=tuple((name, name) for name in modules)))
+        self.sent: list[Any] = []
+
+    def attach(self) -> None:
+        ready = wire.EngineReady(wire.VERSION, 1, 1000, 1000, (2,), 64, 1000, "none", [])
+        self.service.engine_ready(ready, self.sent.append)
+
+    def load(self, key: str) -> None:
+        self.service.adapters.known["one"] = KnownAdapter(Path("one"), key, 0.0)
+
+    def submitted(self) -> list[str]:
+        """The adapters of the requests that were sent since the last call."""
+        names = [one.adapter for one in self.sent if isinstance(one, wire.Submit)]
+        self.sent.clear()
+        return names
+
+    def say(self, stream: Stream) -> None:
+        update = wire.SequenceUpdate(self.service._remote._keys[stream.request_id], [5])
+        self.service.engine_stepped(wire.StepDone(1, 0.0, 0.0, 0, 0, [update]))
+
+    def lose(self) -> None:
+        self.service.engine_lost(EngineLoss("it was killed"))
+        self.attach()
+
+
+def test_no_answer_changes_its_adapter_in_the_middle() -> None:
+    async def main() -> None:
+        front = Front()
+        front.attach()
+        front.load("old")
+        begun, waiting, base = [await front.service.submit([7], greedy(5), adapter=name) for name in ("one", "one", "")]
+        front.say(begun)
+        front.say(base)
+        assert front.submitted() == ["one", "one", ""]
+        front.lose()  # the same adapter as before: all go on
+        assert sorted(front.submitted()) == ["", "one", "one"]
+        front.load("new")
+        front.say(base)
+        assert not begun.request_state.finished
+        front.lose()
+        output = await asyncio.wait_for(begun.last(), 5)
+        assert output.error is not None and "its adapter was replaced" in output.error
+        assert sorted(front.submitted()) == ["", "one"] and not waiting.request_state.finished
+        front.say(waiting)  # it has begun with the new one
+        front.lose()
+        assert sorted(front.submitted()) == ["", "one"] and not waiting.request_state.finished
+
+    run(main())
+
+
+def test_what_was_sent_while_its_adapter_was_replaced_may_be_either() -> None:
+    async def main() -> None:
+        front = Front()
+        front.attach()
+        front.load("old")
+        before = await front.service.submit([7], greedy(5), adapter="one")
+        loading = asyncio.create_task(front.service.adapters.load("one", Path("two")))
+        await asyncio.sleep(0)
+        between = await front.service.submit([7], greedy(5), adapter="one")
+        front.say(before)
+        front.say(between)
+        front.lose()
+        with pytest.raises(TokenmillError, match="try again later"):
+            await loading
+        output = await asyncio.wait_for(between.last(), 5)
+        assert output.error is not None and "its adapter was replaced" in output.error
+        assert not before.request_state.finished  # the old one is there again
+
+    run(main())
+
+
+def test_an_end_that_another_one_brings_about_is_told_without_a_step() -> None:
+    """One is suspected of killing engines and runs alone; the other's adapter is replaced meanwhile."""
+
+    async def main() -> None:
+        front = Front()
+        front.attach()
+        front.load("old")
+        suspect, other = [await front.service.submit([7], greedy(5), adapter=name) for name in ("", "one")]
+        front.say(other)
+        for _ in range(2):
+            key = front.service._remote._keys[suspect.request_id]
+            front.service.engine_lost(EngineLoss("it crashed", in_flight=(key,)))
+            front.submitted()
+            front.attach()
+        assert front.submitted() == [""]
+        front.load("new")
+        front.service.cancel(suspect.request_id)
+        output = await asyncio.wait_for(other.last(), 5)
+        assert output.error is not None and "its adapter was replaced" in output.error
+
+    run(main())
+
+
+def test_until_its_modules_are_loaded_a_server_is_starting() -> None:
+    async def main() -> None:
+        front = Front("one")
+        async with http_around(front.service) as url, httpx.AsyncClient(base_url=url) as client:
+            for attach in (lambda: None, front.attach):
+                attach()
+                for model in ("one", None):
+                    refused = await client.post("/v1/completions", json=body(model))
+                    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+                assert (await client.get("/health")).status_code == 503
+        front.service._modules = ()  # as `start` does then
+        front.lose()
+        assert front.service.ready()
+
+    run(main())
+
+
+def test_an_adapter_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _adapters(["one=x"], ["base"]) == (("one", "x"),)
+    with pytest.raises(ConfigError, match="base is the model"):
+        _adapters(["one=x", "base=x"], ["default", "base"])
+
+    async def main() -> None:
+        config = EngineConfig(model="{}", skip_tokenizer_init=True, enable_lora=True)
+        service = Service(config, ServeSettings(command=COMMAND, lora_modules=(("sim", "x"),)))
+        try:
+            with pytest.raises(ConfigError, match="'sim' has the name of the model"):
+                await service.start()
+        finally:
+            await service.stop()
+        monkeypatch.setattr(remote_adapters, "MOST_ADAPTERS", 1)
+        many = RemoteAdapters()
+        many.attach(lambda message: None)
+        many.known["one"] = KnownAdapter(Path("one"), "key", 0.0)
+        with pytest.raises(InvalidRequest, match="unload one first"):
+            await many.load("two", Path("two"))
+
+    run(main())
+
+
+def test_long_modules_are_read_where_long_texts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        front, sizes = Front(), list[int]()
+        front.attach()
+
+        async def note(size: int, *args: Any, **options: Any) -> list[int]:
+            sizes.append(size)
+            return []
+
+        monkeypatch.setattr(front.service.texts, "run", note)
+        marks = Marks()
+        part = {"type": "text", "text": "x" * (LONG + 1), "cache_module": True}
+        await front.service.chat_prompt([{"role": "user", "content": marks.take_out([part])}], marks)
+        assert sizes[0] > LONG
 
     run(main())

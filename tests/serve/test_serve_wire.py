@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenmill import LLM
+from tokenmill.kv.prefix import IdentityChains
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.in_flight import InFlightFile
+from tokenmill.serve.engine.main import ready_message
 
 tokens = st.integers(0, 2**31 - 1)
 params = st.builds(
@@ -128,3 +131,12 @@ def test_the_flight_record_holds_what_was_written_last(tmp_path_factory, first: 
     recorder.write(last)
     assert InFlightFile.read(path) == last
     assert InFlightFile.read(path.with_name("missing")) == []
+
+
+def test_what_an_engine_that_prunes_calls_its_blocks_is_known_where_requests_are_routed(tiny_model: str) -> None:
+    with LLM(tiny_model, load_format="dummy", skip_tokenizer_init=True, device="cpu", kv_pruning="window") as llm:
+        ready, kv = ready_message(llm._built), llm._built.engine.scheduler.kv
+        assert ready.pruning
+        tokens, chain = [3 + at % 90 for at in range(4 * ready.block_size)], list[bytes]()
+        IdentityChains(ready.block_size, ready.pruning).extend(chain, "tenant", tokens, 4)
+        assert chain == kv.chain("tenant", tokens)

@@ -1,14 +1,16 @@
 """Pruning under simulation: every row sees what is left of its own text, whatever runs beside it or fails."""
 
 import dataclasses
+from random import Random
 
 import pytest
 from harness import Day, House
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_answer import solo_answer
 from sim_clients import CALM, clients
 
-from tokenmill.engine.request import Request
+from tokenmill.engine.request import Finish, Request
 from tokenmill.engine.runner.simulated import Faults
 from tokenmill.kv.pruning import Pruning
 from tokenmill.params import SamplingParams
@@ -69,7 +71,83 @@ def test_half_of_the_keys_makes_room_for_more_rows(kept):
     whole = run_all(house.build(), texts(24, 2000))
     pruned = run_all(dataclasses.replace(house, pruning=half).build(), texts(24, 2000))
     assert pruned >= 1.7 * whole
-    assert half.most_slots(2000) <= 0.58 * 2000
+    assert half.most_slots(2000) <= 0.62 * 2000
+
+
+@pytest.mark.parametrize("seed", [1408, 2101, 6578, 10479, 17762, 27557, *range(1, 20)])
+def test_who_was_let_in_and_could_not_be_given_a_token_is_let_in_again(seed):
+    """Where a cached beginning ends at a compaction and memory is tight. The first seeds lost an admission once."""
+    random = Random(seed)
+    layout = pruning(segment=random.choice([16, 32]), kept=random.choice([8, 16]))
+    if layout.kept == layout.segment:
+        layout = pruning(segment=32, kept=16)
+    house = House(
+        blocks=20 + random.randint(0, 10),
+        rows=random.choice([2, 3, 8]),
+        step_tokens=random.choice([16, 64, 300]),
+        overlap=random.random() < 0.8,
+        watermark=random.choice([0.0, 0.01]),
+        pruning=layout,
+    )
+    engine, text, heard, requests = house.build(), [1 + at % 97 for at in range(150)], {}, {}
+
+    def step():
+        for delta in engine.step():
+            heard.setdefault(delta.request.id, []).extend(delta.tokens)
+
+    for number in range(random.randint(2, 7)):
+        prompt = [*text[: random.randint(40, 130)], 200 + number]
+        params = SamplingParams(temperature=0)
+        one = Request(str(number), prompt, params, max_tokens=random.randint(1, 25), seed=number)
+        one.stop_ids = frozenset(range(40)) if random.random() < 0.5 else frozenset()
+        requests[one.id] = one
+        engine.add(one)
+        for _ in range(random.randint(0, 6)):
+            step()
+    while engine.has_work:
+        step()
+        if random.random() < 0.03 and engine.scheduler.running:
+            engine.cancel(random.choice(engine.scheduler.running).id)
+    assert not engine.runner.violations
+    for id, tokens in heard.items():
+        assert tokens == list(solo_answer(requests[id], frozenset()).tokens)[: len(tokens)]
+        assert requests[id].finish is Finish.CANCELLED or len(tokens) == len(
+            solo_answer(requests[id], frozenset()).tokens
+        )
+    engine.scheduler.check_integrity()
+
+
+def test_who_was_let_in_by_a_step_that_fails_and_was_not_in_it_starts_over():
+    """It stands on blocks that the step was to fill for others."""
+    faults = Faults()
+    engine, text = (
+        House(rows=8, step_tokens=64, blocks=400, overlap=False, pruning=pruning()).build(faults),
+        texts(1, 120)[0],
+    )
+    launch, failed = engine.runner.launch, []
+
+    def fail_once(step):
+        if not failed and {one.row for one in step.admissions} - set(step.rows):
+            failed.append(step.number)
+            faults.fail_at_wait = 1.0
+        pending = launch(step)
+        faults.fail_at_wait = 0.0
+        return pending
+
+    engine.runner.launch = fail_once
+    requests = [
+        Request(str(n), [*text, 200 + n], SamplingParams(temperature=0), max_tokens=6, seed=0) for n in range(2)
+    ]
+    heard = {one.id: [] for one in requests}
+    engine.add(requests[0])
+    engine.step()
+    engine.step()
+    engine.add(requests[1])
+    while engine.has_work:
+        for delta in engine.step():
+            heard[delta.request.id] += delta.tokens
+    assert failed and not engine.runner.violations
+    assert heard == {one.id: list(solo_answer(one, frozenset()).tokens) for one in requests}
 
 
 def test_blocks_come_back_while_the_request_runs():

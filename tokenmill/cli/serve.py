@@ -139,7 +139,7 @@ def serve(
         max_queued_tokens=config.max_queued_tokens,
         max_queued_requests=config.max_queued_requests,
         hang_seconds=hang_seconds,
-        lora_modules=_adapters(lora_modules or []),
+        lora_modules=_adapters(lora_modules or [], [model, *(name or ())]),
     )
     if not config.enable_lora and (lora_modules or lora_dir is not None):
         raise ConfigError("--lora-modules and --lora-dir are for a server with adapters; add --enable-lora")
@@ -183,11 +183,15 @@ def serve(
     asyncio.run(main())
 
 
-def _adapters(modules: list[str]) -> tuple[tuple[str, str], ...]:
+def _adapters(modules: list[str], taken: list[str]) -> tuple[tuple[str, str], ...]:
     pairs = [one.partition("=") for one in modules]
     for name, _, folder in pairs:
         if not name or not folder or [one for one, _, _ in pairs].count(name) > 1:
             raise ConfigError(f"--lora-modules is {'='.join((name, folder))!r}; it must be NAME=FOLDER, each name once")
+        if name in taken:
+            raise ConfigError(
+                f"--lora-modules is {name}={folder}, and {name} is the model; give the adapter another name"
+            )
     return tuple((name, folder) for name, _, folder in pairs)
 
 

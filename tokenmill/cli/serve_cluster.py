@@ -46,6 +46,8 @@ async def serve_cluster(
 
     if http.journal is not None:
         raise ConfigError("--journal is one server's file and a cluster has many; leave one of them out")
+    if http.lora_dir is not None:
+        raise ConfigError("--lora-dir is for one server, and a cluster has many; name adapters with --lora-modules")
     scale = options.scale()
     http = replace(http, cluster_secret=http.cluster_secret or secrets.token_hex(32))
     plan = ReplicaPlan(asdict(config), _plain(http), asdict(settings), log_level)

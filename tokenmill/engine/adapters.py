@@ -103,9 +103,9 @@ class AdapterPool:
         return f"there are {', '.join(some)}{more}" if some else "none is loaded"
 
     def key_of(self, name: str) -> str:
-        """Raises InvalidRequest for a name that stands for nothing."""
+        """Raises InvalidRequest for a name that stands for nothing; other names may be those of other tenants."""
         if name not in self.names:
-            raise InvalidRequest(f"there is no adapter {name!r:.100}; {self.known()}")
+            raise InvalidRequest(f"there is no adapter {name!r:.100}")
         return self.names[name].key
 
     @property

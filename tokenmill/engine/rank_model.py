@@ -185,7 +185,7 @@ class RankModel:
         GPU's host far less time than its copy does.
         """
         copied = bool(self.settings.memory.streamed.layers) and self.prepared.device.type == "cuda"
-        return self.config.cuda_graphs and decoder.recordable and not copied
+        return self.config.cuda_graphs and not copied and decoder.recordable
 
     def runner(
         self,

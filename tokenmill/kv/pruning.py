@@ -73,11 +73,18 @@ class Pruning:
         return self.segment - position % self.segment
 
     def most_slots(self, tokens: int) -> int:
-        """Slots that a row needs at some time while it reads so many tokens."""
+        """Slots that a row needs at some time while it reads so many tokens.
+
+        Most while a segment is compacted: what it had stays until the step is done, which also fills the next chunk.
+        """
         last = max(0, tokens - 1) // self.segment * self.segment  # where something was compacted, at last
-        before = self.at(max(0, last - self.segment))
-        targets = self.kept if self.at(last) > before else 0
-        return max(last - before + targets, tokens - self.at(last))
+        most = tokens - self.at(last)
+        for position in (last - self.segment, last):
+            before = self.at(max(0, position - self.segment))
+            if position > 0 and self.at(position) > before:
+                chunk = min(self.segment, tokens - position)
+                most = max(most, position + chunk - before + self.kept)
+        return most
 
     def segments(self, pruned: int) -> int:
         return pruned // (self.segment - self.kept)

@@ -92,18 +92,17 @@ class BlockMemory(Protocol):
 
 @dataclass(frozen=True)
 class Namespace:
-    """What blocks must have in common besides their identities, which name tokens and a salt and nothing else."""
+    """What blocks must have in common besides their identities, which name tokens, a salt and what changes their KV."""
 
     weights: str  # digest of what was computed with
     kv_form: str  # dtypes and shapes of a block
     block_size: int
     checksum: str  # how it is made
-    adapter: str = ""
     layout: int = LAYOUT_VERSION
     digest: bytes = field(init=False)  # 16 bytes
 
     def __post_init__(self) -> None:
-        parts = (self.weights, self.kv_form, str(self.block_size), self.checksum, self.adapter, str(self.layout))
+        parts = (self.weights, self.kv_form, str(self.block_size), self.checksum, str(self.layout))
         hashed = hashlib.blake2b(digest_size=16)
         for part in parts:
             hashed.update(len(part.encode()).to_bytes(4, "little") + part.encode())

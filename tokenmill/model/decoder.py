@@ -287,7 +287,7 @@ class Decoder:
         counted = self._experts is not None or self.expert_load is not None
         if self.weights.device.type == "cpu" and counted:
             return False  # torch does that
-        mixtures = (self.weights.layer(index).mlp for index in range(self.spec.num_layers))
+        mixtures = (self.weights.peek(index).mlp for index in range(self.spec.num_layers))
         ops = {self._expert_op(one) for one in mixtures if isinstance(one, MoEWeights)}
         return all(op in self.ops.chosen and self.ops.chosen[op].capture_safe for op in ops)
 

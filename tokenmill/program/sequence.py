@@ -171,7 +171,9 @@ class TokenSequence:
         elif isinstance(operation, Generate):
             self._generate(operation.part, operation.into)
         elif isinstance(operation, Choose):
-            self._when_read(lambda: self._select(operation.part, operation.into))
+            encode, part = self.backend.tokenizer.encode, operation.part
+            texts = [encode(choice, add_special_tokens=False) for choice in part.choices]  # on the thread that asks
+            self._when_read(lambda: self._select(part, texts, operation.into))
         elif isinstance(operation, OpenTurn):
             self._open_turn(operation.role)
         else:
@@ -206,13 +208,12 @@ class TokenSequence:
 
         self._call(self._all_tokens(), part.params, told)
 
-    def _select(self, part: Select, variable: Variable) -> None:
+    def _select(self, part: Select, texts: list[list[int]], variable: Variable) -> None:
         """Behind tokens that were read."""
         if not self.tokens:
             raise InvalidRequest(
                 "select finds the likeliest text behind another one, and there is none; append it first"
             )
-        texts = [self.backend.tokenizer.encode(choice, add_special_tokens=False) for choice in part.choices]
         params = replace(_READ, prompt_logprobs=0, prompt_logprobs_start=len(self.tokens))
         scores: dict[int, float] = {}
         held: dict[int, str] = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import isnan
 
 from tokenmill.engine.beams import Beams
-from tokenmill.engine.request import Finish, Request
+from tokenmill.engine.request import Finish, Request, Wait
 from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.isolation import Isolation
 from tokenmill.engine.scheduler.lifecycle import FINISHED, PARKED, RUNNING, Delta, Lifecycle
@@ -84,21 +84,26 @@ class Commits:
         weight = 1 if loss is None else loss.weight
         involved: dict[str, Request] = {}
         numbers: list[int] = []
+        admitted: set[int] = set()
         for step in steps:
             numbers.append(step.number)
+            admitted.update(one.row for one in step.admissions)
             for request, sampled in zip(step.requests, step.samples, strict=True):
                 request.in_flight -= 1
                 request.pending -= sampled > 0
                 request.unsure -= max(0, sampled - 1)
-                request.waits_for = None
+                if request.waits_for is not Wait.ADAPTER:  # it is queued again when it has a slot
+                    request.waits_for = None
                 involved[request.id] = request
+        for request in [one for one in self.life.running if one.row in admitted and one.id not in involved]:
+            self.life.preempt(request)  # it may stand on what these steps were to fill, and nobody knows of its row
         self.life.stats.failed_steps += 1
         for request in involved.values():
             if request.finished:
                 continue
             if request.state is RUNNING:
                 self.life.preempt(request)
-            elif request.state is PARKED:  # a beam that was preempted while its step was out
+            elif _waits_for_nobody(request):
                 self.life.queue(request)
             if not weight or request.id in self.batching.done:  # padding breaks nothing
                 self.isolation.noted(request)
@@ -171,10 +176,11 @@ class Commits:
         request.avoids_cache = True
         request.in_float32 |= on_its_own
         request.void_until = request.last_step
-        request.waits_for = None
+        if request.waits_for is not Wait.ADAPTER:
+            request.waits_for = None
         if request.state is RUNNING:
             self.life.preempt(request)
-        elif request.state is PARKED:  # a beam that was preempted while its step was out
+        elif _waits_for_nobody(request):
             self.life.queue(request)
         return True
 
@@ -188,3 +194,8 @@ class Commits:
             deltas.append(Delta(beams.leader, finished=True))
             return
         self.life.take_turn(beams, turn)
+
+
+def _waits_for_nobody(request: Request) -> bool:
+    """A beam that was preempted while its step was out."""
+    return request.state is PARKED and request.waits_for is not Wait.ADAPTER

@@ -148,6 +148,8 @@ class Scheduler:
                     if len(shares) > decodes:
                         _drop_drafts(shares)
         if not shares:
+            if step.admissions:
+                self._take_back(step)
             return None
         self._number = step.number
         self._compose(step, shares)
@@ -205,6 +207,13 @@ class Scheduler:
     @property
     def finds_shared_prefixes(self) -> bool:
         return self._shared_prefixes is not None
+
+    def _take_back(self, step: Step) -> None:
+        """Nobody will hear of this step: who was let in by it, and could not be given a token, waits again."""
+        rows = {one.row for one in step.admissions}
+        for request in [one for one in self.running if one.row in rows]:
+            request.fence = request.last_step
+            self.life.preempt(request)
 
     def _make_room(self, now: float) -> None:
         """Preempt less important requests when the first of the queue lack a row or blocks."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.model.tokenizer import Tokenizer
@@ -16,11 +16,14 @@ from tokenmill.serve.api.session_steps import Drop, Fork, Step
 from tokenmill.serve.engine_client.sessions import MOST_STATES, Session, Sessions, State
 from tokenmill.serve.errors import HttpError
 
+P = ParamSpec("P")
 Tell = Callable[[dict[str, Any]], None]
 
 
 class SessionCall:
-    """Checked when it is made: what is refused then has changed nothing. Raises HttpError and InvalidRequest."""
+    """Checked when it is made: what is refused then has changed nothing. What other calls change meanwhile is looked at
+    again as it comes to it; what was done before the step that is refused stays. Raises HttpError and InvalidRequest.
+    """
 
     def __init__(self, sessions: Sessions, session: Session, state: State, steps: list[Step]) -> None:
         self._sessions, self._session, self._state = sessions, session, state
@@ -38,10 +41,17 @@ class SessionCall:
             name = self._state.name
             raise HttpError(409, f"state {name!r} is at work on another call; wait for it, or fork", "state_busy")
 
+    def _check_open(self) -> None:
+        if self._session.ended is not None:
+            raise HttpError(410, f"the session has ended: {self._session.ended}; open another one", "session_ended")
+
     async def run(self, tell: Tell | None = None) -> dict[str, Any]:
         """Everything, and what is told at the end. `tell` hears of results as they come. Cancelling ends the state."""
         self._check_idle()  # again: another one may have begun meanwhile
         session, state = self._session, self._state
+        self._check_open()
+        if session.states.get(state.name) is not state:
+            raise HttpError(404, f"state {state.name!r} was dropped meanwhile", "state_not_found", "state")
         sequence, before = state.sequence, replace(state.backend.usage)
         text, tokens = len(sequence.text), len(sequence.tokens)
         state.busy, state.backend.streaming = True, tell is not None
@@ -54,6 +64,7 @@ class SessionCall:
         finally:
             state.busy = False
             session.running -= 1
+            self._sessions.count(session, state)
             if session.ended is not None:  # what a thread handed on meanwhile
                 sequence.close()
             else:
@@ -81,16 +92,13 @@ class SessionCall:
                 )
 
     def _check_names(self) -> None:
-        known, more = set(self._session.states), 0
+        known, size = set(self._session.states), len(self._state.sequence.tokens)
+        more = sum(len(step) for step in self._steps if isinstance(step, str))
         for step in self._steps:
             if isinstance(step, Fork):
-                taken = known & set(step.names)
-                if taken:
-                    raise InvalidRequest(
-                        f"fork names {min(taken)!r}, and there is a state of this name; choose another"
-                    )
+                _check_new(known, step)
                 known |= set(step.names)
-                more += len(step.names) * self._state.size
+                more += len(step.names) * size
             elif isinstance(step, Drop):
                 for name in step.names:
                     if name not in known or name == self._state.name:
@@ -98,60 +106,100 @@ class SessionCall:
                     if (found := self._session.states.get(name)) is not None and found.busy:
                         raise HttpError(409, f"state {name!r} is at work on another call", "state_busy")
                 known -= set(step.names)
-        if len(known) > MOST_STATES:
-            raise InvalidRequest(f"fork would make {len(known)} states; a session has {MOST_STATES} at most")
+        # One that asks for nothing, or makes room, is never refused for want of it.
+        if self._steps and not any(isinstance(step, Drop) for step in self._steps):
+            self._check_room(more)
+
+    def _check_room(self, more: int) -> None:
+        self._sessions.count(self._session, self._state)
         self._sessions.check_room(self._session, more)
 
     async def _do(self, piece: list[Step], tell: Tell | None) -> list[dict[str, Any]]:
-        state, sequence = self._state, self._state.sequence
+        """Other calls have changed the session since this one was checked."""
         if isinstance(piece[0], Fork):
-            self._fork(piece[0])
+            await self._fork(piece[0])
         elif isinstance(piece[0], Drop):
-            for name in piece[0].names:
-                self._session.states.pop(name).sequence.close()
+            self._drop(piece[0])
         else:
-            operations: list[Operation] = [one for one in piece if not isinstance(one, Fork | Drop)]
-            size = sum(map(len, _texts(piece))) + len(sequence.unread)
-            work = asyncio.ensure_future(self._session.service.texts.run(size, sequence.append, operations))
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])  # what it hands on has to be cancelled, too
-                raise
-        last = piece[-1]
-        watched = (last.into, last) if isinstance(last, Generate | Choose) else None
-        said = 0
-        while not self._over():
-            if tell is not None and watched is not None and len(watched[0].text) > said and not watched[0].done:
-                tell({"name": watched[1].part.name, "delta": watched[0].text[said:]})
-                said = len(watched[0].text)
-            state.backend.moved.clear()
-            if not self._over():
-                await state.backend.moved.wait()
-        if self._session.ended is not None:
-            raise HttpError(410, f"the session has ended: {self._session.ended}; open another one", "session_ended")
-        if sequence.error is not None:
-            raise sequence.error
-        if watched is None:
+            return await self._ask(piece, tell)
+        return []
+
+    async def _ask(self, piece: list[Step], tell: Tell | None) -> list[dict[str, Any]]:
+        sequence, last, said = self._state.sequence, piece[-1], 0
+        operations: list[Operation] = [one for one in piece if not isinstance(one, Fork | Drop)]
+        self._check_room(sum(len(one) for one in operations if isinstance(one, str)))
+        await self._hand_on(sum(map(len, _texts(piece))) + len(sequence.unread), sequence.append, operations)
+        if not isinstance(last, Generate | Choose):
+            await self._wait(lambda: None)
             return []
-        found = _result(*watched)
+
+        def hear() -> None:
+            nonlocal said
+            if tell is not None and (more := last.into.text[said:]):
+                tell({"name": last.part.name, "delta": more})
+                said += len(more)
+
+        await self._wait(hear)
+        found = _result(last.into, last)
+        hear()
         if tell is not None:
-            if rest := watched[0].text[said:]:
-                tell({"name": watched[1].part.name, "delta": rest})
             tell({"result": found})
         return [found]
+
+    async def _hand_on(self, size: int, work: Callable[P, None], *args: P.args, **options: P.kwargs) -> None:
+        """To where texts of this size are made tokens."""
+        handed = asyncio.ensure_future(self._session.service.texts.run(size, work, *args, **options))
+        try:
+            await asyncio.shield(handed)
+        except asyncio.CancelledError:
+            await asyncio.wait([handed])  # what it hands on has to be cancelled, too
+            raise
+
+    async def _wait(self, hear: Callable[[], None]) -> None:
+        """For all that was handed on. Raises what ended it."""
+        moved, sequence = self._state.backend.moved, self._state.sequence
+        while not self._over():
+            hear()
+            moved.clear()
+            if not self._over():
+                await moved.wait()
+        self._check_open()
+        if sequence.error is not None:
+            raise sequence.error
 
     def _over(self) -> bool:
         sequence = self._state.sequence
         return sequence.idle or sequence.error is not None or self._session.ended is not None
 
-    def _fork(self, fork: Fork) -> None:
-        children = []
-        for name in fork.names:
-            child = self._session.add(name).sequence
-            child.await_parent()
-            children.append(child)
-        self._state.sequence.fork(children)
+    async def _fork(self, fork: Fork) -> None:
+        """What is unread is read first: then it is known how much there is to hold, and nothing comes between."""
+        session, sequence = self._session, self._state.sequence
+        await self._hand_on(len(sequence.unread), sequence.fork, [])
+        await self._wait(lambda: None)
+        _check_new(session.states.keys(), fork)
+        self._check_room(len(fork.names) * self._state.size)
+        children = [session.add(name) for name in fork.names]
+        for child in children:
+            child.sequence.await_parent()
+        sequence.fork([child.sequence for child in children])
+        for child in children:
+            self._sessions.count(session, child)
+
+    def _drop(self, drop: Drop) -> None:
+        states = self._session.states
+        for name in drop.names:
+            if (found := states.get(name)) is None or found.busy:
+                raise HttpError(409, f"state {name!r} is gone or at work on another call", "state_busy")
+        for name in drop.names:
+            self._sessions.drop(self._session, states[name])
+
+
+def _check_new(known: Set[str], fork: Fork) -> None:
+    if taken := known & set(fork.names):
+        raise InvalidRequest(f"fork names {min(taken)!r}, and there is a state of this name; choose another")
+    if len(known) + len(fork.names) > MOST_STATES:
+        count = len(known) + len(fork.names)
+        raise InvalidRequest(f"fork would make {count} states; a session has {MOST_STATES} at most")
 
 
 def usage_of(usage: Usage) -> dict[str, int]:

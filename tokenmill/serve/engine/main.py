@@ -115,7 +115,7 @@ def build_engine(config: EngineConfig, tell: Callable[[int, int, str], None]) ->
 
 
 def ready_message(built: Built) -> wire.EngineReady:
-    settings = built.settings
+    settings, kv = built.settings, built.engine.scheduler.parts[0].kv
     return wire.EngineReady(
         version=wire.VERSION,
         pid=os.getpid(),
@@ -126,7 +126,8 @@ def ready_message(built: Built) -> wire.EngineReady:
         max_step_tokens=settings.max_step_tokens,
         model=built.files.name,
         report=built.report,
-        block_size=built.engine.scheduler.parts[0].kv.block_size,
+        block_size=kv.block_size,
+        pruning="" if kv.pruning is None else kv.pruning.name,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.records import TokenLogprobs
 
-VERSION = 12  # both processes come from one installation; this catches the one that was replaced while it ran
+VERSION = 13  # both processes come from one installation; this catches the one that was replaced while it ran
 
 
 class SubmittedSequence(msgspec.Struct, array_like=True, frozen=True):
@@ -223,6 +223,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=22):
     model: str  # its name
     report: list[str]  # what was chosen and why, one line each
     block_size: int = 0  # tokens per identity of the prefix cache
+    pruning: str = ""  # what these identities say of the keys that are dropped
 
 
 class StepDone(msgspec.Struct, array_like=True, tag=23):

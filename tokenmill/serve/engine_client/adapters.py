@@ -15,6 +15,8 @@ from tokenmill.serve.engine_client.admission import Unavailable
 
 log = logging.getLogger("tokenmill.serve")
 
+MOST_ADAPTERS = 10_000  # names at once
+
 
 @dataclass(frozen=True)
 class KnownAdapter:
@@ -34,6 +36,8 @@ class RemoteAdapters:
         """Raises InvalidRequest with the engine's sentence, and Unavailable."""
         if self._send is None:
             raise Unavailable("the engine is being started; try again later", 5.0)
+        if name not in self.known and len(self.known) + len(self._asked) >= MOST_ADAPTERS:
+            raise InvalidRequest(f"there are {MOST_ADAPTERS:,} adapters, which is the most; unload one first")
         self._number += 1
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked[self._number] = name, path, answer
@@ -45,6 +49,13 @@ class RemoteAdapters:
             raise InvalidRequest(f"there is no adapter {name!r:.100}")
         if self._send is not None:
             self._send(wire.UnloadAdapter(name))
+
+    def key_of(self, name: str) -> str | None:
+        """Of the weights that a request sent now runs with. None: there are none; "": they are being replaced."""
+        if any(asked == name for asked, _, _ in self._asked.values()):
+            return ""
+        known = self.known.get(name)
+        return None if known is None else known.key
 
     # -- what the supervisor tells ----------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ CRASHES, CRASHES_ALONE = 2, 1  # at the same spot, before a request is run alone
 
 
 class RemoteSequence:
-    __slots__ = ("admitted", "group", "key", "read_at", "request", "sent")
+    __slots__ = ("adapter_key", "admitted", "group", "key", "read_at", "request", "sent")
 
     def __init__(self, key: int, request: Request, group: list[RemoteSequence]) -> None:
         self.key = key
@@ -32,6 +32,7 @@ class RemoteSequence:
         self.group = group  # its siblings and itself, leader first; as long as none said anything they travel together
         self.sent = False  # to the engine that runs now
         self.admitted = False  # the engine has begun with it
+        self.adapter_key: str | None = None  # of its adapter's weights, as last sent; "": unclear, None: never sent
         self.read_at = 0  # once admitted: what `_prefilled` will be when all of its prompt may have been read
 
 
@@ -52,6 +53,7 @@ class RemoteEngine:
         self.queued_by_class = [0] * (BATCH + 1)  # tokens of their prompts, once per group
         self.at_fault: set[str] = set()  # ids of requests that ended with an error of their own making; to be emptied
         self.on_work: Callable[[], None] = lambda: None  # called when there is something for the engine to do
+        self.adapter_key: Callable[[str], str | None] = lambda name: None  # what a name stands for now; "": unclear
         self._keys: dict[str, int] = {}  # request id -> key
         self._held: dict[str, int] = {}  # of ended requests whose keys and values stay in the engine: id -> key
         self._last_key = 0
@@ -279,6 +281,7 @@ class RemoteEngine:
         """Give the engine the next suspect, or everybody."""
         if self._send is None:
             return
+        self._end_replaced()
         if self._isolation.suspects:  # on a fresh engine, or behind another trial: nobody else is there to be blamed
             suspect = self.sequences[self._keys[self._isolation.suspects[0].id]]
             if not suspect.sent:
@@ -295,6 +298,17 @@ class RemoteEngine:
                     self._submit([one])
             else:
                 self._submit(group)
+
+    def _end_replaced(self) -> None:
+        """Nobody who has begun with some weights goes on with others. (Of a name that is gone the engine tells.)"""
+        for sequence in list(self.sequences.values()):
+            request, began_with = sequence.request, sequence.adapter_key
+            if sequence.sent or began_with is None or not request.num_output or sequence.key not in self.sequences:
+                continue
+            now = self.adapter_key(request.adapter)
+            if now is not None and (not now or now != began_with):
+                why = "its adapter was replaced and the engine that had the old one is gone; send it again"
+                self.end(sequence, Finish.ERROR, why)
 
     def _submit(self, group: list[RemoteSequence]) -> None:
         """Send sequences that share prompt and parameters."""
@@ -324,3 +338,5 @@ class RemoteEngine:
         )
         for one in group:
             one.sent = True
+            if request.adapter:
+                one.adapter_key = self.adapter_key(request.adapter) or ""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.kv.prefix import IdentityChains
 from tokenmill.model.marked_text import Marks
 from tokenmill.model.tokenizer import Tokenizer
@@ -62,6 +62,8 @@ class Service:
         self._remote = RemoteEngine()
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
         self.adapters = RemoteAdapters()
+        self._remote.adapter_key = self.adapters.key_of
+        self._modules = self.settings.lora_modules if config.enable_lora else ()  # to be loaded before all requests
         self._admission = AdmissionControl(self.settings)
         self._breaker = CircuitBreaker(self.settings)
         self._counters = ServiceCounters()
@@ -87,8 +89,15 @@ class Service:
         if not self.config.skip_tokenizer_init:
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self.startup.report)
         await self._supervisor.start()
-        for name, path in self.settings.lora_modules if self.config.enable_lora else ():
+        for number, (name, path) in enumerate(self._modules):
+            if name in (self.facts.model, self.config.model):
+                raise ConfigError(f"the adapter {name!r:.100} has the name of the model; give it another one")
+            self.startup.report(number, len(self._modules), "loading adapters")
             await self.adapters.load(name, Path(path).expanduser().resolve())
+        if self._modules:
+            self._modules = ()
+            if self._send is not None:  # else the next engine opens
+                self._open()
 
     def set_engine_niceness(self, niceness: int) -> None:
         """For a front that has taken precedence; before `start`."""
@@ -163,7 +172,7 @@ class Service:
             if block:
                 known = self.adapters.known.get(adapter)
                 key = "" if known is None else known.key
-                IdentityChains(block).extend(chain, salt, ids, (len(ids) - 1) // block, key)
+                IdentityChains(block, self.facts.pruning).extend(chain, salt, ids, (len(ids) - 1) // block, key)
             return len(ids)
 
         return await self.texts.run(max(SHORT + 1, size_of(prompt)), name), chain
@@ -250,11 +259,16 @@ class Service:
 
     async def chat_prompt(self, messages: Sequence[Message], marks: Marks, **options: Any) -> Prompt:
         """The same with its modules, which have been taken out of the messages."""
-        return await self._rendered(self._processor.chat_prompt, messages, options | {"marks": marks})
+        more = sum(map(len, marks.texts))
+        return await self._rendered(self._processor.chat_prompt, messages, options | {"marks": marks}, more)
 
-    async def _rendered(self, render: Callable[..., T], messages: Sequence[Message], options: dict[str, Any]) -> T:
-        self._check_started()
-        size = max(SHORT + 1, sum(size_of(one.get("content")) for one in messages))  # templates may take their time
+    async def _rendered(
+        self, render: Callable[..., T], messages: Sequence[Message], options: dict[str, Any], more: int = 0
+    ) -> T:
+        """`more` is how many characters there are beside the messages."""
+        self.check_started()
+        size = more + sum(size_of(one.get("content")) for one in messages)
+        size = max(SHORT + 1, size)  # templates may take their time
         return await self.texts.run(size, render, messages, **options)
 
     # -- to watch -------------------------------------------------------------------------------------------
@@ -317,14 +331,14 @@ class Service:
             vocabulary = facts.vocab_size, facts.eos_ids
             self._processor = Processor(self._remote, self.tokenizer, *vocabulary, facts.max_len, seed=self.config.seed)
             self._dispatcher.processor = self._processor
-        if self._state in ("starting", "restarting"):
-            self._state = "ready"
-        self.startup.ready()
+        if self._state != "starting" or not self._modules:
+            self._open()
         self._last_step = self._remote.clock()
         self._send = send
         self._events.emit(EngineEvent("ready", self._last_step, generation=self._supervisor.generation))
         self.adapters.attach(send)
         self._remote.attach(send)
+        self._dispatcher.deliver()  # who could not go on there
         self.cache_feed.attach(send)
 
     def engine_stepped(self, message: wire.StepDone) -> None:
@@ -384,6 +398,12 @@ class Service:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _open(self) -> None:
+        """From now on requests are accepted."""
+        if self._state in ("starting", "restarting"):
+            self._state = "ready"
+        self.startup.ready()
+
     def _ended(self, state: StreamState) -> None:
         """A request has ended: count it, and learn from it."""
         request_state = state.request_state
@@ -404,6 +424,8 @@ class Service:
         self._changed.set()
         if not self._remote.sequences:  # an engine with nothing to do may be silent
             self._supervisor.expect_work(False)
+            if self._remote.has_work:  # no step will bring it: ends that the end of this one brought about
+                asyncio.get_running_loop().call_soon(self._dispatcher.deliver)
 
     def _least_seconds(self, request: Request) -> float | None:
         """Until its first token, of an engine that did nothing else; None: it has one, or nothing was measured yet."""
@@ -415,13 +437,13 @@ class Service:
     def check_open(self) -> None:
         if self._state in ("draining", "stopped"):
             raise Unavailable("the server is shutting down; try another one, or this one later", 5.0)
-        self._check_started()
+        self.check_started()
         now = self._remote.clock()
         if self._breaker.state(now) == "open":
             wait = self._breaker.admit(now) or 1.0
             raise Unavailable("the engine failed repeatedly and is being restarted; try again later", wait)
 
-    def _check_started(self) -> None:
+    def check_started(self) -> None:
         if self._state == "starting":
             raise Unavailable(f"the server is starting ({self.startup.now}); try again later", 5.0)
 

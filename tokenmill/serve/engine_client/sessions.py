@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.program.operations import Usage
@@ -27,6 +27,7 @@ class State:
         self.name, self.backend = name, backend
         self.sequence = TokenSequence(backend)
         self.busy = False  # a call of the client's is at work on it
+        self.counted = 0  # of its size, in what its tenant holds
 
     @property
     def size(self) -> int:
@@ -46,6 +47,7 @@ class Session:
     running: int = 0  # calls
     ended: str | None = None  # why
     timer: asyncio.TimerHandle | None = None  # looks whether its lease has ended
+    spent: Usage = field(default_factory=Usage)  # of states that were dropped
 
     def state(self, name: str) -> State:
         """Raises HttpError."""
@@ -59,12 +61,8 @@ class Session:
         return made
 
     @property
-    def size(self) -> int:
-        return sum(one.size for one in self.states.values())
-
-    @property
     def usage(self) -> Usage:
-        whole = Usage()
+        whole = replace(self.spent)
         for state in self.states.values():
             whole.add(state.backend.usage)
         return whole
@@ -78,6 +76,7 @@ class Sessions:
         self._on_end = on_end
         self._open: dict[str, Session] = {}
         self._count: Counter[str] = Counter()  # by tenant
+        self._tokens: Counter[str] = Counter()  # by tenant, as last counted
         self._gone: OrderedDict[str, tuple[str, str]] = OrderedDict()  # tenant, why
 
     def __len__(self) -> int:
@@ -113,11 +112,29 @@ class Sessions:
 
     def renew(self, session: Session, lease: float | None = None) -> None:
         session.lease = session.lease if lease is None else lease
-        session.expires = asyncio.get_running_loop().time() + session.lease
+        loop = asyncio.get_running_loop()
+        session.expires = loop.time() + session.lease
+        if session.timer is not None and session.expires < session.timer.when():
+            session.timer.cancel()
+            session.timer = loop.call_at(session.expires, self._look_at, session)
+
+    def count(self, session: Session, state: State) -> None:
+        """What this state holds by now. Calls do this as they go on: to walk all states takes too long."""
+        if session.ended is None:
+            size = state.size
+            self._tokens[session.tenant] += size - state.counted
+            state.counted = size
+
+    def drop(self, session: Session, state: State) -> None:
+        """Of a session that is open; nobody goes on from this state."""
+        del session.states[state.name]
+        self._tokens[session.tenant] -= state.counted
+        session.spent.add(state.backend.usage)
+        state.sequence.close()
 
     def check_room(self, session: Session, more: int) -> None:
         """Raises HttpError 429 where so many tokens more are too many."""
-        used = sum(one.size for one in self._open.values() if one.tenant == session.tenant)
+        used = self._tokens[session.tenant]
         if used + more > self._most_tokens:
             raise HttpError(
                 429,
@@ -138,6 +155,7 @@ class Sessions:
         if session.timer is not None:
             session.timer.cancel()
         for state in session.states.values():
+            self._tokens[session.tenant] -= state.counted
             state.sequence.close()
         self._on_end(how)
 

@@ -85,10 +85,11 @@ class RequestContext:
         return self.adapter or self.server.name_of(self.service)
 
     def ask_for(self, model: str | None) -> None:
-        """The model or adapter that the client names. Raises HttpError 404."""
+        """The model or adapter that the client names. Raises HttpError 404, and Unavailable while nobody can tell."""
         if model is None or model in self.server.names():
             return
         if model not in self.server.adapters_of(self.tenant):
+            self.server.service.check_started()
             raise self.server.no_model(model)
         self.adapter, self.service = model, self.server.service  # another model has no such adapter
 

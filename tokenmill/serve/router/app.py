@@ -26,6 +26,7 @@ log = logging.getLogger("tokenmill.router")
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 KEPT = ("/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/responses/")  # in the memory of one replica
+EVERYWHERE = ("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # all replicas are told
 SESSIONS = "/v1/sessions"  # what is below it goes where the session was opened
 METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 MOST_DRAIN = 3600.0  # seconds
@@ -117,7 +118,7 @@ class RouterApp:
             work = self._forwarder.generate(request, body, send)
         elif path == SESSIONS and request.method == "POST":
             work = self._forwarder.open_session(request, body, send)
-        elif path == "/reset_prefix_cache":
+        elif path in EVERYWHERE:
             work = self._forwarder.everywhere(request, body, send)
         else:
             work = self._forwarder.plain(request, body, send, home=path.startswith(KEPT))

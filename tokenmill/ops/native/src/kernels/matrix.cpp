@@ -149,7 +149,8 @@ static void prepare(const Plan& plan, const Inputs& to, int64_t begin, int64_t e
         }
         for (int row = 0; plan.dense && row < rows; ++row) {
             float* floats = to.floats + first * plan.k + place + row;
-            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = x[row][k];
+            const float* const from = x[row];
+            for (int64_t k = 0; k < plan.k; ++k) floats[k * size] = from[k];
         }
     }
 }
