@@ -23,6 +23,9 @@ def test_common_options_of_other_engines_are_understood() -> None:
     assert EngineConfig.from_options(cache_dir=Path("/models")).cache_dir == "/models"
     assert EngineConfig.from_options(cpu_offload_gb=1.5).weights_offload == 3 << 29
     assert EngineConfig.from_options(cpu_offload_gb=0).weights_offload is None
+    for wrong in ("x", None, [1], -1, float("nan")):
+        with pytest.raises(ConfigError, match=r"cpu_offload_gb is .*; it must be a number of GiB"):
+            EngineConfig.from_options(cpu_offload_gb=wrong)
     assert EngineConfig.from_options(kv_cache_dtype="half").kv_cache_dtype == "float16"
     assert EngineConfig.from_options(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8_e5m2'; it must be one of auto, float32"):

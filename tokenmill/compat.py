@@ -47,6 +47,8 @@ def translate(options: dict[str, Any]) -> dict[str, Any]:
         found["cache_dir"] = os.fspath(folder)
     if "cpu_offload_gb" in found:
         wanted = found.pop("cpu_offload_gb")
+        if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 <= wanted < 1e6:
+            raise ConfigError(f"cpu_offload_gb is {wanted!r:.100}; it must be a number of GiB, 0 or more")
         found.setdefault("weights_offload", int(wanted * (1 << 30)) or None)  # there 0 means none where all fits
     if "enforce_eager" in found:
         found.setdefault("cuda_graphs", not found.pop("enforce_eager"))

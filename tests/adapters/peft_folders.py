@@ -8,25 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import TINY
 
-TINY: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MODULES = {  # rows, columns
     "self_attn.q_proj": (32, 32),
     "self_attn.k_proj": (16, 32),

@@ -45,7 +45,7 @@ def metric(server: Server, name: str) -> float:
     return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"tokenmill_{name} "))
 
 
-def eventually(check: Any, seconds: float = 60) -> None:
+def eventually(check: Any, seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < deadline

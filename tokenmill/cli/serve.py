@@ -143,6 +143,8 @@ def serve(
     )
     if not config.enable_lora and (lora_modules or lora_dir is not None):
         raise ConfigError("--lora-modules and --lora-dir are for a server with adapters; add --enable-lora")
+    if lora_dir is not None and not lora_dir.is_dir():
+        raise ConfigError(f"--lora-dir is {str(lora_dir)!r}, which is no folder; make it, or name another")
 
     if cluster is not None:
         if degrade is not None:

@@ -36,4 +36,4 @@ def _code_and_param(message: str) -> tuple[str, str | None]:
 
 
 _ABOUT = ("is ", "has ", "contains ", "names ", "allows ", "must ", "key is ", "value is ", "entry is ")
-_NO_NAMES = ("this", "it", "message", "structured")
+_NO_NAMES = ("this", "it", "there", "message", "structured")
