@@ -193,11 +193,11 @@ def test_a_full_queue_refuses_and_takes_again_when_it_has_drained(tiny_model: st
 
 def test_a_taken_request_id_is_refused_and_hurts_not_its_owner(service: AsyncLLM, expected: list[list[int]]) -> None:
     async def main() -> None:
-        owner = service.generate(PROMPTS[3], GREEDY, request_id="mine")
+        owner = service.generate(PROMPTS[3], LONG, request_id="mine")  # a short answer may be over too soon
         await anext(owner)
         with pytest.raises(InvalidRequest, match="'mine' is already running"):
             await tokens_of(service, PROMPT, request_id="mine")
-        assert (await last(owner)).outputs[0].token_ids == expected[3]
+        assert (await last(owner)).outputs[0].token_ids[: len(expected[3])] == expected[3]
         assert await tokens_of(service, PROMPTS[3], request_id="mine") == expected[3]
         await idle(service)
 
