@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+STREAMS = 20  # requests of `answers`
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 333}  # what three ranks can divide
 
 
@@ -46,6 +47,16 @@ def said(outputs: list[RequestOutput]) -> list[Any]:
         )
         for output in outputs
     ]
+
+
+def answers(llm: LLM) -> list[Any]:
+    """What `STREAMS` mixed requests are told, with nothing found in the cache."""
+    llm.reset_prefix_cache()
+    return said(llm.generate(prompts(5, STREAMS), mixed(5, STREAMS), use_tqdm=False))
+
+
+def no_logprobs(all_said: list[Any]) -> list[object]:
+    return [[(tokens, why) for tokens, why, _ in one] for one, _ in all_said]
 
 
 def _rounded(logprobs: list[Any] | None) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from group_of_threads import group_of as threads_of
 from group_of_threads import llm_of_threads
-from rank_groups import SETTINGS, children, gone, group_of, mixed, opened, prompts, said
+from rank_groups import SETTINGS, answers, children, gone, group_of, no_logprobs, opened
 from test_divided_models import MODELS
 from tiny import write_tiny
 
@@ -26,7 +26,6 @@ from tokenmill.serve.observe.metrics import _experts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
-STREAMS = 20
 MOE = MODELS["moe"] | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 OPTIONS = SETTINGS | {"skip_tokenizer_init": True}
 
@@ -40,15 +39,6 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
 def wanted(moe: str) -> list[Any]:
     with opened(moe, skip_tokenizer_init=True) as llm:
         return answers(llm)
-
-
-def answers(llm: LLM) -> list[Any]:
-    llm.reset_prefix_cache()
-    return said(llm.generate(prompts(5, STREAMS), mixed(5, STREAMS), use_tqdm=False))
-
-
-def no_logprobs(all_said: list[Any]) -> list[object]:
-    return [[(tokens, why) for tokens, why, _ in one] for one, _ in all_said]
 
 
 @pytest.mark.parametrize(

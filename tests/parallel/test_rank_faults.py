@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from rank_groups import THREE, children, gone, group_of, mixed, opened, prompts, said
+from rank_groups import THREE, answers, children, gone, group_of, no_logprobs, opened
 from strange_ranks import COMMAND, DIES, LATE, RAISES
 from tiny import write_tiny
 
@@ -28,8 +28,6 @@ from tokenmill.parallel.layout import Layout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
-STREAMS, LONGEST = 20, 24
-
 
 @pytest.fixture(scope="module")
 def three_headed(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -39,7 +37,7 @@ def three_headed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def wanted(three_headed: str) -> list[object]:
     with opened(three_headed, skip_tokenizer_init=True) as llm:
-        return said(llm.generate(prompts(5, STREAMS), mixed(5, STREAMS, LONGEST), use_tqdm=False))
+        return answers(llm)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +54,6 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
     thread.start()
     yield
     thread.join()
-
-
-def answers(llm: LLM) -> list[object]:
-    llm.reset_prefix_cache()
-    return said(llm.generate(prompts(5, STREAMS), mixed(5, STREAMS, LONGEST), use_tqdm=False))
-
-
-def no_logprobs(all_said: list[object]) -> list[object]:
-    return [[(tokens, why) for tokens, why, _ in one] for one, _ in all_said]  # type: ignore[attr-defined, misc]
 
 
 def test_ranks_are_killed_at_random_moments_and_no_answer_changes(llm: LLM, wanted: list[object]) -> None:

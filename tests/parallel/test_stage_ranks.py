@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_groups import children, gone, group_of, mixed, opened, prompts, said
+from rank_groups import answers, children, gone, group_of, no_logprobs, opened
 from tiny import write_tiny
 
-from tokenmill import LLM, SamplingParams
+from tokenmill import SamplingParams
 from tokenmill.engine.step import Pending, Step
 from tokenmill.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
-STREAMS = 20
 FOUR: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -32,15 +31,6 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
 def wanted(four_layers: str) -> list[object]:
     with opened(four_layers, skip_tokenizer_init=True) as llm:
         return answers(llm)
-
-
-def answers(llm: LLM) -> list[Any]:
-    llm.reset_prefix_cache()
-    return said(llm.generate(prompts(5, STREAMS), mixed(5, STREAMS), use_tqdm=False))
-
-
-def no_logprobs(all_said: list[Any]) -> list[object]:
-    return [[(tokens, why) for tokens, why, _ in one] for one, _ in all_said]
 
 
 def test_three_stages_say_what_one_rank_says_whichever_is_killed(four_layers: str, wanted: list[object]) -> None:

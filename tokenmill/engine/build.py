@@ -271,7 +271,7 @@ def _streaming_lines(weights: WeightStore, settings: SolvedSettings) -> list[str
     cost = ""
     if feed.bandwidth:
         speed = f"{feed.bandwidth / 1e9:.2g} GB/s, as layers were read while loading"
-        cost = f": at least {away.seconds(feed.bandwidth):.2g} s of each, at {speed}, however many tokens it has"
+        cost = f": about {away.seconds(feed.bandwidth):.2g} s of each, at {speed}, however many tokens it has"
     return [f"streaming    {away.nbytes / 1e6:,.0f} MB in every step from {feed.place}{cost}"]
 
 

@@ -233,6 +233,8 @@ def _gain(plan: Plan) -> str:
 
 def _split_reason(plan: Plan) -> str:
     split = plan.best.layout.split
+    if split.gpus == 1 and plan.best.placement.memory.streamed.layers:
+        return "there are too few to divide the model among them, so layers of it are streamed"
     if split.gpus == 1:
         return "the model fits into one, and dividing it costs exchanges"
     alone = [layout for layout, _ in plan.refused if layout.split.gpus < split.gpus]
