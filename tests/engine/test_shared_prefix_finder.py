@@ -181,7 +181,7 @@ def test_attention_is_told_the_truth_and_tokens_do_not_change(tiny_model):
             return attend(q, k_cache, v_cache, batch, mask, scale, scales=scales)
 
         ops.attention = watched
-        engine.scheduler._shared_prefixes = SharedPrefixFinder(BLOCK)
+        engine.scheduler._composer.shared_prefixes = SharedPrefixFinder(BLOCK)
         found = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
         assert found == expected
         assert (6, 40) in told

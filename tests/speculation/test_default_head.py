@@ -14,6 +14,7 @@ from tiny import TINY
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.speculation import choose
 from tokenmill.engine.speculation.payoff import Payoff
+from tokenmill.engine.speculation.speculation import SHORT
 from tokenmill.model import draft_head
 from tokenmill.model.draft_head import SHIPPED, shipped_head
 from tokenmill.model.families import spec_from_config
@@ -31,6 +32,29 @@ CHATS = [
 ]
 
 
+def with_head(llm: LLM) -> None:
+    """Have the head made that comes after a while."""
+    speculation = llm._built.engine.speculation
+    if speculation is None:
+        return
+    llm.generate(["A mill"], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    assert not speculation.later
+    for future in speculation.coming:
+        future.result(timeout=600)
+
+
+def test_a_short_answer_has_no_head_loaded(default_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Payoff, "on", lambda *_: True)
+    with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256) as llm:
+        speculation = llm._built.engine.speculation
+        assert speculation is not None
+        llm.generate(["A mill"], SamplingParams(temperature=0.0, max_tokens=SHORT, ignore_eos=True), use_tqdm=False)
+        assert speculation.later and not speculation.coming
+        with_head(llm)
+        llm.generate(["A mill"], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)
+        assert [one.name for one in speculation.proposers] == ["grammar", "suffix", "head"] and not speculation.coming
+
+
 def test_it_is_used_unasked_saves_steps_and_changes_nothing(
     default_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,8 +70,10 @@ def test_it_is_used_unasked_saves_steps_and_changes_nothing(
         for setting in (None, "off"):
             with LLM(default_model, device="cpu", speculation=setting, max_num_seqs=4, max_model_len=512) as llm:
                 engine = llm._built.engine
+                with_head(llm)
+                before = engine.scheduler.stats.steps
                 answers.append([one.outputs[0].token_ids for one in llm.chat(CHATS, params, use_tqdm=False)])
-                steps.append(engine.scheduler.stats.steps)
+                steps.append(engine.scheduler.stats.steps - before)
                 if engine.speculation is not None:
                     head = engine.speculation.stats["head"]
                     assert head.drafted > 30 and head.accepted > 0.25 * head.drafted
@@ -87,6 +113,23 @@ def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest
     assert (Path(draft_head.__file__).parent / "heads" / name).stat().st_size < 12 << 20
     monkeypatch.setitem(SHIPPED, fingerprint, (name, digest[::-1]))
     assert shipped_head(spec, norm) is None
+
+
+def test_an_answer_goes_on_without_a_head_whose_file_was_changed(
+    default_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    [(fingerprint, (name, digest))] = SHIPPED.items()
+    monkeypatch.setitem(SHIPPED, fingerprint, (name, digest[::-1]))
+    with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256) as llm:
+        speculation = llm._built.engine.speculation
+        assert speculation is not None
+        params = SamplingParams(temperature=0.0, max_tokens=2 * SHORT, ignore_eos=True)
+        llm.generate(["A mill"], params, use_tqdm=False)
+        for future in speculation.coming:
+            assert future.exception(timeout=600) is not None
+        assert len(llm.generate(["A mill"], params, use_tqdm=False)[0].outputs[0].token_ids) == 2 * SHORT
+        assert [one.name for one in speculation.proposers] == ["grammar", "suffix"] and not speculation.coming
+    assert "is not the file that tokenmill came with" in caplog.text
 
 
 def test_a_relative_of_the_model_starts_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

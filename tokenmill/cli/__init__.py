@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from tokenmill.cli.app import app
+        from tokenmill.cli.app import app_for
         from tokenmill.cli.terminal import forgive_encodings
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
@@ -14,4 +14,4 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     forgive_encodings()
-    app(prog_name="tokenmill")
+    app_for(sys.argv[1:])(prog_name="tokenmill")

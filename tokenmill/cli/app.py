@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from itertools import takewhile
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, route, run, serve, simulate, train_draft
 from tokenmill.cli.engine_options import ALL_OPTIONS
 from tokenmill.cli.options import option
 from tokenmill.cli.settings_file import CommandWithFile
@@ -76,16 +79,66 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    cls=QuietGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+# Where each command is, and what it takes beside its own options
+_WITH_FILE: dict[str, Any] = {"cls": CommandWithFile}
+_WITH_ENGINE = {**_WITH_FILE, "epilog": ALL_OPTIONS}
+COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "run": ("tokenmill.cli.run", _WITH_ENGINE),
+    "chat": ("tokenmill.cli.chat", _WITH_ENGINE),
+    "serve": ("tokenmill.cli.serve", _WITH_FILE),
+    "route": ("tokenmill.cli.route", {}),
+    "keys": ("tokenmill.cli.keys", {}),
+    "pull": ("tokenmill.cli.models", {}),
+    "warm": ("tokenmill.cli.models", _WITH_ENGINE),
+    "models": ("tokenmill.cli.models", {}),
+    "quantize": ("tokenmill.cli.quantize", {}),
+    "train-draft": ("tokenmill.cli.train_draft", {}),
+    "bench": ("tokenmill.cli.bench", {}),
+    "ladder": ("tokenmill.cli.ladder", {}),
+    "plan": ("tokenmill.cli.plan", {}),
+    "simulate": ("tokenmill.cli.simulate", {}),
+}
 
 
-@app.callback()
+def app_for(words: Sequence[str]) -> typer.Typer:
+    """The program as far as this command line needs it: options of an engine take their time in every command."""
+    options = list(takewhile(lambda word: word.startswith("-"), words))
+    command = words[len(options)] if len(options) < len(words) else ""
+    alone = command in COMMANDS and not {"--help", "-h"} & set(options)
+    return _made((command,) if alone else tuple(COMMANDS))
+
+
+def __getattr__(name: str) -> Any:
+    """`app` is the whole program."""
+    if name == "app":
+        return app_for(())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _made(commands: tuple[str, ...]) -> typer.Typer:
+    app = typer.Typer(
+        cls=QuietGroup,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(tokenmill)
+    for name, command, options in _found(commands):
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name=name, **options)(command)
+    return app
+
+
+def _found(names: Sequence[str]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    for name in names:
+        module, options = COMMANDS[name]
+        yield name, getattr(import_module(module), name.replace("-", "_")), options
+
+
 def tokenmill(
     version: Annotated[
         bool, option("Print the version and exit.", "--version", callback=_print_version, is_eager=True)
@@ -96,19 +149,3 @@ def tokenmill(
 
     A MODEL is "default" (SmolLM2-135M-Instruct), a directory with a config.json, a .gguf file, or a hub name.
     """
-
-
-app.command(name="run", cls=CommandWithFile, epilog=ALL_OPTIONS)(run.run)
-app.command(name="chat", cls=CommandWithFile, epilog=ALL_OPTIONS)(chat.chat)
-app.command(name="serve", cls=CommandWithFile)(serve.serve)
-app.command(name="route")(route.route)
-app.add_typer(keys.keys, name="keys")
-app.command(name="pull")(models.pull)
-app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(models.warm)
-app.command(name="models")(models.models)
-app.command(name="quantize")(quantize.quantize)
-app.command(name="train-draft")(train_draft.train_draft)
-app.add_typer(bench.bench, name="bench")
-app.command(name="ladder")(ladder.ladder)
-app.command(name="plan")(plan.plan)
-app.command(name="simulate")(simulate.simulate)

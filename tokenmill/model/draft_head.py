@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,27 @@ def fingerprint(final_norm: torch.Tensor) -> str:  # [hidden]
     return hashlib.sha256(final_norm.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
 
 
-def shipped_head(spec: DecoderSpec, final_norm: torch.Tensor) -> DraftHead | None:  # [hidden]
-    """The head that comes with the package for this model, if there is one and its file is as it was made."""
-    name, digest = SHIPPED.get(fingerprint(final_norm), ("", ""))
+def shipped_path(spec: DecoderSpec, final_norm: torch.Tensor) -> Path | None:  # [hidden]
+    """Where the head lies that comes with the package for this model, if there is one. The file is not read here."""
+    name, _ = SHIPPED.get(fingerprint(final_norm), ("", ""))
     path = Path(__file__).parent / "heads" / name
-    if not name or not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+    if not name or not path.is_file():
         return None
     try:
-        return DraftHead.load(path, spec, final_norm)
+        target, _, _ = _checked_metadata(path, _read_metadata(path))
+        _check_target(path, target, spec, final_norm)
     except ModelError:  # a relative of its model: with a token more, or fewer layers
         return None
+    return path
+
+
+def shipped_head(spec: DecoderSpec, final_norm: torch.Tensor) -> DraftHead | None:  # [hidden]
+    """That head, if its file is as it was made."""
+    path = shipped_path(spec, final_norm)
+    _, digest = SHIPPED.get(fingerprint(final_norm), ("", ""))
+    if path is None or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        return None
+    return DraftHead.load(path, spec, final_norm)
 
 
 def can_attend(spec: DecoderSpec, layer: int) -> bool:
@@ -214,13 +226,24 @@ def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:  # [..., 2 * inner] -> [...,
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with _opened(path) as file:
+        # Copies: tensors of the file are mapped, and who writes over it would change a head that drafts.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return tensors, file.metadata() or {}
+
+
+def _read_metadata(path: Path) -> dict[str, str]:
+    with _opened(path) as file:
+        return file.metadata() or {}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ModelError(f"there is no draft head at {path}; name a file that `tokenmill train-draft` has written")
     try:
         with safe_open(path, framework="pt") as file:
-            # Copies: tensors of the file are mapped, and who writes over it would change a head that drafts.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            return tensors, file.metadata() or {}
+            yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(
             f"{path} of {path.stat().st_size} bytes is truncated, or no safetensors file ({error}); "

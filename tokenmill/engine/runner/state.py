@@ -72,7 +72,8 @@ class DeviceState:
 
     def keep_hidden(self, width: int, dtype: torch.dtype) -> None:
         """From now on steps leave behind what a draft head starts from."""
-        self.hidden = torch.zeros(len(self.tokens), width, dtype=dtype, device=self.tokens.device)
+        if self.hidden is None:
+            self.hidden = torch.zeros(len(self.tokens), width, dtype=dtype, device=self.tokens.device)
 
     def keep_room(self) -> None:
         """From now on it is known here how far a row's blocks reach: behind them its table may name anybody's.

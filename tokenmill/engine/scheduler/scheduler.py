@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from tokenmill.engine.adapters import NO_SLOT
 from tokenmill.engine.request import Finish, Request, Wait
 from tokenmill.engine.scheduler.batching import Batching
 from tokenmill.engine.scheduler.commit import Commits
+from tokenmill.engine.scheduler.compose import Composer, Share
 from tokenmill.engine.scheduler.control import Pace
 from tokenmill.engine.scheduler.gate import Gate
 from tokenmill.engine.scheduler.isolation import Isolation
@@ -17,7 +17,7 @@ from tokenmill.engine.scheduler.modules import ModuleRules, Modules
 from tokenmill.engine.scheduler.policy import Policy, PriorityClasses
 from tokenmill.engine.scheduler.shared import SharedPrefixFinder
 from tokenmill.engine.scheduler.stages import Sets
-from tokenmill.engine.step import DRAFTED, NODES, Admission, Loss, Step, StepResult, is_speculative
+from tokenmill.engine.step import DRAFTED, NODES, Admission, Loss, Step, StepResult
 from tokenmill.errors import QueueFull
 from tokenmill.kv.manager import KVManager
 from tokenmill.kv.transfers import Transfers
@@ -25,11 +25,10 @@ from tokenmill.sampling.grammar import Constraint
 
 MAX_ROOM = 8  # waiting requests for which one step makes room
 
-Share = tuple[Request, int, int]  # request, first position, how many tokens
-
 
 class Scheduler:
-    """What runs next. Where requests are is `Lifecycle`'s, what steps bring `Commits`', who breaks them `Isolation`'s.
+    """What runs next. Where requests are is `Lifecycle`'s, what steps bring `Commits`', who breaks them `Isolation`'s,
+    and how shares become a step `Composer`'s.
 
     Two gates: *capacity* (do the blocks fit, after prefix hits and a watermark) and *step* (tokens and rows). Every
     step first makes room for a more important head of the queue, then gives each running request that decodes its
@@ -58,16 +57,15 @@ class Scheduler:
         self.sets = Sets(limits.stages)
         self.life = life = Lifecycle(limits, kv, self.policy, self.isolation)
         self.waiting, self.running, self.requests, self.stats = life.waiting, life.running, life.requests, life.stats
-        self._shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
+        shared_prefixes = SharedPrefixFinder(kv.block_size) if find_shared_prefixes else None
+        self._composer = Composer(life, self.sets, shared_prefixes)
         self._promised = 0  # blocks that this step's growth leaves to waiting requests above `_promised_above`
         self._promised_above = 0  # a lane
         self.drafting = False  # have steps that only decode end with drafts of the device's own
         self.tree = False  # and have the device verify and draft trees
         self._tree = False  # whether this step does, if it only decodes
         self.room_ahead = 0  # positions behind what a step computes where these leave keys and values
-        self.read_prompts = False  # whether the newest step reads any
         self._number = 0
-        self._admitted = False  # rows changed since shared prefixes were last looked for
         self.modules = None if modules is None else Modules(life, modules)
         life.modules = self.modules
         self.gate = Gate(life, self.batching, self.pace)
@@ -152,7 +150,7 @@ class Scheduler:
                 self._take_back(step)
             return None
         self._number = step.number
-        self._compose(step, shares)
+        self._composer.compose(step, shares, self.drafting, self._tree)
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Delta]:
@@ -206,7 +204,12 @@ class Scheduler:
 
     @property
     def finds_shared_prefixes(self) -> bool:
-        return self._shared_prefixes is not None
+        return self._composer.shared_prefixes is not None
+
+    @property
+    def read_prompts(self) -> bool:
+        """Whether the newest step reads any."""
+        return self._composer.read_prompts
 
     def _take_back(self, step: Step) -> None:
         """Nobody will hear of this step: who was let in by it, and could not be given a token, waits again."""
@@ -494,86 +497,6 @@ class Scheduler:
         request.pass_copied()
         if self.kv.pruning is not None:
             request.fence = step.number  # it is in the step, even if it has to wait for what others fill in it
-
-    def _compose(self, step: Step, shares: list[Share]) -> None:
-        """Write the shares into the step, single tokens first.
-
-        A prompt is read in chunks even where one of them is a single token: ops may sum in another order for single
-        tokens, and a prompt's result must not depend on how much room there was beside it.
-        """
-        singles: list[Share] = []
-        drafted: list[Share] = []
-        chunks: list[Share] = []
-        for share in shares:
-            request, start, count = share
-            # One that reads its own answer again after a preemption may get a single token, too, and samples nothing.
-            is_last = request.num_computed == len(request.tokens) + request.pending  # as `num_tokens`, without the call
-            if count == 1 and is_last and start >= request.prompt_len:
-                singles.append(share)
-            else:
-                (drafted if request.drafts else chunks).append(share)
-        shares = singles + drafted + chunks
-        step.num_singles = len(singles)
-        step.requests = [request for request, _, _ in shares]
-        step.rows = [request.row for request in step.requests]
-        step.starts = [start for _, start, _ in shares]
-        step.counts = [count for _, _, count in shares]
-        if self.life.adapters is not None and any(request.adapter_key for request in step.requests):
-            step.adapters = [request.slot if request.adapter_key else NO_SLOT for request in step.requests]
-        if self.limits.float32_retry:
-            step.in_float32 = [index for index, request in enumerate(step.requests) if request.in_float32]
-        samples = step.samples
-        for request, start, count in shares:
-            request.in_flight += 1
-            drafts = request.drafts
-            beams = request.beams
-            if request.pruned:
-                step.pruned[request.row] = request.pruned
-            if request.unsure:
-                step.slack[request.row] = request.unsure
-            if request.pooling is None and request.num_computed == len(request.tokens) + request.pending:
-                verified = request.num_drafts if drafts else 0
-                samples.append(1 + verified)
-                request.pending += 1
-                request.unsure += verified
-                request.waits_for = None if beams is None else Wait.ROUND
-                if request.grammar is not None and request.grammar.mask is not None:
-                    request.waits_for = Wait.GRAMMAR  # what may come next is known once it is known what came
-                    step.masks[request.row] = [request.grammar.mask, *request.grammar.masks_behind(drafts)]
-                if request.followers:
-                    self.life.release_followers(request)
-            else:
-                samples.append(0)
-                if request.pooling == "mean" or (request.pooling and request.num_computed == request.prompt_len):
-                    step.pooling[request.row] = request.pooling, request.prompt_len
-            if drafts:
-                if samples[-1] > 1:
-                    step.drafts[request.row] = drafts
-                request.drafts = []
-            if beams is not None and count == 1:
-                step.chosen.append((request.row, start, request.tokens[start]))
-            if self.sets.stages > 1:
-                self._tell(step, request, start + count)
-            wanted = request.params.prompt_logprobs
-            scored = request.scored_from + len(request.prompt_logprobs)
-            if wanted is not None and start < request.prompt_len > scored:
-                step.prompt_logprobs[request.row] = (wanted, request.prompt_len)
-        self.read_prompts = bool(chunks)
-        step.drafting = self.drafting and not (chunks or step.chosen)
-        step.tree = self._tree and step.drafting
-        self._admitted |= bool(step.admissions)
-        if self._shared_prefixes is not None and not is_speculative(step):
-            together, starts = step.requests[: step.num_singles], step.starts[: step.num_singles]
-            step.shared = self._shared_prefixes.find(together, starts, self._admitted)
-            self._admitted = False
-        self.stats.steps += 1
-        self.stats.tokens += step.num_tokens
-
-    def _tell(self, step: Step, request: Request, end: int) -> None:
-        """Tokens before `end` that the last stage has sampled: the others know none but those they are told."""
-        known = min(end, len(request.tokens))
-        step.told += [(request.row, at, request.tokens[at]) for at in range(request.told, known)]
-        request.told = max(request.told, known)
 
     def _is_stuck(self) -> bool:
         """Whether all who run wait for one who does not (beams for a sibling): whoever can has to come in."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 
@@ -20,13 +17,13 @@ from tokenmill.engine.speculation.early_layers import EarlyLayersProposer, early
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.head import DeviceHead, HeadProposer
 from tokenmill.engine.speculation.head_runner import HeadRunner, MedusaRunner
-from tokenmill.engine.speculation.proposer import Proposer
+from tokenmill.engine.speculation.proposer import Proposer, in_background
 from tokenmill.engine.speculation.recorded_head import RecordedHead
 from tokenmill.engine.speculation.speculation import Speculation
 from tokenmill.engine.speculation.suffix import SuffixProposer
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.decoder import Decoder
-from tokenmill.model.draft_head import DraftHead, shipped_head
+from tokenmill.model.draft_head import DraftHead, shipped_head, shipped_path
 from tokenmill.model.eagle import EagleHead, is_eagle
 from tokenmill.model.medusa import MedusaHeads, is_medusa
 from tokenmill.model.spec import DecoderSpec
@@ -120,9 +117,9 @@ def speculation_for(
     spec, final_norm = runner.decoder.spec, runner.decoder.weights.final_norm
     if config.speculation in (None, "on"):
         _add_suffix(speculation, config, device)
-        shipped = shipped_head(spec, final_norm) if recorded and alone else None
+        shipped = shipped_path(spec, final_norm) if recorded and alone else None
         if shipped is not None:
-            speculation.add(_head(shipped, runner, max_tokens))
+            _add_shipped_head(speculation, config, runner, max_tokens)
         when = "where they make answers faster"
         if config.speculation is None:
             speculation.most_rows, when = UNASKED_ROWS, f"while at most {UNASKED_ROWS} requests decode"
@@ -222,6 +219,23 @@ def _eagle(head: EagleHead, runner: TorchRunner, max_tokens: int) -> Proposer:
     return proposer
 
 
+def _add_shipped_head(speculation: Speculation, config: EngineConfig, runner: TorchRunner, max_tokens: int) -> None:
+    """Who did not ask for drafts has no first token that waits for them: the head is loaded when one goes on."""
+    decoder = runner.decoder
+
+    def made() -> Proposer:
+        head = shipped_head(decoder.spec, decoder.weights.final_norm)
+        if head is None:
+            raise ModelError("the draft head of this model is not the file that tokenmill came with; install it again")
+        return _head(head, runner, max_tokens)
+
+    if config.speculation is not None or runner.device.type in ASYNC_DEVICES:
+        speculation.add(made())
+    else:
+        runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
+        speculation.later.append(made)
+
+
 def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.device) -> None:
     """The native library is there on a CPU. A GPU's engine does not wait for it: drafts come when it is built."""
 
@@ -234,17 +248,4 @@ def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.de
     if device.type == "cpu":
         speculation.add(made())
     else:
-        speculation.coming.append(in_background(made))
-
-
-def in_background(make: Callable[[], Proposer]) -> Future[Proposer]:
-    future: Future[Proposer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(make())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="proposer", daemon=True).start()
-    return future
+        speculation.coming.append(in_background(made, waited_for=False))  # a compiler may be at work

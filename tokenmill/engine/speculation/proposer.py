@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -83,3 +85,18 @@ class KeepsUp(WritesAhead, Protocol):
     def reset(self) -> None:
         """Launched steps have failed."""
         ...
+
+
+def in_background(make: Callable[[], Proposer], waited_for: bool = True) -> Future[Proposer]:
+    """waited_for: the process does not end before it is made. Who computes with torch must be: a thread that the
+    interpreter stops inside of it takes the process down."""
+    future: Future[Proposer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="proposer", daemon=not waited_for).start()
+    return future

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -17,7 +17,15 @@ from tokenmill.engine.speculation.calibration import Calibration, Floats, Reques
 from tokenmill.engine.speculation.device_budget import SETTLE, DeviceBudget
 from tokenmill.engine.speculation.grammar_forced import GrammarProposer
 from tokenmill.engine.speculation.payoff import Payoff
-from tokenmill.engine.speculation.proposer import MAX_DRAFTS, Draft, DraftsOnDevice, KeepsUp, Proposer, WritesAhead
+from tokenmill.engine.speculation.proposer import (
+    MAX_DRAFTS,
+    Draft,
+    DraftsOnDevice,
+    KeepsUp,
+    Proposer,
+    WritesAhead,
+    in_background,
+)
 from tokenmill.engine.step import DRAFTED, NODES, ON_DEVICE, ON_TREE, Step, StepResult
 from tokenmill.errors import ModelError
 from tokenmill.sampling.grammar import Constraint
@@ -33,6 +41,7 @@ MANY = 32  # rows: with so many, those for which nothing was found are asked abo
 # Times that a device's drafts were verified and not one held: its head is another model's, or what it computes is no
 # number, which nobody sees who only hears of what held
 NEVER_HELD = 2048
+SHORT = 8  # turns: answers that end within them have no proposers made that take a while to load
 ENOUGH = 2.5  # tokens that a draft is expected to bring, with which no other proposer is asked: heads take their time
 
 
@@ -65,6 +74,7 @@ class Speculation:
     def __init__(self, max_tokens: int, per_token: float, proposers: Sequence[Proposer] = ()) -> None:
         self.proposers: list[Proposer] = []
         self.coming: list[Future[Proposer]] = []  # proposers that are still being made
+        self.later: list[Callable[[], Proposer]] = []  # and those that are not made before answers go on for a while
         self.stats: dict[str, DraftStats] = {}
         # Models of its own: pace learns gaps between tokens, in which a CPU also asks proposers and makes text (a
         # quarter more than the step, with the default model), and what asking costs is weighed apart here. Prompts are
@@ -138,7 +148,7 @@ class Speculation:
         may have been accepted meanwhile; the rest is verified.
         """
         self._watching = True
-        if self.coming:
+        if self.coming or self.later:
             self._take_in_proposers()
         if self._failed:
             self._drop_failed()
@@ -351,6 +361,9 @@ class Speculation:
             self._keeps_up.reset()
 
     def _take_in_proposers(self) -> None:
+        if self._turn > SHORT:
+            self.coming += map(in_background, self.later)
+            self.later.clear()
         for one in [one for one in self.coming if one.done()]:
             self.coming.remove(one)
             if (error := one.exception()) is None:

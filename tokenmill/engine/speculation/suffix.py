@@ -32,7 +32,7 @@ class SuffixProposer:
     def __init__(self, library: Library, capacity: int = CAPACITY, slot_bits: int = SLOT_BITS) -> None:
         self._c = _declared(library)
         self._pages, self._bits = -(-capacity // self._c.tm_suffix_page()), slot_bits
-        self._index = ctypes.c_void_p(self._c.tm_suffix_new(self._pages, slot_bits))
+        self._index = self._new()
         self._texts: dict[str, _Text] = {}  # by request
         self._last_id = 0
 
@@ -65,8 +65,14 @@ class SuffixProposer:
             self._c.tm_suffix_forget(self._index, partition_of(salt))
             return
         self._c.tm_suffix_delete(self._index)
-        self._index = ctypes.c_void_p(self._c.tm_suffix_new(self._pages, self._bits))
+        self._index = self._new()
         self._texts.clear()
+
+    def _new(self) -> ctypes.c_void_p:
+        made = self._c.tm_suffix_new(self._pages, self._bits)
+        if not made:
+            raise MemoryError("no memory for an index of suffixes")
+        return ctypes.c_void_p(made)
 
     def __del__(self) -> None:
         if getattr(self, "_index", None):

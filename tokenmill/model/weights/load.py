@@ -79,12 +79,13 @@ def read_parameters(
     }
     upcoming = (spelled[piece.source] for plan in planned.values() for piece, _ in plan)  # one ahead of what is filled
     next(upcoming, None)
+    blocked = checkpoint if isinstance(checkpoint, BlockCheckpoint) else None  # asked once: Python 3.11 takes long
     for name, param in params.items():
         weight = allocate(spec, param, dtype, place, schemes.of(name))
         before = done
         for piece, cut in planned[name]:
-            if isinstance(checkpoint, BlockCheckpoint):
-                checkpoint.prefetch(next(upcoming, spelled[piece.source]))
+            if blocked is not None:
+                blocked.prefetch(next(upcoming, spelled[piece.source]))
             _fill_from(checkpoint, spelled[piece.source], weight, piece, cut, name in schemes.as_stored)
             done += cut.numel
             tell(min(done, before + param.numel), total)
@@ -126,6 +127,8 @@ def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int
     spelled = spelled_as_in_transformers(checkpoint.names())
     found = {}
     whole, parts = spec.whole.parameters(), held(spec)
+    typed = checkpoint if isinstance(checkpoint, TypedCheckpoint) else None
+    blocked = checkpoint if isinstance(checkpoint, BlockCheckpoint) else None
     for name, recipe in _choose(spec, spelled).items():
         if whole[name].kind not in ("linear", "embedding", "experts"):
             continue
@@ -133,18 +136,18 @@ def packed_as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> dict[str, int
         for piece in recipe:
             source = spelled[piece.source]
             # What is changed on the way to a matrix is the order of its rows.
-            dtype = checkpoint.dtype(source) if isinstance(checkpoint, TypedCheckpoint) else None
+            dtype = typed.dtype(source) if typed is not None else None
             for cut in cuts(piece, whole[name].shape, parts[name]):
                 *stacked, rows, columns = map(len, cut.source)
-                blocks = None if stacked else _blocks(checkpoint, source, replace(piece, expert=None), cut)
+                blocks = None if stacked else _blocks(blocked, source, replace(piece, expert=None), cut)
                 kept = packed_bytes(blocks.type_id, rows, columns) if blocks else float_bytes(dtype, rows, columns)
                 found[name] += math.prod(stacked) * kept
     return found
 
 
-def _blocks(checkpoint: Checkpoint, name: str, piece: Piece, cut: Cut) -> Blocks | None:
+def _blocks(checkpoint: BlockCheckpoint | None, name: str, piece: Piece, cut: Cut) -> Blocks | None:
     """The source as it is stored, if it can be packed without another change than the order of its rows."""
-    if not isinstance(checkpoint, BlockCheckpoint) or piece.change is not None or piece.expert is not None:
+    if checkpoint is None or piece.change is not None or piece.expert is not None:
         return None
     blocks = checkpoint.blocks(name)
     if blocks is None or blocks.shape != piece.shape or not can_pack(blocks):
@@ -158,12 +161,13 @@ def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, 
             _fill_from(its, name, weight.linear(expert), one, part, as_stored)
         return
     first = cut.target[0].start
+    blocked = checkpoint if isinstance(checkpoint, BlockCheckpoint) else None
     if isinstance(weight, Linear) and weight.scheme.as_in_file:
-        assert isinstance(weight.scheme, TakesBlocks)
-        blocks = _blocks(checkpoint, name, piece, cut)
-        if blocks is not None:
+        blocks = _blocks(blocked, name, piece, cut)
+        if blocked is not None and blocks is not None:
+            assert isinstance(weight.scheme, TakesBlocks)
             weight.scheme.write_blocks(weight.storage, first, blocks)
-            _release(checkpoint, name)
+            blocked.release(name)
             return
     if as_stored:
         assert isinstance(weight, Linear) and isinstance(weight.scheme, TakesGroups)
@@ -180,12 +184,8 @@ def _fill_from(checkpoint: Checkpoint, name: str, weight: Weight, piece: Piece, 
     else:
         kept = weight.storage["weight"].dtype if weight.scheme.floats else None
         weight.scheme.write(weight.storage, first, _read(checkpoint, name, piece, kept, cut.source))
-    _release(checkpoint, name)
-
-
-def _release(checkpoint: Checkpoint, name: str) -> None:
-    if isinstance(checkpoint, BlockCheckpoint):
-        checkpoint.release(name)
+    if blocked is not None:
+        blocked.release(name)
 
 
 def _choose(spec: DecoderSpec, spelled: dict[str, str]) -> dict[str, Recipe]:

@@ -5,7 +5,10 @@
 // collision or a page that was given up costs a draft and nothing else. A text finds itself and the answers of its own
 // partition (a tenant's cache salt), never a prompt of another text.
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
@@ -35,8 +38,21 @@ struct Text {
 };
 
 struct Slot {
-    uint32_t tag, place;
+    uint32_t tag, behind;  // one more than the place; 0: free
 };
+
+struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+};
+
+// Of zeros, which the system gives page by page as they are first written: an index that is hardly used takes hardly
+// any memory, and no time to make.
+template <typename T>
+std::unique_ptr<T[], Free> zeros(size_t count) {
+    T* memory = static_cast<T*>(std::calloc(count, sizeof(T)));
+    if (!memory) throw std::bad_alloc();
+    return std::unique_ptr<T[], Free>(memory);
+}
 
 struct Found {
     uint32_t place = NONE;
@@ -52,8 +68,7 @@ inline uint64_t mix(uint64_t h) {
 
 class Index {
    public:
-    Index(uint32_t pages, uint32_t bits) : pages_(pages), tokens_(size_t(pages) * PAGE), slots_(size_t(2) << bits), mask_((uint64_t(1) << bits) - 1) {
-        for (Slot& slot : slots_) slot = {0, NONE};
+    Index(uint32_t pages, uint32_t bits) : pages_(pages), tokens_(zeros<int32_t>(size_t(pages) * PAGE)), slots_(zeros<Slot>(size_t(2) << bits)), mask_((uint64_t(1) << bits) - 1) {
         for (uint32_t page = pages; page-- > 0;) free_.push_back(page);
     }
 
@@ -111,7 +126,7 @@ class Index {
             for (const uint64_t hash : {own[order], others[order]}) {
                 const Slot* bucket = &slots_[2 * (hash & mask_)];
                 for (int way = 0; way < 2; ++way)
-                    if (bucket[way].place != NONE && bucket[way].tag == uint32_t(hash >> 32)) look(id, text, bucket[way].place, seen, count);
+                    if (bucket[way].behind && bucket[way].tag == uint32_t(hash >> 32)) look(id, text, bucket[way].behind - 1, seen, count);
             }
             if (!count) continue;
             uint32_t best = 0;
@@ -177,7 +192,7 @@ class Index {
             if (text.length < uint64_t(ORDERS[order])) continue;
             Slot* bucket = &slots_[2 * (found[order] & mask_)];
             bucket[1] = bucket[0];  // the newest first
-            bucket[0] = {uint32_t(found[order] >> 32), place};
+            bucket[0] = {uint32_t(found[order] >> 32), place + 1};
         }
     }
 
@@ -231,8 +246,8 @@ class Index {
     }
 
     std::vector<Page> pages_;
-    std::vector<int32_t> tokens_;
-    std::vector<Slot> slots_;
+    std::unique_ptr<int32_t[], Free> tokens_;
+    std::unique_ptr<Slot[], Free> slots_;
     uint64_t mask_;
     std::vector<uint32_t> free_;
     uint32_t hand_ = 0;
@@ -246,7 +261,13 @@ Index* of(void* index) { return static_cast<Index*>(index); }
 #pragma GCC visibility push(default)
 extern "C" {
 
-void* tm_suffix_new(uint32_t pages, uint32_t bits) { return new Index(pages, bits); }
+void* tm_suffix_new(uint32_t pages, uint32_t bits) {
+    try {
+        return new Index(pages, bits);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
 void tm_suffix_delete(void* index) { delete of(index); }
 uint32_t tm_suffix_page() { return PAGE; }
 uint32_t tm_suffix_pages_in_use(const void* index) { return static_cast<const Index*>(index)->pages_in_use(); }
