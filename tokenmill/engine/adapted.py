@@ -34,8 +34,10 @@ def adapter_base(config: EngineConfig, made: Prepared) -> Base | None:
     if not config.enable_lora:
         return None
     dtype, saved = made.dtype, getattr(torch, made.spec.dtype or "float32")
-    if config.dtype == "auto" and isinstance(made.native, Library) and saved in (torch.float16, torch.bfloat16):
-        dtype = saved  # no finer than the weights that it is added to, and half the bytes to read
+    if config.dtype == "auto" and isinstance(made.native, Library):  # bytes are what adapters cost there
+        rounded = made.schemes.default.kv_dtype is not None and not made.schemes.exact
+        if rounded or saved in (torch.float16, torch.bfloat16):  # no finer than the weights that it is added to
+            dtype = torch.float16 if rounded else saved
     return Base(made.spec, made.files.name, config.max_lora_rank, dtype)
 
 
