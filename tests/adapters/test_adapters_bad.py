@@ -135,7 +135,7 @@ def test_slots_are_in_the_memory_plan_and_refused_where_they_do_not_fit(tmp_path
     with LLM(base, **OPTIONS) as without, LLM(base, enable_lora=True, max_loras=1000, **OPTIONS) as one:
         engine = one._built.engine
         assert engine.adapters is not None
-        tensors = engine.adapters._slots.updates.values()
+        tensors = engine.runner.decoder.adapters.values()  # type: ignore[attr-defined]
         held = sum(one.down.nbytes + one.up.nbytes for one in tensors)
         planned = one._built.settings.memory.weights - without._built.settings.memory.weights
         assert held == planned
