@@ -106,6 +106,21 @@ def test_the_native_op_takes_strided_rows_and_nobodys_tokens() -> None:
 
 
 @native
+@pytest.mark.parametrize("shape", [*SHAPES, (100, (130,), 19)])
+def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(shape: tuple[int, tuple[int, ...], int]) -> None:
+    """To the last bit: whatever order and number of rows have its adapter."""
+    from tokenmill.ops.native.low_rank import add_low_rank as op
+
+    of = case(23, *shape)
+    of["adapter"] = torch.arange(23) % 5 - 1  # tiles of one to five rows
+    of["adapter"][7:12] = 3
+    together = op(**of | {"out": of["out"].clone()})
+    for token in range(23):
+        alone = {name: of[name][token : token + 1].clone() for name in ("out", "x", "adapter")}
+        assert torch.equal(op(**of | alone)[0], together[token]), token
+
+
+@native
 def test_it_is_recorded_once_for_any_number_of_rows() -> None:
     from tokenmill.ops.native.low_rank import add_low_rank as op
     from tokenmill.ops.native.recording import RecordedGraph
