@@ -101,6 +101,14 @@ def test_ranks_say_with_adapters_what_one_rank_says(
         assert [one.outputs[0].token_ids for one in outputs] == expected[6:9], "of the one that has the name now"
 
 
+def test_drafts_of_ranks_do_not_change_an_adapters_answer(folders: Folders, expected: list[list[int]]) -> None:
+    options = OPTIONS | {"dtype": "float32", "speculation": "suffix"}
+    with loaded(llm_of_threads("tp2", model=folders.base, **options), folders) as llm:
+        for turn in range(3):  # what was said before is proposed again
+            assert mixed(llm) == expected, turn
+        assert llm._built.engine.speculation is not None
+
+
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
 
