@@ -91,7 +91,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a target of another model": (with_config(target_modules=["q_proj", "c_attn"]), "lacks 'c_attn'"),
     "more layers": (with_tensors(lambda t: renamed(t, "layers.1.", "layers.7.")), "has no linear layer for"),
-    "the head": (with_tensors(lambda t: renamed(t, "layers.1.self_attn.q_proj", "lm_head")), "no linear layer for"),
+    "the head": (
+        with_tensors(lambda t: renamed(t, "model.layers.1.self_attn.q_proj", "lm_head")),
+        "adapts 'lm_head', which in base is the head, which is not adapted; leave it out",
+    ),
     "DoRA's tensors": (
         with_tensors(lambda t: t.update({f"{AT}magnitude_vector": torch.ones(32)})),
         "no linear layer for",

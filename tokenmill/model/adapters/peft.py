@@ -24,7 +24,7 @@ _WHY_NOT = {  # by the kind of a parameter
     "experts": "is one of its experts; those are not adapted, so train it for attention and shared experts alone",
     "router": "chooses its experts, which is not adapted; leave it out",
     "stacked": "is not applied as it is, but taken into queries and answers head by head; leave it out",
-    "linear": "is not adapted; leave it out",  # the head
+    "linear": "is the head, which is not adapted; leave it out",
 }
 
 
