@@ -131,6 +131,14 @@ def test_everybody_gets_a_slot_and_no_slot_in_use_is_replaced(
         if running and chance.random() < 0.5:
             pool.release(ended := running.pop(chance.randrange(len(running))))
             del alive[ended.id]
+        if chance.random() < 0.05:  # the device lost them all
+            shelf.slots = [None] * slots
+            for one in pool.lose():
+                running.remove(one)
+                waiting.append(one)
+                assert not pool.acquire(one)
+                pool.ask(one, None)
+            assert not running
         shelf.read = {f"k{chance.randrange(adapters)}" for _ in range(2)}
         for one in granted(pool, float(number)):
             waiting.remove(one)

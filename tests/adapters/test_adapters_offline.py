@@ -231,9 +231,28 @@ def test_an_engine_without_the_setting_refuses_adapters(folders: Folders) -> Non
             answers(llm, adapter="a")
 
 
-@pytest.mark.parametrize("other", [{"parallel": "tp2"}, {"batch_invariant": True}])
+@pytest.mark.skipif(not isinstance(load(), Library), reason="needs the native library")
+def test_with_batch_invariance_an_adapters_bits_are_the_same_in_any_batch(folders: Folders) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    names = ["all", "some", "", "high", "all"]
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[2]]
+    found = []
+    for options in ({}, {"max_num_batched_tokens": 16}):
+        with LLM(str(folders.base), enable_lora=True, batch_invariant=True, **OPTIONS | options) as llm:
+            for name, folder in folders.adapters.items():
+                llm.load_adapter(name, folder)
+            for _ in range(2):  # recorded from the second on
+                alone = [llm.generate([p], params, False, adapter=n)[0] for p, n in zip(prompts, names, strict=True)]
+                asked = [LoRARequest(name) if name else None for name in names]
+                for outputs in (alone, llm.generate(prompts, params, False, lora_request=asked)):
+                    llm.reset_prefix_cache()
+                    found.append([(one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs])
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("other", [{"parallel": "dp2"}, {"parallel": "tp2", "batch_invariant": True}])
 def test_what_cannot_be_had_together_is_refused(folders: Folders, other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="cannot be had together yet"):
+    with pytest.raises(ConfigError, match="leave one of"):
         LLM(str(folders.base), enable_lora=True, **other, **OPTIONS)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenmill.ops.native import library
 from tokenmill.ops.reference_low_rank import NO_ADAPTER, add_low_rank
@@ -103,6 +106,38 @@ def test_the_native_op_takes_strided_rows_and_nobodys_tokens() -> None:
     check(op, of)
     with pytest.raises(TypeError, match="float64"):
         op(*(one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one for one in of.values()))
+
+
+@native
+@settings(deadline=None, max_examples=60)
+@given(
+    adapter=st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=70),
+    columns=st.integers(1, 130),
+    widths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    rank=st.integers(1, 35),
+)
+def test_the_native_op_takes_any_order_of_adapters(
+    adapter: list[int], columns: int, widths: list[int], rank: int
+) -> None:
+    from tokenmill.ops.native.low_rank import add_low_rank as op
+
+    of = case(len(adapter), columns, tuple(accumulate(widths)), rank)
+    check(op, of | {"adapter": torch.tensor(adapter)})
+
+
+@native
+@pytest.mark.parametrize("shape", [*SHAPES, (100, (130,), 19)])
+def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it(shape: tuple[int, tuple[int, ...], int]) -> None:
+    """To the last bit: whatever order and number of rows have its adapter."""
+    from tokenmill.ops.native.low_rank import add_low_rank as op
+
+    of = case(23, *shape)
+    of["adapter"] = torch.arange(23) % 5 - 1  # tiles of one to five rows
+    of["adapter"][7:12] = 3
+    together = op(**of | {"out": of["out"].clone()})
+    for token in range(23):
+        alone = {name: of[name][token : token + 1].clone() for name in ("out", "x", "adapter")}
+        assert torch.equal(op(**of | alone)[0], together[token]), token
 
 
 @native

@@ -14,6 +14,7 @@ from tokenmill import LLM
 from tokenmill.config import EngineConfig
 from tokenmill.engine import build
 from tokenmill.engine.rank_model import rank_model, settings_from
+from tokenmill.engine.ranks.adapter_codec import decode_adapter, encode_adapter, is_adapter
 from tokenmill.engine.ranks.step_codec import decode_step, encode_step
 from tokenmill.engine.step import Pending, Step
 from tokenmill.parallel.layout import parse_layout
@@ -30,6 +31,8 @@ class GroupOfThreads:
         self._layout = parse_layout(order["config"]["parallel"])
         groups = range(self.size // self._layout.tp)
         self.tensor_ends = [one for _ in groups for one in thread_communicators(self._layout.tp)]
+        self.slots: Any = None  # as of RankGroup
+        self._all_slots: list[Any] = []
         self.runners: list[Any] = []
         self.failed: list[BaseException] = []
         self._queues = [queue.SimpleQueue[bytes | None]() for _ in range(1, self.size)]
@@ -43,6 +46,7 @@ class GroupOfThreads:
         config, settings = EngineConfig(**self._order["config"]), settings_from(self._order["settings"])
         models = [rank_model(config, rank, settings, tell, self._order["threads"]) for rank in range(1, self.size)]
         makers = [make, *(model.runner for model in models)]
+        self._all_slots = [self.slots, *(model.adapters for model in models)]
         ends = zip(makers, self.tensor_ends, self.communicators, strict=True)
         self.runners = [make(near, every) for make, near, every in ends]
         for rank, steps in enumerate(self._queues, 1):
@@ -54,6 +58,11 @@ class GroupOfThreads:
         for steps in self._queues:
             steps.put(encode_step(step))
         return self.runner.launch(step)
+
+    def write_adapter(self, slot: int, weights: Any) -> None:
+        self.slots.write(slot, weights)
+        for steps in self._queues:
+            steps.put(encode_adapter(slot, weights))
 
     def reset(self) -> None:
         """Nothing is left of a step that was never launched."""
@@ -69,7 +78,10 @@ class GroupOfThreads:
     def _follow(self, rank: int, runner: Any, steps: queue.SimpleQueue[bytes | None]) -> None:
         try:
             while (message := steps.get()) is not None:
-                runner.launch(decode_step(message, self._layout.coordinates(rank)[1]))
+                if is_adapter(message):
+                    self._all_slots[rank].write(*decode_adapter(message))
+                else:
+                    runner.launch(decode_step(message, self._layout.coordinates(rank)[1]))
         except BaseException as error:
             self.failed.append(error)
             for end in (*self.communicators, *self.tensor_ends):

@@ -18,3 +18,6 @@ def test_an_example_runs_and_says_what_it_was_spared(example: Path, default_mode
     assert done.returncode == 0, done.stderr
     spared = re.search(r"(\d+) of (\d+) prompt tokens", done.stdout)
     assert spared is not None and 0 < int(spared[1]) < int(spared[2])
+    if "modules" in example.stem:
+        copied = re.search(r"(\d+) were copied from documents", done.stdout)
+        assert copied is not None and int(copied[1]) > int(spared[2]) / 2

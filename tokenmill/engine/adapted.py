@@ -1,61 +1,53 @@
-"""What serving adapters takes of an engine: room in the memory plan, slots on the device, the store and the pool."""
+"""What joins adapters to an engine: the store that they are kept in, and the pool that says who has a slot."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-
 from tokenmill.config import EngineConfig
+from tokenmill.engine.adapter_room import bytes_of_slots
 from tokenmill.engine.adapter_store import AdapterStore
 from tokenmill.engine.adapters import AdapterPool
 from tokenmill.engine.core import Engine
-from tokenmill.engine.rank_model import Prepared, RankRunner
-from tokenmill.engine.runner.torch_runner import TorchRunner
+from tokenmill.engine.rank_model import RankModel
+from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.errors import ConfigError
 from tokenmill.model.adapters.peft import Base
-from tokenmill.model.adapters.slots import AdapterSlots
-from tokenmill.ops.native.library import Library
+from tokenmill.parallel.layout import parse_layout
 from tokenmill.plan.solve.hardware import GIB
-from tokenmill.plan.solve.memory import ModelBytes
 
 _MIB = 1 << 20
 
 
 def check_adapters(config: EngineConfig) -> None:
     """Refuse what cannot be had together yet."""
-    if config.enable_lora and (config.parallel is not None or config.batch_invariant):
-        what = f"parallel is {config.parallel!r}" if config.parallel is not None else "batch_invariant is set"
-        raise ConfigError(f"enable_lora is set and {what}, which cannot be had together yet; leave one of them out")
-
-
-def adapter_base(config: EngineConfig, made: Prepared) -> Base | None:
-    """None: nobody may name an adapter."""
     if not config.enable_lora:
-        return None
-    dtype, saved = made.dtype, getattr(torch, made.spec.dtype or "float32")
-    if config.dtype == "auto" and isinstance(made.native, Library) and saved in (torch.float16, torch.bfloat16):
-        dtype = saved  # no finer than the weights that it is added to, and half the bytes to read
-    return Base(made.spec, made.files.name, config.max_lora_rank, dtype)
+        return
+    layout = parse_layout(config.parallel)
+    if layout.dp > 1:
+        raise ConfigError(
+            f"enable_lora is set and parallel is {config.parallel!r}, but ranks with requests of their own (dp) have "
+            "no adapters yet; divide the model (tp, pp) or leave one of them out"
+        )
+    if config.batch_invariant and layout.ranks > 1:
+        raise ConfigError(
+            f"enable_lora and batch_invariant are set and parallel is {config.parallel!r}, but what ranks add of an "
+            "adapter has other bits than one rank's; leave one of the three out"
+        )
 
 
-def with_slots(sizes: ModelBytes, config: EngineConfig, base: Base) -> ModelBytes:
-    """For the memory plan."""
-    return replace(sizes, weights=sizes.weights + config.max_loras * base.slot_bytes())
-
-
-def add_adapters(config: EngineConfig, base: Base, engine: Engine, runner: RankRunner) -> list[str]:
+def add_adapters(
+    config: EngineConfig, base: Base, engine: Engine, model: RankModel, group: RankGroup | None
+) -> list[str]:
     """Join them to a built engine; one line of the report."""
-    decoder = runner.decoder
-    slots = AdapterSlots(base, config.max_loras, decoder.weights.device, decoder.ops.add_low_rank)
-    assert isinstance(runner, TorchRunner)  # `parallel` is refused
-    runner.serve_adapters(slots.updates)
-    if config.warm_up and decoder.weights.device.type == "cuda":
+    slots, device = model.adapters, model.prepared.device
+    assert slots is not None
+    if config.warm_up and device.type == "cuda":
         slots.try_out()
-    engine.adapters = AdapterStore(base, slots, config.lora_host_memory)
+    write = slots.write if group is None else group.write_adapter
+    engine.adapters = AdapterStore(base, write, config.lora_host_memory, pins=device.type == "cuda")
     engine.scheduler.parts[0].life.adapters = AdapterPool(config.max_loras, engine.adapters)
-    size, dtype = config.max_loras * base.slot_bytes(), str(base.dtype).removeprefix("torch.")
+    size, dtype = bytes_of_slots(config, base, model.prepared), str(base.dtype).removeprefix("torch.")
+    each = "the device" if group is None else "each rank"
     return [
-        f"adapters     {config.max_loras} of rank {base.max_rank} or less on the device in {dtype} "
+        f"adapters     {config.max_loras} of rank {base.max_rank} or less on {each} in {dtype} "
         f"({size / _MIB:,.0f} MiB of the weights), {config.lora_host_memory / GIB:.2f} GiB for others on the host"
     ]

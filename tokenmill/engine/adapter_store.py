@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.model.adapters.peft import AdapterWeights, Base, read_adapter
-from tokenmill.model.adapters.slots import AdapterSlots
 
 Then = Callable[[str | None, str | None], None]  # told a key, or why there is none
 _MIB = 1 << 20
@@ -19,9 +18,14 @@ _MIB = 1 << 20
 class AdapterStore:
     """The engine's thread calls it; files are read by its own thread, or where `read` is called."""
 
-    def __init__(self, base: Base, slots: AdapterSlots, host_bytes: int) -> None:
-        self._base, self._slots, self._host_bytes = base, slots, host_bytes
-        self._pins = next(iter(slots.updates.values())).down.device.type == "cuda"
+    def __init__(
+        self,
+        base: Base,
+        write: Callable[[int, AdapterWeights], None],  # into a slot
+        host_bytes: int,
+        pins: bool = False,  # for a GPU, which copies from pinned memory without anybody waiting
+    ) -> None:
+        self._base, self._write, self._host_bytes, self._pins = base, write, host_bytes, pins
         self._paths: dict[str, Path] = {}
         self._host: OrderedDict[str, AdapterWeights] = OrderedDict()  # least recently used first
         self.host_used = 0  # bytes
@@ -89,7 +93,7 @@ class AdapterStore:
 
     def place(self, key: str, slot: int) -> None:
         self._host.move_to_end(key)
-        self._slots.write(slot, self._host[key])
+        self._write(slot, self._host[key])
 
     def drop(self, key: str) -> None:
         self._paths.pop(key, None)

@@ -200,6 +200,16 @@ class AdapterPool:
         """It stops holding its slot for now, and has to ask again."""
         self._adapters[request.adapter_key].holders.pop(request.id, None)
 
+    def lose(self) -> list[Request]:
+        """All slots are empty: returns who has to ask again."""
+        holders: list[Request] = []
+        for adapter in self._slots:
+            if adapter is not None:
+                holders += adapter.holders.values()
+                adapter.holders, adapter.slot, adapter.closed = {}, NO_SLOT, False
+        self._slots = [None] * len(self._slots)
+        return holders
+
     def check_integrity(self, alive: dict[str, Request]) -> None:
         """Prove that every slot has one adapter, and that whoever holds or waits is alive."""
         for key, adapter in self._adapters.items():

@@ -11,7 +11,8 @@ import torch
 
 from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
-from tokenmill.engine.adapted import adapter_base, add_adapters, check_adapters, with_slots
+from tokenmill.engine.adapted import add_adapters, check_adapters
+from tokenmill.engine.adapter_room import adapter_base, with_slots
 from tokenmill.engine.checkpoints import Progress, load_tokenizer
 from tokenmill.engine.choices import choose_device, hardware_of, matrix_shapes
 from tokenmill.engine.core import Engine
@@ -121,7 +122,7 @@ def _build(
     sizes = sizes if eagle is None else with_head(sizes, eagle, made.dtype)
     sizes = sizes if ranks is None else replace(sizes, layers=())  # ranks do not wait for each other's disks
     base = adapter_base(config, made)
-    sizes = sizes if base is None else with_slots(sizes, config, base)
+    sizes = sizes if base is None else with_slots(sizes, config, base, made)
     settings = solve(config, sizes, made.spec.max_positions, hardware_of(device, ranks.ranks if ranks else 1))
     order, shared_kv = load_order(config, made, settings), shared_kv_for(config, made, settings)
     group = None if ranks is None else RankGroup(ranks, order, threads, shared_kv=shared_kv)
@@ -133,6 +134,7 @@ def _build(
     if group is None:
         runner = model.runner(hidden_is_read=eagle is not None)
     else:
+        group.slots = model.adapters
         group.complete(model.runner, tell)
         runner = group.runner
     engine, drafts = join(model, runner, group, grammars, draft, eagle, modules)
@@ -141,7 +143,7 @@ def _build(
     engine.feed = model.weights.feed if isinstance(model.weights, StreamedWeights) else None
     identity = model_identity(made.files, made_up, *computed)
     tiers = add_tiers(config, engine, identity, block_memory(model, runner, shared_kv))
-    adapters = [] if base is None else add_adapters(config, base, engine, runner)
+    adapters = [] if base is None else add_adapters(config, base, engine, model, group)
     warmed = [] if compiler is None else warm_up_kernels(compiler, engine, settings, tell)
     checkpoint = made.checkpoint
     report = [

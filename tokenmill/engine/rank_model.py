@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.config import EngineConfig, parse_experts
+from tokenmill.engine.adapter_room import adapter_slots
 from tokenmill.engine.checkpoints import Progress, load, load_streamed, open_checkpoint
 from tokenmill.engine.choices import (
     check_kv_form,
@@ -33,6 +34,7 @@ from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.speculation.proposer import MAX_DRAFTS
 from tokenmill.engine.step import Runner
 from tokenmill.errors import ConfigError
+from tokenmill.model.adapters.slots import AdapterSlots
 from tokenmill.model.decoder import Decoder
 from tokenmill.model.experts import ExpertLimits
 from tokenmill.model.families import spec_from_config
@@ -174,6 +176,7 @@ class RankModel:
     weights: WeightStore
     ops: Ops
     need: Need  # what the ops were chosen for
+    adapters: AdapterSlots | None = None
 
     @property
     def native_kv(self) -> bool:
@@ -230,7 +233,10 @@ class RankModel:
         if pipe is not None and not part.has_head:
             rows, tokens = settings.max_rows, settings.max_step_tokens
             recorded = graphs and made.device.type == "cpu"
-            return StageRunner(decoder, state, pipe, max_rows=rows, max_tokens=tokens, graphs=recorded)
+            stage = StageRunner(decoder, state, pipe, max_rows=rows, max_tokens=tokens, graphs=recorded)
+            if self.adapters is not None:
+                stage.serve_adapters(self.adapters.updates)
+            return stage
         runner = TorchRunner(
             decoder,
             state,
@@ -241,6 +247,8 @@ class RankModel:
             prompt_graphs=graphs and prompt_graphs,
             guard=PrecisionGuard(decoder, self.need, settings.max_len) if made.guarded else None,
         )
+        if self.adapters is not None:
+            runner.serve_adapters(self.adapters.updates)
         runner.reserve(settings.memory.activations)
         if (pruning := pruning_for(config, settings.block_size, part)) is not None:
             runner.pruner = pruner_for(pruning, decoder, state)
@@ -277,7 +285,7 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
     if config.batch_invariant and part.has_head:
         # Logits in float32: of equal ones, which is ranked first could depend on the batch.
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
-    return RankModel(config, settings, prepared, weights, ops, need)
+    return RankModel(config, settings, prepared, weights, ops, need, adapter_slots(config, prepared, ops))
 
 
 def most_verified(settings: SolvedSettings) -> int:

@@ -73,9 +73,9 @@ def with_adapters(
 ) -> LayerWeights:
     """The layer for these rows; `at`: what its canonical names begin with, under which `updates` has what is added."""
 
-    def adapt(part: Any) -> Any:
+    def adapt(part: Any, prefix: str = "") -> Any:
         changes = {
-            field.name: adapted(value, updates.get(at + field.name), context)
+            field.name: adapted(value, updates.get(at + prefix + field.name), context)
             for field in fields(part)
             if isinstance(value := getattr(part, field.name), Linear)
         }
@@ -85,7 +85,7 @@ def with_adapters(
     if isinstance(mlp, MLPWeights):
         mlp = adapt(mlp)
     elif mlp.shared is not None:
-        mlp = replace(mlp, shared=adapt(mlp.shared))
+        mlp = replace(mlp, shared=adapt(mlp.shared, "shared_"))
     return replace(layer, attention=adapt(layer.attention), mlp=mlp)
 
 

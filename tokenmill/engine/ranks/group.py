@@ -19,6 +19,7 @@ import torch
 
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.rank_model import RankRunner
+from tokenmill.engine.ranks.adapter_codec import encode_adapter
 from tokenmill.engine.ranks.board import Board
 from tokenmill.engine.ranks.meeting import Meeting
 from tokenmill.engine.ranks.processes import RankProcesses, cpu_seconds
@@ -30,6 +31,8 @@ from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler.isolation import RANK_CRASHED, RANK_KILLED, RANK_LOST_IDLE
 from tokenmill.engine.step import Loss, Pending, Step, StepResult
 from tokenmill.errors import StepFailed, TokenmillError
+from tokenmill.model.adapters.peft import AdapterWeights
+from tokenmill.model.adapters.slots import AdapterSlots
 from tokenmill.model.experts import ExpertLoad
 from tokenmill.parallel.communicator import Communicator, PeerLostError
 from tokenmill.parallel.layout import Layout, parse_layout
@@ -63,6 +66,7 @@ class RankGroup:
         self._processes, self._order, self._patience = processes, order, patience
         self._layout = parse_layout(order["config"]["parallel"])
         self.shared_kv = shared_kv
+        self.slots: AdapterSlots | None = None  # rank 0's own
         self._number = 0  # of the generation
         self._futile = 0  # generations that lost a rank since a step was done
         self._make: Make | None = None
@@ -116,6 +120,18 @@ class RankGroup:
         except Exception as error:
             failure = error
         raise failure.with_traceback(None)  # whose frames would hold the runner's memory until after the next is made
+
+    def write_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Into a slot of all ranks, behind the steps that they were told. Where that fails the generation ends, as the
+        next step finds, and slots are empty."""
+        generation = self._generation
+        try:
+            generation.send_adapter(slot, weights)
+            assert self.slots is not None
+            self.slots.write(slot, weights)
+        except Exception as error:
+            log.warning("an adapter did not reach all ranks: %s", error)
+            generation.end()
 
     def reset(self) -> Loss | None:
         """Form the next generation. Raises RanksLostError when that cannot be done."""
@@ -199,6 +215,10 @@ class Generation:
         self.check()
         self.sent = step.number
         self._writer.send(encode_step(step), BUSY_PATIENCE, self.check)
+
+    def send_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        self.check()
+        self._writer.send(encode_adapter(slot, weights), BUSY_PATIENCE, self.check)
 
     def wait_done(self, step: int) -> None:
         """Until every rank has launched the step without a failure."""

@@ -15,6 +15,7 @@ from typing import Any
 from tokenmill.collector import collector_paused
 from tokenmill.config import EngineConfig
 from tokenmill.engine.rank_model import RankModel, rank_model, settings_from
+from tokenmill.engine.ranks.adapter_codec import decode_adapter, is_adapter
 from tokenmill.engine.ranks.board import Board
 from tokenmill.engine.ranks.meeting import Meeting
 from tokenmill.engine.ranks.orders import Order, receive_order, send_order
@@ -23,6 +24,7 @@ from tokenmill.engine.ranks.shared_words import SharedMemory
 from tokenmill.engine.ranks.step_codec import decode_step
 from tokenmill.engine.step import Runner
 from tokenmill.errors import TokenmillError
+from tokenmill.model.adapters.slots import AdapterSlots
 from tokenmill.parallel.communicator import PeerLostError
 from tokenmill.parallel.layout import parse_layout
 
@@ -77,7 +79,7 @@ def serve(engine: socket.socket) -> None:
                 gc.freeze()
             runner = model.runner(meeting.communicator, meeting.every, kv_memory)
             link.tell({"ready": order["generation"]})
-            follow(runner, board, rank, meeting, layout.coordinates(rank)[1])
+            follow(runner, board, rank, meeting, layout.coordinates(rank)[1], model.adapters)
         except Exception as error:
             if not isinstance(error, TokenmillError):
                 traceback.print_exc()
@@ -97,18 +99,25 @@ def load(order: dict[str, Any], link: Link) -> RankModel:
     return rank_model(config, order["rank"], settings_from(order["settings"]), link.progress, order["threads"])
 
 
-def follow(runner: Runner, board: Board, rank: int, others: Meeting, group: int) -> None:
+def follow(
+    runner: Runner, board: Board, rank: int, others: Meeting, group: int, slots: AdapterSlots | None = None
+) -> None:
     """Launch what is told until the generation ends, or a step fails: nothing counts then before the next one. group:
-    whose part of a step it reads, where steps have parts."""
-    reader = board.reader(rank)
+    whose part of a step it reads, where steps have parts; slots: for the adapters that come between steps."""
+    reader, number = board.reader(rank), 1
     while (message := reader.receive(lambda: board.ended)) is not None and not board.ended:
-        step = decode_step(message, group)
         try:
+            if is_adapter(message):
+                assert slots is not None
+                slots.write(*decode_adapter(message))
+                continue
+            step = decode_step(message, group)
+            number = step.number
             runner.launch(step)
         except PeerLostError:  # whoever was lost is told of by others
             return
         except Exception as error:
-            _end(board, rank, step.number, error, others)
+            _end(board, rank, number, error, others)
             return
         board.set_done(rank, step.number)
 

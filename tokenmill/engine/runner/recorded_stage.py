@@ -18,9 +18,12 @@ class RecordedStage:
     model that computes anything outside the native ops is run plainly.
     """
 
-    def __init__(self, decoder: Decoder, state: DeviceState, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, state: DeviceState, max_rows: int, max_tokens: int, adapted: bool = False
+    ) -> None:
+        """adapted: of steps in which rows have adapters."""
         self._decoder, self._state = decoder, state
-        self._inputs = StepInputs(state, max_rows, max_tokens)
+        self._inputs = StepInputs(state, max_rows, max_tokens, adapted)
         self._uses = 0
         self._refused = False
         self._graph: RecordedGraph | None = None

@@ -7,6 +7,7 @@ the tokens that a later step starts from come with that step (`Step.told`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from tokenmill.engine.runner.torch_runner import TorchRunner, to_device
 from tokenmill.engine.step import Loss, Pending, Step, StepResult
 from tokenmill.model.decoder import Decoder
 from tokenmill.parallel.communicator import Communicator
+from tokenmill.quant.schemes.adapters import LowRankUpdates
 
 _LIGHT = (
     1 << 15
@@ -74,7 +76,9 @@ class StageRunner:
         self._entering: torch.Tensor | None = None
         if not decoder.spec.embeds:
             self._entering = state.enter_from_stage(max_tokens, decoder.spec.hidden, decoder.weights.dtype)
-        self._recorded = RecordedStage(decoder, state, max_rows, max_tokens) if graphs else None
+        self._sizes = max_rows, max_tokens
+        self._recorded = RecordedStage(decoder, state, *self._sizes) if graphs else None
+        self._adapted: RecordedStage | None = None  # of rows with adapters
         self._unheard: deque[_Passed] = deque()  # where this is the rank that answers
         self._candidates: dict[int, int] = {}  # by row: log-probabilities that each of its tokens comes with
 
@@ -100,8 +104,10 @@ class StageRunner:
             part["entries"],
             all_wanted=False,
             sample_rows=[],
+            adapters=part.get("adapters"),
         )
-        hidden = None if self._recorded is None else self._recorded.hidden(prepared.tokens)
+        recorded = self._adapted if step.adapters else self._recorded
+        hidden = None if recorded is None else recorded.hidden(prepared.tokens)
         if hidden is None:
             hidden = self.decoder.leave(prepared.tokens, self.state.kv)
         passed = _Passed(step, self.pipe)
@@ -111,6 +117,12 @@ class StageRunner:
             passed.heavy = self._answer_bytes(step) > _LIGHT
         self.pipe.send(hidden)
         return passed
+
+    def serve_adapters(self, updates: Mapping[str, LowRankUpdates]) -> None:
+        """As `TorchRunner.serve_adapters`."""
+        self.decoder.adapters = updates
+        if self._recorded is not None:
+            self._adapted = RecordedStage(self.decoder, self.state, *self._sizes, adapted=True)
 
     def _hear_what_is_heavy(self) -> None:
         """A rank that waits until its long answer is taken receives nothing, and this one would wait for that."""

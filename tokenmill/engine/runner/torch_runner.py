@@ -108,6 +108,7 @@ class TorchRunner:
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._recorded: RecordedDecode | None = None
+        self._adapted: RecordedDecode | None = None  # of rows with adapters
         self._chunks: RecordedChunks | None = None
         if graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs(decoder, state, self.sampler, at_once)
@@ -158,8 +159,9 @@ class TorchRunner:
         self.feature_reader = reader
         if self._graphs is not None:
             self._graphs.feature_layers = reader.layers
-        if self._recorded is not None:
-            self._recorded.feature_reader = reader
+        for recorded in (self._recorded, self._adapted):
+            if recorded is not None:
+                recorded.feature_reader = reader
 
     def serve_adapters(self, updates: Mapping[str, LowRankUpdates]) -> None:
         """Have rows name adapters. Steps in which some do are recorded apart from the others, which pay nothing; on a
@@ -169,9 +171,10 @@ class TorchRunner:
             from tokenmill.engine.runner.cpu_decode_graph import RecordedDecode
             from tokenmill.engine.runner.cpu_prompt_graphs import RecordedChunks
 
-            recorded = RecordedDecode(self.decoder, self.state, self.sampler, self._recorded.capacity, adapted=True)
-            recorded.feature_reader = self._recorded.feature_reader
-            self.decode_paths.append(recorded)
+            capacity = self._recorded.capacity
+            self._adapted = RecordedDecode(self.decoder, self.state, self.sampler, capacity, adapted=True)
+            self._adapted.feature_reader = self._recorded.feature_reader
+            self.decode_paths.append(self._adapted)
             if self._chunks is not None:
                 chunks = RecordedChunks(self.decoder, self.state, self._max_rows, self.max_tokens, adapted=True)
                 self.forward_paths.insert(len(self.forward_paths) - 1, chunks)

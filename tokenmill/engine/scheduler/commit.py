@@ -115,6 +115,7 @@ class Commits:
             self.life.held.void(min(numbers))
             self.kv.void(max(numbers))
         if loss is not None:
+            self.life.lose_slots()
             for request in list(self.life.running):
                 self.life.preempt(request)
             self.life.held.forget()

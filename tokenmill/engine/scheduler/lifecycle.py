@@ -172,6 +172,16 @@ class Lifecycle:
                 self.park(request, Wait.ADAPTER)
                 self.adapters.ask(request, None)
 
+    def lose_slots(self) -> None:
+        """What was on the device is gone, adapters included. Those who run are preempted next, and ask then."""
+        holders = [] if self.adapters is None else self.adapters.lose()
+        for request in holders:
+            if request.state is WAITING:
+                self.waiting.remove(request)
+                self.park(request, Wait.ADAPTER)
+                assert self.adapters is not None
+                self.adapters.ask(request, None)
+
     def change_lane(self, request: Request, lane: int) -> None:
         """Another importance for a request that runs."""
         self.running.remove(request)

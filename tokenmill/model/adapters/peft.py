@@ -11,15 +11,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tokenmill.errors import ConfigError, InvalidRequest
+from tokenmill.errors import InvalidRequest
 from tokenmill.model.adapters.config import AdapterConfig, read_config
 from tokenmill.model.adapters.files import CONFIG, WEIGHTS
 from tokenmill.model.spec import DecoderSpec
-from tokenmill.model.weights.names import recipes, spelled_as_in_transformers
+from tokenmill.model.weights.names import Change, recipes, spelled_as_in_transformers
 
 _PREFIX = "base_model.model."
 _SIDES = (".lora_A.weight", ".lora_B.weight")
 _READ_AT_ONCE = 1 << 20
+_WHY_NOT = {  # by the kind of a parameter
+    "experts": "is one of its experts; those are not adapted, so train it for attention and shared experts alone",
+    "router": "chooses its experts, which is not adapted; leave it out",
+    "stacked": "is not applied as it is, but taken into queries and answers head by head; leave it out",
+    "linear": "is the head, which is not adapted; leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Section:
     number: int  # among the linear layer's sections
     first: int
     last: int
+    change: Change | None = None  # of the order of its rows, where that is another in checkpoints
 
 
 @dataclass(frozen=True)
@@ -63,36 +70,30 @@ class Base:
     """What adapters may change of a model: its linear layers, by the names that checkpoints give their parts."""
 
     def __init__(self, spec: DecoderSpec, name: str, max_rank: int, dtype: torch.dtype) -> None:
-        """dtype: that factors are kept in."""
-        if spec.mla is not None:
-            raise ConfigError(
-                f"enable_lora is set, but {spec.architecture} has latent attention, whose projections are stored in "
-                "another order than adapters have them; leave it out"
-            )
+        """spec: of the model, or of a part of all its layers; dtype: that factors are kept in."""
+        spec = spec.whole
         self.name, self.max_rank, self.dtype = name, max_rank, dtype
         self.sections: dict[str, tuple[Section, ...]] = {}  # of every linear layer
         self.columns: dict[str, int] = {}
         self.modules: dict[str, tuple[Section, ...]] = {}  # by name in checkpoints; a fused one has several
+        self.why_not: dict[str, str] = {}  # of other modules
         parameters = spec.parameters()
         for linear, ways in recipes(spec).items():
             if parameters[linear].kind != "linear" or linear == "lm_head":
+                why = _WHY_NOT.get(parameters[linear].kind)
+                named = (piece.source.removesuffix(".weight") for way in ways for piece in way)
+                self.why_not |= {} if why is None else dict.fromkeys(named, why)
                 continue
             pieces = ways[0]
             ends = [piece.first + piece.shape[0] for piece in pieces]
-            mine = [Section(linear, n, one.first, end) for n, (one, end) in enumerate(zip(pieces, ends, strict=True))]
+            spans = enumerate(zip(pieces, ends, strict=True))
+            mine = [Section(linear, n, one.first, end, one.change) for n, (one, end) in spans]
             self.sections[linear], self.columns[linear] = tuple(mine), pieces[0].shape[1]
             for way in ways:
                 for piece in way:
                     last = piece.first + piece.shape[0]
                     covered = tuple(one for one in mine if piece.first <= one.first and one.last <= last)
                     self.modules.setdefault(piece.source.removesuffix(".weight"), covered)
-
-    def slot_bytes(self) -> int:
-        """Of an adapter of the largest rank on the device."""
-        elements = sum(
-            len(sections) * self.columns[linear] + sections[-1].last for linear, sections in self.sections.items()
-        )
-        return elements * self.max_rank * self.dtype.itemsize
 
 
 def adapter_key(folder: Path) -> str:
@@ -136,6 +137,8 @@ def _pairs(names: Iterable[str], path: Path, base: Base, config: AdapterConfig) 
         module = name.removeprefix(_PREFIX).removesuffix(side or "")
         (spelled,) = spelled_as_in_transformers([module + ".weight"])
         module = spelled.removesuffix(".weight")
+        if side is not None and module in base.why_not:
+            raise InvalidRequest(f"{str(path)!r} adapts {module!r:.200}, which in {base.name} {base.why_not[module]}")
         if side is None or module not in base.modules:
             raise InvalidRequest(
                 f"{str(path)!r} has {name!r:.200}, which {base.name} has no linear layer for (it was made for "
@@ -192,4 +195,9 @@ def _read(
         dtype = str(base.dtype).removeprefix("torch.")
         raise InvalidRequest(f"{str(path)!r} has what is no number in {dtype} at {module!r}; train or save it again")
     first = sections[0].first
-    return [Factors(one, down, up[one.first - first : one.last - first].T.contiguous()) for one in sections]
+    found = []
+    for one in sections:
+        rows_of_it = up[one.first - first : one.last - first]
+        rows_of_it = rows_of_it if one.change is None else one.change(rows_of_it)
+        found.append(Factors(one, down, rows_of_it.T.contiguous()))
+    return found
