@@ -143,7 +143,9 @@ def write_file(target: Path, shape: Shape, form: str, words: Path) -> None:
             format = format_of(name, layer, shape, form)
             values, block = gguf.GGML_QUANT_SIZES[format]
             row = size[1] // values * block
-            writer.add_tensor_info(f"{full}.weight", (size[0], row), np.dtype(np.uint8), size[0] * row, raw_dtype=format)
+            writer.add_tensor_info(
+                f"{full}.weight", (size[0], row), np.dtype(np.uint8), size[0] * row, raw_dtype=format
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -224,7 +226,9 @@ def main() -> None:
     parser.add_argument("form", choices=PLAIN)
     parser.add_argument("to", type=Path, help="folder for the file")
     parser.add_argument("--folder", action="store_true", help="also as a folder of bfloat16 safetensors")
-    parser.add_argument("--words", type=Path, default=location(models_dir()), help="the GGUF file whose vocabulary is taken")
+    parser.add_argument(
+        "--words", type=Path, default=location(models_dir()), help="the GGUF file whose vocabulary is taken"
+    )
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     target = args.to / f"{args.shape}-{args.form}.gguf"

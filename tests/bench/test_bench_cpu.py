@@ -54,7 +54,7 @@ for line in sys.stdin:
     elif command == "single":
         first = len(ask["prompt"]) / (100 * speed * threads)
         times = [first + n / (10 * speed * threads) for n in range(ask["new"])]
-        answer = {"tokens": [7] * ask["new"], "times": times, "cpu": [threads * one for one in times]}
+        answer = {"tokens": [7] * ask["new"], "times": times, "cpu": [threads * one for one in times], "spent": 3}
     elif command == "batch":
         answer = {"tokens": [[7] * ask["new"]] * len(ask["prompts"]), "seconds": ask["new"] / speed}
         answer["cpu"] = threads * answer["seconds"]
@@ -104,8 +104,10 @@ def test_figures_are_what_the_workers_timed(setup: Setup) -> None:
     assert ours.median(PREFILL) == pytest.approx(400) and llama.median(PREFILL) == pytest.approx(200)
     assert ours.median(DECODE) == pytest.approx(40) and llama.median(DECODE) == pytest.approx(20)
     assert ours.median(batch_column(3)) == pytest.approx(6) and llama.median(batch_column(3)) == pytest.approx(3)
-    assert ours.median(PREFILL_CPU) == pytest.approx(200) and ours.median(DECODE_CPU) == pytest.approx(20)  # two threads
-    assert llama.median(batch_cpu_column(3)) == pytest.approx(1.5)
+    assert ours.median(PREFILL_CPU) == pytest.approx(200) and ours.median(DECODE_CPU) == pytest.approx(
+        20
+    )  # two threads
+    assert llama.median(batch_cpu_column(3)) == pytest.approx(1.5) and llama.figures["cold_cpu"] == [3, 3]
     assert ours.median(PEAK) == pytest.approx(25) and len(ours.figures["cold"]) == setup.rounds
     assert (llama.model, llama.version) == (str(setup.model) + ".q4_0", "fake on_llama_cpp")
 

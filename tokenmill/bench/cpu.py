@@ -41,6 +41,7 @@ PEAK = Column("peak", "peak MB (single)", more_is_better=False)
 # Per second of the time that cores spent: what the engine itself costs, where other programs have the cores, too.
 PREFILL_CPU = Column("prefill_cpu", "prefill tok/CPU s", per_round=SINGLES)
 DECODE_CPU = Column("decode_cpu", "decode tok/CPU s", per_round=SINGLES)
+COLD_CPU = Column("cold_cpu", "cold start CPU s", more_is_better=False)
 
 
 def batch_column(requests: int) -> Column:
@@ -79,7 +80,7 @@ class Setup:
 
     @property
     def cpu_columns(self) -> list[Column]:
-        return [PREFILL_CPU, DECODE_CPU, *map(batch_cpu_column, self.requests)]
+        return [PREFILL_CPU, DECODE_CPU, *map(batch_cpu_column, self.requests), COLD_CPU]
 
 
 @dataclass
@@ -164,13 +165,14 @@ class Single:
     tokens: list[int]
     times: list[float]
     cpu: list[float]
+    spent: float  # seconds of the CPU since the process began
 
 
 def single(setup: Setup, worker: PeerWorker, prompt: list[int], new: int) -> Single:
     answer = worker.ask("single", setup.timeout, prompt=prompt, new=new)
     if {len(answer[name]) for name in ("tokens", "times", "cpu")} != {new}:
         raise WorkerFailed(f"single: {new} tokens were asked for and {len(answer['tokens'])} came")
-    return Single(answer["tokens"], answer["times"], answer["cpu"])
+    return Single(answer["tokens"], answer["times"], answer["cpu"], answer["spent"])
 
 
 def speeds(prompt: int, times: list[float]) -> tuple[float, float]:
@@ -229,8 +231,9 @@ def _round(setup: Setup, rows: list[ContenderFigures], number: int, tell: Tell) 
 def _singles(setup: Setup, row: ContenderFigures, worker: PeerWorker, number: int) -> None:
     """Cold start, prefill, decode and peak memory of a process that serves one request at a time."""
     load(setup, row, worker, 1, setup.length)
-    single(setup, worker, prompts(setup, 1, COLD_PROMPT, "cold", number)[0], 1)
+    first = single(setup, worker, prompts(setup, 1, COLD_PROMPT, "cold", number)[0], 1)
     row.add(COLD, time.perf_counter() - worker.started)
+    row.add(COLD_CPU, first.spent)
     several = prompts(setup, 1 + SINGLES, setup.prompt, "single", number)
     single(setup, worker, several.pop(), setup.new)  # not timed: caches fill, decode steps are recorded
     for prompt in several:

@@ -51,7 +51,7 @@ class DrivenEngine:
         begin = clock()
         tokens, moments = self._engine.single(prompt, new, clock)
         times, cpu = ([moment[kind] - begin[kind] for moment in moments] for kind in (0, 1))
-        return {"tokens": tokens, "times": times, "cpu": cpu}
+        return {"tokens": tokens, "times": times, "cpu": cpu, "spent": clock()[1]}  # spent: since the process began
 
     def batch(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
         clock = clock_of(list(processes(os.getpid())))
