@@ -1,9 +1,9 @@
 """Writes a GGUF file of a known shape with random weights: `python scripts/random_model.py qwen2.5-1.5b q4_k_m FOLDER`.
 
-For measuring speed where the real files cannot be had. Tensors have the formats that llama.cpp's quantizer gives them, and
-blocks are drawn directly, so that no floats are ever quantized: weights have a mean of zero and a deviation of about 0.02.
-The vocabulary is the default model's, filled up with unused tokens. `--folder` also writes the same weights as a folder of
-bfloat16 safetensors beside the file, for engines that do not read GGUF: `tokenmill bench cpu` finds it there.
+For measuring speed where the real files cannot be had. Tensors have the formats that llama.cpp's quantizer gives them,
+and blocks are drawn directly, so that no floats are ever quantized: weights have a mean of zero and a deviation of 0.02
+or so. The vocabulary is the default model's, filled up with unused tokens. `--folder` also writes the same weights as a
+folder of bfloat16 safetensors beside the file, for engines that do not read GGUF: `tokenmill bench cpu` finds it there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}
 
 
 def format_of(name: str, layer: int, shape: Shape, form: str) -> Kind:
-    """What the quantizer chooses: more bits for the head everywhere, and in q4_k_m for some of two matrices of a layer."""
+    """What the quantizer chooses: more bits for the head, and in q4_k_m for two matrices of some layers."""
     plain = PLAIN[form]
     if plain == Kind.Q8_0:
         return plain

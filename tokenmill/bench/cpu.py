@@ -160,7 +160,7 @@ def load(setup: Setup, row: ContenderFigures, worker: PeerWorker, requests: int,
 
 @dataclass(frozen=True)
 class Single:
-    """One request: its tokens, and the seconds from its start to each of them, those of the CPU (all cores') as well."""
+    """One request: its tokens, and the seconds from its start to each of them, by the clock and of the CPU."""
 
     tokens: list[int]
     times: list[float]

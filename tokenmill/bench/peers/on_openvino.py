@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from collections.abc import Callable
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any

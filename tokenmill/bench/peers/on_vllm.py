@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from collections.abc import Callable
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any

@@ -3,12 +3,12 @@
 Run as `python serve.py DRIVER THREADS` by the Python that has the engine. Imports nothing of tokenmill, and the drivers
 beside it (on_*.py) import nothing but their engine, so the environment needs nothing else. A driver module has
 
-    prepare(source, variant, folder) -> model               make the form of the weights that is wanted, once; returns its path
-    PeerEngine(model, variant, threads, rows, length)       load it for `rows` requests of `length` tokens
-    PeerEngine.version                                      what is measured, such as "engine 1.2.3"
-    PeerEngine.rows (optional)                              it takes this many requests: no need to load it again for fewer
+    prepare(source, variant, folder) -> model      make the form of the weights that is wanted, once; returns its path
+    PeerEngine(model, variant, threads, rows, length)  load it for `rows` requests of `length` tokens
+    PeerEngine.version                                 what is measured, such as "engine 1.2.3"
+    PeerEngine.rows (optional)                         it takes this many requests: no need to load it again for fewer
     PeerEngine.single(prompt, new, clock) -> tokens, times  greedy, EOS ignored; what clock() said after each token
-    PeerEngine.batch(prompts, new) -> tokens                all at once; one list per prompt
+    PeerEngine.batch(prompts, new) -> tokens           all at once; one list per prompt
 """
 
 from __future__ import annotations
