@@ -369,3 +369,29 @@ def test_the_worker_keeps_its_answers_apart_from_what_engines_print(tmp_path: Pa
         assert worker.ask("prepare", 20, source="s", variant="v", folder="g") == {"model": "g"}
     finally:
         worker.close()
+
+
+def test_what_holds_the_cpu_down_is_on_the_path_of_our_worker_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "on_path.py").write_text("import os\ndef prepare(a, b, c):\n    return os.environ['PYTHONPATH']\n")
+    (tmp_path / "serve.py").write_text(SERVE.read_text())
+    monkeypatch.setenv("PYTHONPATH", "/held/down")
+    worker = PeerWorker(sys.executable, "on_path", 1, name="tokenmill", serve=tmp_path / "serve.py")
+    try:
+        path = worker.ask("prepare", 120, source="s", variant="v", folder="f")["model"].split(os.pathsep)
+        assert path == [str(SERVE.parents[3]), "/held/down"]
+    finally:
+        worker.close()
+
+
+def test_a_folder_beside_the_file_is_its_safetensors(tmp_path: Path) -> None:
+    beside = tmp_path / "model-1.5b"
+    beside.mkdir()
+    (beside / "config.json").write_text("{}")
+    worker = PeerWorker(sys.executable, "on_transformers", 1, name="transformers")
+    try:
+        question = {"source": f"{beside}.gguf", "variant": "float32", "folder": str(tmp_path / "forms")}
+        assert worker.ask("prepare", 120, **question) == {"model": str(beside)}
+    finally:
+        worker.close()
