@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -13,11 +15,24 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tokenmill.bench.cpu import DECODE, PEAK, PREFILL, ContenderFigures, Setup, batch_column, compare, prompts
+from tokenmill.bench.cpu import (
+    DECODE,
+    DECODE_CPU,
+    PEAK,
+    PREFILL,
+    PREFILL_CPU,
+    ContenderFigures,
+    Setup,
+    batch_column,
+    batch_cpu_column,
+    compare,
+    prompts,
+)
 from tokenmill.bench.cpu_scaling import draw, scaling
 from tokenmill.bench.cpu_table import notes, table
 from tokenmill.bench.peers import KINDS, Contender, contenders
 from tokenmill.bench.peers.host import SERVE, PeerWorker, WorkerFailed
+from tokenmill.bench.peers.serve import clock_of
 from tokenmill.bench.plot import Series, chart
 from tokenmill.cli.app import app
 from tokenmill.errors import ConfigError
@@ -38,9 +53,11 @@ for line in sys.stdin:
         answer = {"version": "fake " + driver}
     elif command == "single":
         first = len(ask["prompt"]) / (100 * speed * threads)
-        answer = {"tokens": [7] * ask["new"], "times": [first + n / (10 * speed * threads) for n in range(ask["new"])]}
+        times = [first + n / (10 * speed * threads) for n in range(ask["new"])]
+        answer = {"tokens": [7] * ask["new"], "times": times, "cpu": [threads * one for one in times], "spent": 3}
     elif command == "batch":
         answer = {"tokens": [[7] * ask["new"]] * len(ask["prompts"]), "seconds": ask["new"] / speed}
+        answer["cpu"] = threads * answer["seconds"]
     elif command == "peak":
         answer = {"bytes": 50_000_000 / speed}
     BAD
@@ -87,6 +104,10 @@ def test_figures_are_what_the_workers_timed(setup: Setup) -> None:
     assert ours.median(PREFILL) == pytest.approx(400) and llama.median(PREFILL) == pytest.approx(200)
     assert ours.median(DECODE) == pytest.approx(40) and llama.median(DECODE) == pytest.approx(20)
     assert ours.median(batch_column(3)) == pytest.approx(6) and llama.median(batch_column(3)) == pytest.approx(3)
+    assert ours.median(PREFILL_CPU) == pytest.approx(200) and ours.median(DECODE_CPU) == pytest.approx(
+        20
+    )  # two threads
+    assert llama.median(batch_cpu_column(3)) == pytest.approx(1.5) and llama.figures["cold_cpu"] == [3, 3]
     assert ours.median(PEAK) == pytest.approx(25) and len(ours.figures["cold"]) == setup.rounds
     assert (llama.model, llama.version) == (str(setup.model) + ".q4_0", "fake on_llama_cpp")
 
@@ -190,6 +211,23 @@ def test_frozen_workers_do_not_run(tmp_path: Path) -> None:
         worker.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process knows its own time only")
+def test_time_of_the_cpu_counts_work_and_not_waiting_and_that_of_other_processes() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        both, own = clock_of([os.getpid(), child.pid]), clock_of([os.getpid()])
+        began = both(), own()
+        deadline = time.monotonic() + 300
+        while both()[1] - began[0][1] < 0.2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ended = own()
+        assert ended[1] - began[1][1] < 0.1 < ended[0] - began[1][0]
+    finally:
+        child.kill()
+        child.wait()
+
+
 def _cpu_time(worker: PeerWorker) -> int:
     fields = Path(f"/proc/{worker._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
@@ -290,7 +328,7 @@ def test_the_command_measures_this_engine_and_writes_the_figures(default_model: 
     written = json.loads(out.read_text())
     ours, llama = written["rows"]
     assert ours["failure"] is None and all(
-        ours["figures"][key] for key in ("prefill", "decode", "batch2", "cold", "peak")
+        ours["figures"][key] for key in ("prefill", "decode", "batch2", "cold", "peak", "prefill_cpu", "batch2_cpu")
     )
     assert len(ours["tokens"]) == 4 and "/no/python cannot be run" in llama["failure"]
     assert "| tokenmill as is (Q4_1) |" in result.output and "3 single requests per round" in result.output
@@ -329,5 +367,31 @@ def test_the_worker_keeps_its_answers_apart_from_what_engines_print(tmp_path: Pa
         with pytest.raises(WorkerFailed, match="AttributeError"):
             worker.ask("load", 20, model="m", variant="v", threads=1, rows=1, length=8)
         assert worker.ask("prepare", 20, source="s", variant="v", folder="g") == {"model": "g"}
+    finally:
+        worker.close()
+
+
+def test_what_holds_the_cpu_down_is_on_the_path_of_our_worker_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "on_path.py").write_text("import os\ndef prepare(a, b, c):\n    return os.environ['PYTHONPATH']\n")
+    (tmp_path / "serve.py").write_text(SERVE.read_text())
+    monkeypatch.setenv("PYTHONPATH", "/held/down")
+    worker = PeerWorker(sys.executable, "on_path", 1, name="tokenmill", serve=tmp_path / "serve.py")
+    try:
+        path = worker.ask("prepare", 120, source="s", variant="v", folder="f")["model"].split(os.pathsep)
+        assert path == [str(SERVE.parents[3]), "/held/down"]
+    finally:
+        worker.close()
+
+
+def test_a_folder_beside_the_file_is_its_safetensors(tmp_path: Path) -> None:
+    beside = tmp_path / "model-1.5b"
+    beside.mkdir()
+    (beside / "config.json").write_text("{}")
+    worker = PeerWorker(sys.executable, "on_transformers", 1, name="transformers")
+    try:
+        question = {"source": f"{beside}.gguf", "variant": "float32", "folder": str(tmp_path / "forms")}
+        assert worker.ask("prepare", 120, **question) == {"model": str(beside)}
     finally:
         worker.close()

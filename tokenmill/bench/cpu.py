@@ -38,10 +38,18 @@ PREFILL = Column("prefill", "prefill tok/s", per_round=SINGLES)
 DECODE = Column("decode", "decode tok/s", per_round=SINGLES)
 COLD = Column("cold", "cold start s", more_is_better=False)
 PEAK = Column("peak", "peak MB (single)", more_is_better=False)
+# Per second of the time that cores spent: what the engine itself costs, where other programs have the cores, too.
+PREFILL_CPU = Column("prefill_cpu", "prefill tok/CPU s", per_round=SINGLES)
+DECODE_CPU = Column("decode_cpu", "decode tok/CPU s", per_round=SINGLES)
+COLD_CPU = Column("cold_cpu", "cold start CPU s", more_is_better=False)
 
 
 def batch_column(requests: int) -> Column:
     return Column(f"batch{requests}", f"{requests} requests, out tok/s")
+
+
+def batch_cpu_column(requests: int) -> Column:
+    return Column(f"batch{requests}_cpu", f"{requests} requests, out tok/CPU s")
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,10 @@ class Setup:
     @property
     def columns(self) -> list[Column]:
         return [PREFILL, DECODE, *map(batch_column, self.requests), COLD, PEAK]
+
+    @property
+    def cpu_columns(self) -> list[Column]:
+        return [PREFILL_CPU, DECODE_CPU, *map(batch_cpu_column, self.requests), COLD_CPU]
 
 
 @dataclass
@@ -146,12 +158,21 @@ def load(setup: Setup, row: ContenderFigures, worker: PeerWorker, requests: int,
     row.version = worker.ask("load", setup.timeout, model=row.model, **settings)["version"]
 
 
-def single(setup: Setup, worker: PeerWorker, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-    """One request: its tokens, and the seconds from its start to each of them."""
+@dataclass(frozen=True)
+class Single:
+    """One request: its tokens, and the seconds from its start to each of them, by the clock and of the CPU."""
+
+    tokens: list[int]
+    times: list[float]
+    cpu: list[float]
+    spent: float  # seconds of the CPU since the process began
+
+
+def single(setup: Setup, worker: PeerWorker, prompt: list[int], new: int) -> Single:
     answer = worker.ask("single", setup.timeout, prompt=prompt, new=new)
-    if len(answer["tokens"]) != new or len(answer["times"]) != new:
+    if {len(answer[name]) for name in ("tokens", "times", "cpu")} != {new}:
         raise WorkerFailed(f"single: {new} tokens were asked for and {len(answer['tokens'])} came")
-    return answer["tokens"], answer["times"]
+    return Single(answer["tokens"], answer["times"], answer["cpu"], answer["spent"])
 
 
 def speeds(prompt: int, times: list[float]) -> tuple[float, float]:
@@ -210,16 +231,17 @@ def _round(setup: Setup, rows: list[ContenderFigures], number: int, tell: Tell) 
 def _singles(setup: Setup, row: ContenderFigures, worker: PeerWorker, number: int) -> None:
     """Cold start, prefill, decode and peak memory of a process that serves one request at a time."""
     load(setup, row, worker, 1, setup.length)
-    single(setup, worker, prompts(setup, 1, COLD_PROMPT, "cold", number)[0], 1)
+    first = single(setup, worker, prompts(setup, 1, COLD_PROMPT, "cold", number)[0], 1)
     row.add(COLD, time.perf_counter() - worker.started)
+    row.add(COLD_CPU, first.spent)
     several = prompts(setup, 1 + SINGLES, setup.prompt, "single", number)
     single(setup, worker, several.pop(), setup.new)  # not timed: caches fill, decode steps are recorded
     for prompt in several:
-        tokens, times = single(setup, worker, prompt, setup.new)
-        row.tokens = row.tokens or tokens
-        prefill, decode = speeds(len(prompt), times)
-        row.add(PREFILL, prefill)
-        row.add(DECODE, decode)
+        timed = single(setup, worker, prompt, setup.new)
+        row.tokens = row.tokens or timed.tokens
+        for columns, times in (((PREFILL, DECODE), timed.times), ((PREFILL_CPU, DECODE_CPU), timed.cpu)):
+            for column, speed in zip(columns, speeds(len(prompt), times)):
+                row.add(column, speed)
     row.add(PEAK, worker.ask("peak", setup.timeout)["bytes"] / 1e6)
 
 
@@ -233,6 +255,7 @@ def _batch(setup: Setup, row: ContenderFigures, worker: PeerWorker, number: int,
     if [len(tokens) for tokens in answer["tokens"]] != [setup.new] * requests:
         raise WorkerFailed(f"batch: {requests} answers of {setup.new} tokens were asked for, and did not come")
     row.add(batch_column(requests), requests * setup.new / answer["seconds"])
+    row.add(batch_cpu_column(requests), requests * setup.new / answer["cpu"])
 
 
 def _latest(row: ContenderFigures, columns: list[Column]) -> str:

@@ -94,7 +94,7 @@ def _against_context(
                     length = context - TIMED
                     warm, timed = cpu.prompts(setup, 2, length, "context")
                     cpu.single(setup, worker, warm[: cpu.COLD_PROMPT], TIMED)
-                    prefill, decode = cpu.speeds(length, cpu.single(setup, worker, timed, TIMED)[1])
+                    prefill, decode = cpu.speeds(length, cpu.single(setup, worker, timed, TIMED).times)
                     figures[context][row.contender.label] = prefill, 1e3 / decode
                     tell(f"context {context}  {row.contender.label}: {prefill:.0f} tok/s, {1e3 / decode:.1f} ms")
     finally:

@@ -66,7 +66,7 @@ def machine() -> dict[str, Any]:
 
 def as_json(setup: Setup, rows: list[ContenderFigures], before: dict[str, Any]) -> dict[str, Any]:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(setup).items()}
-    best = {column.key: _ratio(rows, column) for column in setup.columns}
+    best = {column.key: _ratio(rows, column) for column in setup.columns + setup.cpu_columns}
     figures = [row.as_dict() for row in rows]
     return {"machine": before, "setup": settings, "rows": figures, "tokenmill / best peer": best}
 

@@ -92,7 +92,8 @@ def cpu(
         write({"machine": before, **results.as_dict()})
     else:
         rows = compare(setup, who, note, lambda rows: write(as_json(setup, rows, before)))
-        typer.echo("\n".join(["", *table(setup.columns, rows), "", legend(rounds), *notes(rows)]))
+        busy = table(setup.cpu_columns, rows)
+        typer.echo("\n".join(["", *table(setup.columns, rows), "", *busy, "", legend(rounds), *notes(rows)]))
     if out is not None:
         note(f"wrote {out}")
 

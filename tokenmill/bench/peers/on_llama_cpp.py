@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 FORMATS = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "f16": "LLAMA_FTYPE_MOSTLY_F16"}
 STEP_TOKENS = 2048  # the most that one call takes in; its own default
@@ -51,22 +51,22 @@ class PeerEngine:
         self._llama.llama_free(self._context)
         self._llama.llama_model_free(self._model)
 
-    def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-        times: list[float] = []
-        return self._generate([prompt], new, times)[0], times
+    def single(self, prompt: list[int], new: int, clock: Callable[[], Any]) -> tuple[list[int], list[Any]]:
+        times: list[Any] = []
+        return self._generate([prompt], new, lambda: times.append(clock()))[0], times
 
     def batch(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        return self._generate(prompts, new, [])
+        return self._generate(prompts, new, lambda: None)
 
-    def _generate(self, prompts: list[list[int]], new: int, times: list[float]) -> list[list[int]]:
+    def _generate(self, prompts: list[list[int]], new: int, came: Callable[[], object]) -> list[list[int]]:
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), False)
         answers = [[token] for token in self._read(prompts)]
-        times.append(time.perf_counter())
+        came()
         for step in range(new - 1):
             last = [(answer[-1], len(prompt) + step, row) for row, (prompt, answer) in enumerate(zip(prompts, answers))]
             for answer, token in zip(answers, self._decode(last, range(len(last)))):
                 answer.append(token)
-            times.append(time.perf_counter())
+            came()
         return answers
 
     def _read(self, prompts: list[list[int]]) -> list[int]:

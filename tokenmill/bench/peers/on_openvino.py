@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -38,15 +38,15 @@ class PeerEngine:
         self._ids = count()
         self.version = f"openvino-genai {self._genai.__version__}"
 
-    def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    def single(self, prompt: list[int], new: int, clock: Callable[[], Any]) -> tuple[list[int], list[Any]]:
         handle = self._add(prompt, new)
         tokens: list[int] = []
-        times: list[float] = []
+        times: list[Any] = []
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
             while handle.can_read():
                 tokens += next(iter(handle.read().values())).generated_ids
-                times += [time.perf_counter()] * (len(tokens) - len(times))
+                times += [clock()] * (len(tokens) - len(times))
         return tokens, times
 
     def batch(self, prompts: list[list[int]], new: int) -> list[list[int]]:

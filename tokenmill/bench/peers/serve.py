@@ -7,7 +7,7 @@ beside it (on_*.py) import nothing but their engine, so the environment needs no
     PeerEngine(model, variant, threads, rows, length)  load it for `rows` requests of `length` tokens
     PeerEngine.version                                 what is measured, such as "engine 1.2.3"
     PeerEngine.rows (optional)                         it takes this many requests: no need to load it again for fewer
-    PeerEngine.single(prompt, new) -> tokens, times    greedy, EOS ignored; the clock (perf_counter) after each token
+    PeerEngine.single(prompt, new, clock) -> tokens, times  greedy, EOS ignored; what clock() said after each token
     PeerEngine.batch(prompts, new) -> tokens           all at once; one list per prompt
 """
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+Clock = Callable[[], tuple[float, float]]
 
 
 class DrivenEngine:
@@ -46,17 +47,29 @@ class DrivenEngine:
         return {"version": self._engine.version}
 
     def single(self, prompt: list[int], new: int) -> dict[str, Any]:
-        start = time.perf_counter()
-        tokens, times = self._engine.single(prompt, new)
-        return {"tokens": tokens, "times": [moment - start for moment in times]}
+        clock = clock_of(list(processes(os.getpid())))
+        begin = clock()
+        tokens, moments = self._engine.single(prompt, new, clock)
+        times, cpu = ([moment[kind] - begin[kind] for moment in moments] for kind in (0, 1))
+        return {"tokens": tokens, "times": times, "cpu": cpu, "spent": clock()[1]}  # spent: since the process began
 
     def batch(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        start = time.perf_counter()
+        clock = clock_of(list(processes(os.getpid())))
+        begin = clock()
         tokens = self._engine.batch(prompts, new)
-        return {"tokens": tokens, "seconds": time.perf_counter() - start}
+        end = clock()
+        return {"tokens": tokens, "seconds": end[0] - begin[0], "cpu": end[1] - begin[1]}
 
     def peak(self) -> dict[str, Any]:
         return {"bytes": sum(map(peak_bytes, processes(os.getpid())))}
+
+
+def clock_of(counted: list[int]) -> Clock:
+    """Seconds that passed, and seconds that cores spent on these processes: other programs hardly change those."""
+    if sys.platform != "linux":
+        return lambda: (time.perf_counter(), time.process_time())
+    clocks = [~process << 3 | 2 for process in counted]  # how Linux numbers the CPU clock of a process
+    return lambda: (time.perf_counter(), sum(map(time.clock_gettime, clocks)))
 
 
 def processes(root: int) -> Iterator[int]:

@@ -108,10 +108,11 @@ constexpr int64_t panel_bytes(int64_t form, int64_t columns) {
     return with_codes(form, [columns](auto codes) { return codes.panel_bytes(columns); });
 }
 
-// Where few rows are multiplied, memory is the limit: fetch what comes a little later.
+// Where few rows are multiplied, memory is the limit: fetch what comes a little later, in the next panels, too.
+constexpr int64_t FETCH_AHEAD = 8192;
 template <class C>
 static inline void prefetch(const uint8_t* chunk) {
-    for (int line = 0; line < C::CHUNK_BYTES; line += 64) __builtin_prefetch(chunk + 2048 + line, 0, 3);
+    for (int line = 0; line < C::CHUNK_BYTES; line += 64) __builtin_prefetch(chunk + FETCH_AHEAD + line, 0, 3);
 }
 
 // 32 quantized inputs: x = d * q, |q| <= 127. The sums serve the terms of a weight that do not depend on its code.
@@ -131,6 +132,8 @@ constexpr int QUAD = 4;
 struct Outlier {
     uint32_t group;
     uint32_t column;  // in its group
+    uint32_t vector;  // of the four with low bits, where its codes are: bytes from the first
+    uint32_t shift;   // bits in each of that vector's words before its code
     float x[QUAD];    // of the rows of a quad; 0 where it is none
 };
 

@@ -152,37 +152,40 @@ static inline void add_group(const uint8_t* codes, const ChunkScales<C> scales[2
     }
 }
 
-// The weights of one column in a half of the rows, without their minimums.
+// The weights of an outlier's column in a half of the rows, without their minimums.
 template <class C>
-static inline __m256 weights_of(const uint8_t* panel, uint32_t group, uint32_t column, int half) {
-    const uint32_t j = column / 4, byte = 8 * (column % 4);
-    const uint8_t* at = panel + C::codes_at(group) + 32 * half;
-    const auto bits = [byte](const uint8_t* words, uint32_t from, int mask) {
+static inline __m256 weights_of(const uint8_t* panel, const Outlier& one, int half) {
+    const uint32_t column = one.column, j = column / 4, in = one.group % C::CHUNK;
+    const uint8_t* const chunk = panel + C::scales_at(one.group);
+    const uint8_t* const at = chunk + C::SCALE_BYTES + in * C::GROUP_BYTES + 32 * half;
+    const auto bits = [](const uint8_t* words, uint32_t from, int mask) {
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-        const __m128i count = _mm_cvtsi32_si128(static_cast<int>(byte + from));
-        return _mm256_and_si256(_mm256_srl_epi32(raw, count), _mm256_set1_epi32(mask));
+        const __m256i count = _mm256_set1_epi32(static_cast<int>(from));
+        return _mm256_and_si256(_mm256_srlv_epi32(raw, count), _mm256_set1_epi32(mask));
     };
     __m256i codes;
     if constexpr (C::BITS == 8) {
-        codes = bits(at + 64 * j, 0, 255);
+        codes = bits(at + 64 * j, one.shift & 24, 255);
     } else {
-        codes = bits(at + 64 * (j % 4), j & 4, 15);
+        codes = bits(at + one.vector, one.shift, 15);
         if constexpr (C::BITS == 5) {
             int32_t word;
-            __builtin_memcpy(&word, panel + C::codes_at(group) + 256 + 8 * j + 4 * half, 4);
+            __builtin_memcpy(&word, at - 32 * half + 256 + 8 * j + 4 * half, 4);
             const __m256i first = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
             const __m256i from = _mm256_add_epi32(first, _mm256_set1_epi32(static_cast<int>(column % 4)));
             const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), from), _mm256_set1_epi32(1));
             codes = _mm256_or_si256(codes, _mm256_slli_epi32(high, 4));
         }
-        if constexpr (C::BITS == 6)
-            codes = _mm256_or_si256(codes, _mm256_slli_epi32(bits(at + 256 + 64 * (j / 4), 2 * (j % 4), 3), 4));
+        if constexpr (C::BITS == 6) {
+            const __m256i high = bits(at + 256 + 64 * (j / 4), (one.shift & 24) + 2 * (j % 4), 3);
+            codes = _mm256_or_si256(codes, _mm256_slli_epi32(high, 4));
+        }
     }
     if constexpr (C::HAS_ZERO) codes = _mm256_sub_epi32(codes, _mm256_set1_epi32(1 << C::ZERO_SHIFT));
-    const ChunkScales<C> scales(panel + C::scales_at(group), 8 * half);
+    const ChunkScales<C> scales(chunk, 8 * half);
     const bool second = C::SCALES == K_SIXTEENTHS && j >= 4;
-    const int in = static_cast<int>(group % C::CHUNK);
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(codes), second ? scales.other(in) : scales.scale(in));
+    const __m256 scale = second ? scales.other(static_cast<int>(in)) : scales.scale(static_cast<int>(in));
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(codes), scale);
 }
 
 // totals[half][row] = a panel times ROWS rows.
@@ -202,7 +205,7 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& r
     }
     for (const Outlier* one = rows.outliers; one < rows.outliers + rows.taken[0]; ++one)
         for (int half = 0; half < 2; ++half) {
-            const __m256 weights = weights_of<C>(panel, one->group, one->column, half);
+            const __m256 weights = weights_of<C>(panel, *one, half);
             for (int row = 0; row < ROWS; ++row) {
                 const __m256 x = _mm256_broadcast_ss(&one->x[rows.first + row]);
                 totals[half][row] = _mm256_fmadd_ps(weights, x, totals[half][row]);

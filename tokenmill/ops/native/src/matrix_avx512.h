@@ -165,52 +165,70 @@ template <class C, int ROWS>
     }
 }
 
-// The weights of one column, without their minimums.
+// The weights of an outlier's column, without their minimums.
 template <class C>
-static inline __m512 weights_of(const uint8_t* panel, uint32_t group, uint32_t column) {
-    const uint32_t j = column / 4, byte = 8 * (column % 4);
-    const uint8_t* at = panel + C::codes_at(group);
-    const auto bits = [byte](__m512i words, uint32_t from, int mask) {
-        const __m128i count = _mm_cvtsi32_si128(static_cast<int>(byte + from));
-        return _mm512_and_si512(_mm512_srl_epi32(words, count), _mm512_set1_epi32(mask));
+static inline __m512 weights_of(const uint8_t* panel, const Outlier& one) {
+    const uint32_t j = one.column / 4, in = one.group % C::CHUNK;
+    const uint8_t* const chunk = panel + C::scales_at(one.group);
+    const uint8_t* const at = chunk + C::SCALE_BYTES + in * C::GROUP_BYTES;
+    const auto bits = [](__m512i words, uint32_t from, int mask) {
+        return _mm512_and_si512(_mm512_srlv_epi32(words, _mm512_set1_epi32(static_cast<int>(from))), _mm512_set1_epi32(mask));
     };
     __m512i codes;
     if constexpr (C::BITS == 8) {
-        codes = bits(load(at + 64 * j), 0, 255);
+        codes = bits(load(at + 64 * j), one.shift & 24, 255);
     } else {
-        codes = bits(load(at + 64 * (j % 4)), j & 4, 15);
+        codes = bits(load(at + one.vector), one.shift, 15);
         if constexpr (C::BITS == 5) {
             const uint64_t* masks = reinterpret_cast<const uint64_t*>(at + 256);
-            codes = _mm512_or_si512(codes, bits(_mm512_maskz_set1_epi8(masks[j], 16), 0, 16));
+            codes = _mm512_or_si512(codes, bits(_mm512_maskz_set1_epi8(masks[j], 16), one.shift & 24, 16));
         }
-        if constexpr (C::BITS == 6)
-            codes = _mm512_or_si512(codes, _mm512_slli_epi32(bits(load(at + 256 + 64 * (j / 4)), 2 * (j % 4), 3), 4));
+        if constexpr (C::BITS == 6) {
+            const __m512i high = bits(load(at + 256 + 64 * (j / 4)), (one.shift & 24) + 2 * (j % 4), 3);
+            codes = _mm512_or_si512(codes, _mm512_slli_epi32(high, 4));
+        }
     }
-    if constexpr (C::HAS_ZERO) codes = _mm512_sub_epi32(codes, _mm512_set1_epi32(1 << C::ZERO_SHIFT));
-    const ChunkScales<C> scales(panel + C::scales_at(group));
+    // As a float: the code in the last bits of 2^23, minus that and the zero point, which is exact.
+    constexpr int ZERO = C::HAS_ZERO ? 1 << C::ZERO_SHIFT : 0;
+    const __m512 raised = _mm512_castsi512_ps(_mm512_or_si512(codes, _mm512_set1_epi32(0x4b000000)));
+    const __m512 values = _mm512_sub_ps(raised, _mm512_set1_ps(8388608.0f + ZERO));
+    const ChunkScales<C> scales(chunk);
     const bool second = C::SCALES == K_SIXTEENTHS && j >= 4;
-    const int in = static_cast<int>(group % C::CHUNK);
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(codes), second ? scales.other(in) : scales.scale(in));
+    return _mm512_mul_ps(values, second ? scales.other(static_cast<int>(in)) : scales.scale(static_cast<int>(in)));
 }
 
-// Adds the outliers of COUNT rows of one quad.
 template <class C, int COUNT>
-static inline void add_outliers_of_quad(const uint8_t* panel, const Rows& rows, int quad, __m512* sums) {
-    const Outlier* list = rows.outliers + quad * rows.room;
-    for (const Outlier* one = list; one < list + rows.taken[quad]; ++one) {
-        const __m512 weights = weights_of<C>(panel, one->group, one->column);
-        for (int row = 0; row < COUNT; ++row)
-            sums[row] = _mm512_fmadd_ps(weights, _mm512_set1_ps(one->x[rows.first + row]), sums[row]);
-    }
+[[gnu::always_inline]] static inline void add_outlier(const uint8_t* panel, const Outlier& one, int first, __m512* sums) {
+    const __m512 weights = weights_of<C>(panel, one);
+#pragma GCC unroll 4
+    for (int row = 0; row < COUNT; ++row)
+        sums[row] = _mm512_fmadd_ps(weights, _mm512_set1_ps(one.x[first + row]), sums[row]);
 }
 
-// Adds the outliers of ROWS rows.
+// Adds the outliers of one quad that come after the first `done`.
+template <class C, int COUNT>
+[[gnu::always_inline]] static inline void add_outliers_of_quad(const uint8_t* panel, const Rows& rows, int quad, int64_t done,
+                                                               __m512* sums) {
+    const Outlier* const list = rows.outliers + quad * rows.room;
+    for (int64_t i = done; i < rows.taken[quad]; ++i) add_outlier<C, COUNT>(panel, list[i], rows.first, sums);
+}
+
+// Adds the outliers of ROWS rows. Whole quads take turns as long as all have some: a sum waits for its last addition.
 template <class C, int ROWS>
 static inline void add_outliers(const uint8_t* panel, const Rows& rows, __m512 sums[ROWS]) {
     constexpr int WHOLE = ROWS / QUAD, LEFT = ROWS % QUAD;
+    int64_t all = 0;
+    if constexpr (WHOLE > 1) {
+        all = rows.taken[0];
+        for (int quad = 1; quad < WHOLE; ++quad) all = rows.taken[quad] < all ? rows.taken[quad] : all;
+        for (int64_t i = 0; i < all; ++i)
 #pragma GCC unroll 4
-    for (int quad = 0; quad < WHOLE; ++quad) add_outliers_of_quad<C, QUAD>(panel, rows, quad, sums + quad * QUAD);
-    if constexpr (LEFT > 0) add_outliers_of_quad<C, LEFT>(panel, rows, WHOLE, sums + WHOLE * QUAD);
+            for (int quad = 0; quad < WHOLE; ++quad)
+                add_outlier<C, QUAD>(panel, rows.outliers[quad * rows.room + i], rows.first, sums + quad * QUAD);
+    }
+#pragma GCC unroll 4
+    for (int quad = 0; quad < WHOLE; ++quad) add_outliers_of_quad<C, QUAD>(panel, rows, quad, all, sums + quad * QUAD);
+    if constexpr (LEFT > 0) add_outliers_of_quad<C, LEFT>(panel, rows, WHOLE, 0, sums + WHOLE * QUAD);
 }
 
 // sums[row] = a panel times ROWS rows.

@@ -78,7 +78,7 @@ static Outlier* take_out(float x, int64_t group, int column, int row, Outlier* b
     while (one > begin && one[-1].column >= place) --one;
     if (one == end || one->column != place) {
         for (Outlier* last = end++; last > one; --last) *last = last[-1];
-        *one = {static_cast<uint32_t>(group), place, {}};
+        *one = {static_cast<uint32_t>(group), place, place / 4 % 4 * 64, place % 4 * 8 + (place / 4 & 4), {}};
     }
     one->x[row] = x;
     return end;
