@@ -35,7 +35,8 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kTile = 64;        // keys that are looked at together
-constexpr int64_t kMaxSplits = 16;   // pieces that the keys of a single are cut into at most
+constexpr int64_t kMaxSplits = 16;   // pieces of keys at their smallest that a query sees at most
+constexpr int64_t kMaxPieces = kMaxSplits + 1;  // pieces begin at multiples of their length, a window where it likes
 constexpr int64_t kChunkRows = 192;  // queries times heads that share a tile of keys, at most
 
 }  // namespace mill

@@ -13,23 +13,36 @@ inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// How the keys of a single are cut: it depends on nothing but their number, so that neither the number of threads nor
-// the other rows have any influence on the result.
+// Keys per piece, for a query that sees so many: whole tiles. Pieces begin at multiples of it, and each is attended for
+// itself. So how a query's sums are taken depends on nothing but its position: neither on the number of threads, nor on
+// other rows, nor on which queries of its row are computed with it.
+inline int64_t piece_length(int64_t keys) {
+    int64_t length = kTile;
+    while (length * kMaxSplits < keys) length *= 2;
+    return length;
+}
+
+// How many keys a query sees that stands behind so many, itself included.
+inline int64_t keys_seen(const AttentionArgs& a, int64_t context) { return a.window ? at_most(a.window, context) : context; }
+
+// The pieces of a single's keys.
 struct Cut {
     int64_t low;     // first key inside the window
-    int64_t length;  // keys per piece, whole tiles
+    int64_t begin;   // of the first piece
+    int64_t length;  // keys per piece
     int64_t count;
 
     Cut(const AttentionArgs& a, int64_t context) {
-        low = a.window ? at_least(0, context - a.window) : 0;
-        const int64_t keys = context - low;
-        length = pieces(pieces(keys, kMaxSplits), kTile) * kTile;
-        count = at_least(1, pieces(keys, at_least(1, length)));
+        low = context - keys_seen(a, context);
+        length = piece_length(context - low);
+        begin = low / length * length;
+        count = at_least(1, pieces(context - begin, length));
     }
 };
 
-// What one piece of the keys gives for one head: the largest score, the sum of the weights, the weighted values.
-inline int64_t partial_floats(const AttentionArgs& a) { return 2 + a.v_dim; }
+// What some keys give for one head: the largest score, the sum of the weights, the weighted values in whole vectors.
+inline int64_t whole_columns(const AttentionArgs& a) { return pieces(a.v_dim, W) * W; }
+inline int64_t partial_floats(const AttentionArgs& a) { return 2 + whole_columns(a); }
 
 // Start to bring a key or value closer: they come from all over the memory, where no hardware guesses the next one.
 template <class T>
@@ -47,7 +60,7 @@ struct Keys {
     Keys(const AttentionArgs& a, int64_t row, int64_t head)
         : a(a), head(head), table(a.tables + a.rows[row] * a.table_row) {}
 
-    // Pointers to the keys and values at positions [from, to), at most a tile. The last one again up to a multiple of 4.
+    // Pointers to the keys and values at positions [from, to), at most a tile. The last one again up to a multiple of W.
     void find(int64_t from, int64_t to, const T** keys, const T** values) const {
         int64_t block = from / a.block_size, offset = from % a.block_size, j = 0;
         const int64_t n = to - from;
@@ -63,7 +76,7 @@ struct Keys {
             offset = 0;
             block++;
         }
-        for (; j % 4; j++) {
+        for (; j % W; j++) {
             keys[j] = keys[n - 1];
             values[j] = values[n - 1];
         }
@@ -99,6 +112,51 @@ inline void scale_each(float* x, const float* scales, int64_t n) {
 // Scores become softcap * tanh(scores / softcap).
 inline void cap(float* scores, int64_t n, float softcap) {
     for (int64_t i = 0; i < n; i += W) store(scores + i, hyperbolic_tangent(load(scores + i) / softcap) * softcap);
+}
+
+// The scores of a few rows become weights relative to a new maximum; n in whole vectors. A row may see none of them: its
+// scores are -inf. factors: what earlier weights are to be multiplied with. The rows are taken through each step together,
+// since a row alone would wait for the maximum, the factor and the sum in turn.
+inline void soften_rows(float* scores, int64_t rows, int64_t n, float* tops, float* totals, float* factors) {
+    float bases[W] = {}, before[W] = {};
+    for (int64_t i = 0; i < rows; i++) {
+        Vec best = all(tops[i]);
+        for (int64_t j = 0; j < n; j += W) best = larger(load(scores + i * kTile + j), best);
+        const float now = max_lane(best);
+        bases[i] = now == -__builtin_inff() ? 0 : now;  // nothing seen so far: all weights are e^-inf, not NaN
+        before[i] = tops[i];
+        tops[i] = now;
+    }
+    store(factors, exponential(load(before) - load(bases)));
+    for (int64_t i = 0; i < rows; i++) {
+        Vec sums = {};
+        for (int64_t j = 0; j < n; j += W) {
+            const Vec weight = exponential(load(scores + i * kTile + j) - bases[i]);
+            sums += weight;
+            store(scores + i * kTile + j, weight);
+        }
+        totals[i] = totals[i] * factors[i] + sum(sums);
+    }
+}
+
+// Two functions that are not inlined: compiled into their callers, the products of a sum of two could be fused with it in
+// either order, and singles and chunks would round differently.
+
+// W rows take in a piece of their keys. before and share: what their sums, and those of the piece, are multiplied with.
+[[gnu::noinline]] static void merge_totals(const float* piece_tops, const float* piece_totals, float* tops, float* totals,
+                                           float* before, float* share) {
+    const Vec old = load(tops), fresh = load(piece_tops), now = larger(fresh, old), none = all(-__builtin_inff());
+    const Vec base = now == none ? Vec{} : now;
+    const Vec keep = exponential(old - base), take = exponential(fresh - base);
+    store(totals, load(totals) * keep + load(piece_totals) * take);
+    store(tops, now);
+    store(before, keep);
+    store(share, take);
+}
+
+// sums = sums * before + piece * share, in whole vectors
+[[gnu::noinline]] static void merge_sums(const float* piece, float share, float before, float* sums, int64_t columns) {
+    for (int64_t d = 0; d < columns; d += W) store(sums + d, load(sums + d) * before + load(piece + d) * share);
 }
 
 }  // namespace TM_NS
