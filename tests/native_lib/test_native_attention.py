@@ -190,11 +190,12 @@ def test_the_size_of_chunks_does_not_change_a_bit(level: int) -> None:
 
 @st.composite
 def whole_prompts(draw: Any) -> tuple[AttentionCase, KVScales | None]:
-    """One row that is a chunk from its first token on, over a cache of any form."""
-    length = draw(st.one_of(st.integers(2, 200), st.sampled_from([1024, 1025, 1300, 2049])))
+    """One row that is a chunk, over a cache of any form; some with keys of several pieces, of one length or another."""
+    length = draw(st.one_of(st.integers(2, 200), st.just(700)))
+    before = draw(st.sampled_from([0, 0, 30, 250, 4000]))
     kv_heads = draw(st.sampled_from([1, 2]))
     case = attention_case(
-        [length], [length], heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 16])), kv_heads=kv_heads,
+        [length], [before + length], heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 16])), kv_heads=kv_heads,
         key_dim=draw(st.sampled_from([16, 20, 32, 67])), value_dim=draw(st.sampled_from([16, 18, 40])), block_size=16,
         mask=Mask(draw(st.sampled_from([None, None, 5, 70, 1500])), draw(st.sampled_from([None, None, 2.0]))),
         seed=draw(st.integers(0, 1 << 30)),
@@ -215,7 +216,7 @@ def test_a_query_has_the_same_bits_as_a_single_and_in_any_chunk(
     case, scales = prompt
     whole = case.call(lambda *args: ops.attention(*args, scales=scales))
     assert whole.isfinite().all()
-    length = len(whole)
+    length, before = len(whole), case.batch.max_context - len(whole)
     some = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=6))
     for position in {0, length - 1, length // 2, *some}:
         first = data.draw(st.integers(max(0, position - 70), position))
@@ -223,7 +224,7 @@ def test_a_query_has_the_same_bits_as_a_single_and_in_any_chunk(
             batch = replace(
                 case.batch,
                 q_start=torch.tensor([0, position + 1 - begin], dtype=torch.int32),
-                context=torch.tensor([position + 1], dtype=torch.int32),
+                context=torch.tensor([before + position + 1], dtype=torch.int32),
                 num_singles=singles,
             )
             part = replace(case, q=case.q[begin : position + 1], batch=batch)

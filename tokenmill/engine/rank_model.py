@@ -274,7 +274,7 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
         weights: WeightStore = load_streamed(*what, away, prepared.files, sum(prepared.sizes.layers))
     else:
         weights = load(*what)
-    if config.batch_invariant and part.has_head:
+    if part.has_head and isinstance(weights.lm_head.scheme, InvariantDense):
         # Logits in float32: of equal ones, which is ranked first could depend on the batch.
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
     return RankModel(config, settings, prepared, weights, ops, need)

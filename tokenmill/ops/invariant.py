@@ -1,4 +1,4 @@
-"""Ops for CPUs in which a query's bits depend on its own inputs alone, whatever else a step computes.
+"""Ops for CPUs without the native library in which a query's bits depend on its own inputs alone, whatever else runs.
 
 Matrix libraries choose another order of summation for another number of rows. Here every product has the same shape
 whatever the batch: a weight times a fixed number of columns, which are tokens (or queries), padded with zeros. They
@@ -296,7 +296,7 @@ IMPLEMENTATIONS = tuple(
         batch_invariant=True,
         kv_forms=tuple(KV_FORMS),
         sliced=fn is moe,
-        rank=20,
+        rank=7,  # below the native library's, which are so, too
     )
     for fn in (attention, act_mul, moe, route)
 )

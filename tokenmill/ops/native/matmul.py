@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tokenmill.ops.matmul import MatmulKernel, MatmulNeed
+from tokenmill.ops.native.elementwise import add
 from tokenmill.ops.native.matrix import PackedMatrix
 from tokenmill.ops.types import Storage
 
@@ -17,6 +20,24 @@ class PackedStorage(Storage):
         self.matrix = matrix
 
 
+class SlicedStorage(Storage):
+    """A matrix whose columns are divided: its sums are taken of each part alone, and then by pairs."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
+        super().__init__()
+        self.matrices = tuple(matrices)
+
+
+def _sliced(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(storage, SlicedStorage)
+    columns = torch.split(x, need.in_features // len(storage.matrices), dim=1)
+    biases = [bias, *[None] * (len(columns) - 1)]  # the first rank's, as that of torch's slices
+    parts = [one.matmul(x, bias) for one, x, bias in zip(storage.matrices, columns, biases, strict=True)]
+    while len(parts) > 1:
+        parts = [add(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 def _packed(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(storage, PackedStorage)
     return storage.matrix.matmul(x, bias)
@@ -26,5 +47,9 @@ KERNELS = (
     MatmulKernel(
         "native", ("packed",), _packed, devices=("cpu",), dtypes=(torch.float32,), recordable=("cpu",),
         batch_invariant=True, rank=10,
+    ),
+    MatmulKernel(
+        "native, in slices", ("packed slices",), _sliced, devices=("cpu",), dtypes=(torch.float32,),
+        recordable=("cpu",), batch_invariant=True, rank=10,
     ),
 )  # fmt: skip

@@ -12,15 +12,15 @@ namespace TM_NS {
 constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers; rows: at most W
 constexpr int kBlockColumns = W == 16 ? 4 : 2;
 
-// What a product does with the values that stand in its place: it writes over them, goes on with their sums, or, of scores,
-// takes one sum for each of the four dims of a quarter, as `score` of singles does.
+// What a product does with the values that stand in its place: it writes over them, goes on with their sums, or writes
+// scores over them, which are summed in parts (vec.h), as those of singles are.
 enum class Into { kNew, kSums, kScores };
 
 // c[R, C * W] = a[R, depth] b[depth, C * W], as `into` says
 template <int R, int C, Into into>
 void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc) {
-    constexpr int parts = into == Into::kScores ? 4 : 1;
-    Vec half[R][C] = {};
+    constexpr int parts = into == Into::kScores ? kParts : 1;
+    [[maybe_unused]] Vec waiting[3][R][C];  // sums of 1, 2 and 4 parts
     for (int part = 0; part < parts; part++) {
         Vec sums[R][C] = {};
         if constexpr (into == Into::kSums) {
@@ -29,7 +29,7 @@ void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, 
 #pragma GCC unroll 4
                 for (int j = 0; j < C; j++) sums[i][j] = load(c + i * ldc + j * W);
         }
-        for (int64_t k = parts == 1 ? 0 : kQuadOrder[part]; k < depth; k += parts) {
+        for (int64_t k = parts == 1 ? 0 : kPartOrder[part]; k < depth; k += parts) {
             Vec x[C];
 #pragma GCC unroll 4
             for (int j = 0; j < C; j++) x[j] = load(b + k * ldb + j * W);
@@ -40,15 +40,20 @@ void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, 
                 for (int j = 0; j < C; j++) sums[i][j] += x[j] * y;
             }
         }
+        int level = 0;
+        for (int pairs = part; pairs % 2; pairs /= 2, level++)
+#pragma GCC unroll 6
+            for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+                for (int j = 0; j < C; j++) sums[i][j] += waiting[level][i][j];
 #pragma GCC unroll 6
         for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < C; j++) {
-                float* to = c + i * ldc + j * W;
-                if (part == 0) store(to, sums[i][j]);
-                if (part == 1) store(to, load(to) + sums[i][j]);
-                if (part == 2) half[i][j] = sums[i][j];
-                if (part == 3) store(to, load(to) + (half[i][j] + sums[i][j]));
+                if (part == parts - 1)
+                    store(c + i * ldc + j * W, sums[i][j]);
+                else
+                    waiting[level][i][j] = sums[i][j];
             }
     }
 }
@@ -201,6 +206,30 @@ struct Sight {
     }
 };
 
+// As `soften` of singles, for a few rows of n scores each, which may all be hidden; n in whole vectors. The rows are taken
+// through each step together, since a row alone would wait for the maximum, the factor and the sum in turn.
+inline void soften_rows(float* scores, int64_t rows, int64_t n, float* tops, float* totals, float* factors) {
+    float bases[W] = {}, before[W] = {};
+    for (int64_t i = 0; i < rows; i++) {
+        Vec best = all(tops[i]);
+        for (int64_t j = 0; j < n; j += W) best = larger(load(scores + i * kTile + j), best);
+        const float now = max_lane(best);
+        bases[i] = now == -__builtin_inff() ? 0 : now;  // nothing seen so far: all weights are e^-inf, not NaN
+        before[i] = tops[i];
+        tops[i] = now;
+    }
+    store(factors, exponential(load(before) - load(bases)));
+    for (int64_t i = 0; i < rows; i++) {
+        Vec sums = {};
+        for (int64_t j = 0; j < n; j += W) {
+            const Vec weight = exponential(load(scores + i * kTile + j) - bases[i]);
+            sums += weight;
+            store(scores + i * kTile + j, weight);
+        }
+        totals[i] = totals[i] * factors[i] + sum(sums);
+    }
+}
+
 inline void take_queries(const AttentionArgs& a, const ChunkTile& t, ChunkScratch& s) {
     const int64_t begin = a.q_start[t.row] + t.first_query, group = a.heads / a.kv_heads;
     for (int64_t m = 0; m < t.size(); m++) {
@@ -281,9 +310,11 @@ void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight,
 inline void take_in(const ChunkTile& t, ChunkScratch& s, bool first) {
     if (first) return std::swap(s.piece, s.all);
     for (int64_t m = 0; m < t.size(); m += W) {
-        float before[W], share[W];
         const float *tops = s.piece.tops + m, *totals = s.piece.totals + m;
-        merge_totals(tops, totals, s.all.tops + m, s.all.totals + m, before, share);
+        Vec top = load(s.all.tops + m), total = load(s.all.totals + m), before, share;
+        merge_totals(load(tops), load(totals), top, total, before, share);
+        store(s.all.tops + m, top);
+        store(s.all.totals + m, total);
         for (int64_t i = 0; i < at_most(W, t.size() - m); i++) {
             if (tops[i] == -__builtin_inff() && totals[i] == 0) continue;  // the row sees none of its keys
             const int64_t at = (m + i) * s.columns;
@@ -317,7 +348,7 @@ void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
     if (a.tree) return attend_queries<T>(a, t, piece_length(context), memory);  // nobody counts what a node sees
     for (int64_t done = 0; done < t.queries;) {
         const int64_t seen = context - count + t.first_query + done + 1;  // keys up to the first query
-        const int64_t length = piece_length(keys_seen(a, seen)), most = length * kMaxSplits;
+        const int64_t length = piece_length(keys_seen(a, seen)), most = length * kMaxPieces;
         ChunkTile part = t;
         part.first_query += done;
         part.queries = t.queries - done;

@@ -10,53 +10,52 @@ constexpr int kHeads = 4;                      // heads that are computed togeth
 constexpr int kScoreHeads = W == 16 ? 4 : 2;   // heads times four keys: what the registers hold
 constexpr int kColumns = W == 16 ? 4 : 2;      // vectors of the result that are computed together
 
-// W dims of W / 4 keys, which are every fourth one: of each key four dims beside each other, the next four in the next vector.
-template <class T>
-void load_across(const T* const* keys, int64_t d, Vec x[W / 4]) {
-    Vec rows[W / 4];
-#pragma GCC unroll 4
-    for (int k = 0; k < W / 4; k++) rows[k] = load_wide(keys[4 * k] + d);
-    across(rows, x);
-}
-
-// scores[g, j] = q[g] . keys[j]; meanwhile the values are fetched. The dims are summed in the order of kQuadOrder.
-// q: [G, dim in whole vectors], zeros behind dim.
+// scores[g, j] = q[g] . keys[j], summed as vec.h says; meanwhile the values are fetched.
+// q: [G, dim in whole vectors], zeros behind dim. Behind the last key stands any other, up to a whole vector.
 template <int G, class T>
 void score(const float* q, int64_t dim, const T* const* keys, int64_t n, float* scores, const T* const* values,
            int64_t value_dim) {
+    constexpr int together = 4 * kAcross;  // keys whose sums are taken at once
     const int64_t whole = dim / W * W, stride = pieces(dim, W) * W;
     for (int64_t j = 0; j < n; j += W) {
-        for (int64_t i = j; i < at_most(j + W, n); i++) fetch(values[i], value_dim);
-        Vec sums[G][4] = {};  // lane 4 k + c: the dims c, c + 4, ... of key 4 k + quad
-        const auto add = [&](int quad, const Vec* x, int64_t d) {
-#pragma GCC unroll 4
-            for (int i = 0; i < W / 4; i++)
-#pragma GCC unroll 4
-                for (int g = 0; g < G; g++) sums[g][quad] += x[i] * repeat4(q + g * stride + d + 4 * i);
-        };
-        for (int64_t d = 0; d < whole; d += W)
-#pragma GCC unroll 4
-            for (int quad = 0; quad < 4; quad++) {
-                Vec x[W / 4];
-                load_across(keys + j + quad, d, x);
-                add(quad, x, d);
-            }
-        if (whole < dim) {
-#pragma GCC unroll 4
-            for (int quad = 0; quad < 4; quad++) {
-                Vec rows[W / 4], x[W / 4];
-                for (int k = 0; k < W / 4; k++) {
-                    float rest[W] = {};
-                    for (int64_t d = whole; d < dim; d++) rest[d - whole] = widen(keys[j + quad + 4 * k][d]);
-                    rows[k] = load(rest);
-                }
+        Vec quads[G][W / together] = {};
+        for (int part = 0; part < W / together && j + part * together < n; part++) {
+            const T* const* key = keys + j + part * together;
+            for (int i = 0; i < together; i++) fetch(values[j + part * together + i], value_dim);
+            Vec sums[G][4] = {};  // of the keys i, i + 4, ... beside each other
+            const auto add = [&](int i, const Vec rows[kAcross], int64_t d) {
+                Vec x[kAcross];
                 across(rows, x);
-                add(quad, x, whole);
+#pragma GCC unroll 4
+                for (int c = 0; c < kAcross; c++)
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; g++) sums[g][i] += x[c] * repeat(q + g * stride + d + c * kParts);
+            };
+            for (int64_t d = 0; d < whole; d += W)
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    Vec rows[kAcross];
+#pragma GCC unroll 4
+                    for (int k = 0; k < kAcross; k++) rows[k] = load_wide(key[i + 4 * k] + d);
+                    add(i, rows, d);
+                }
+            if (whole < dim) {
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    Vec rows[kAcross];
+                    for (int k = 0; k < kAcross; k++) {
+                        float rest[W] = {};
+                        for (int64_t d = whole; d < dim; d++) rest[d - whole] = widen(key[i + 4 * k][d]);
+                        rows[k] = load(rest);
+                    }
+                    add(i, rows, whole);
+                }
             }
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) quads[g][part] = sum_quad(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
         }
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++)
-            store(scores + g * kTile + j, sum_quad(sums[g][0], sums[g][1], sums[g][2], sums[g][3]));
+        for (int g = 0; g < G; g++) store(scores + g * kTile + j, join_quads(quads[g]));
     }
 }
 
@@ -108,6 +107,25 @@ void weigh(const float* weights, const T* const* values, int64_t n, int64_t dim,
     }
 }
 
+// Scores become weights relative to a new maximum. Returns what earlier weights are to be multiplied with.
+inline float soften(float* scores, int64_t n, float& top, float& total) {
+    const int64_t padded = pieces(n, W) * W;
+    for (int64_t j = n; j < padded; j++) scores[j] = -__builtin_inff();
+    Vec best = all(top);
+    for (int64_t j = 0; j < padded; j += W) best = larger(load(scores + j), best);
+    const float now = max_lane(best);
+    Vec sums = {};
+    for (int64_t j = 0; j < padded; j += W) {
+        const Vec weight = exponential(load(scores + j) - now);
+        sums += weight;
+        store(scores + j, weight);
+    }
+    const float factor = exponential(all(top - now))[0];
+    top = now;
+    total = total * factor + sum(sums);
+    return factor;
+}
+
 // One piece of the keys of one single, for all heads of one kv head.
 struct Piece {
     int64_t row, kv_head;
@@ -134,7 +152,7 @@ void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, co
     const Keys<T> keys(a, piece.row, piece.kv_head);
     const T* key[2][kTile];  // of this tile and of the next one
     const T* value[2][kTile];
-    float scores[G * kTile], factor[W], tops[G], totals[G];
+    float scores[G * kTile], factor[G], tops[G], totals[G];
     [[maybe_unused]] float key_scales[kTile], value_scales[kTile];  // of this tile
     for (int g = 0; g < G; g++) {
         tops[g] = -__builtin_inff();
@@ -144,7 +162,7 @@ void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, co
     int turn = 0;
     if (piece.from < piece.to) keys.find(piece.from, at_most(piece.from + kTile, piece.to), key[0], value[0]);
     for (int64_t at = piece.from; at < piece.to; at += kTile, turn ^= 1) {
-        const int64_t n = at_most(kTile, piece.to - at), padded = pieces(n, W) * W;
+        const int64_t n = at_most(kTile, piece.to - at);
         int64_t rest = at_most(kTile, piece.to - at - n);
         if (rest) {
             keys.find(at + n, at + n + rest, key[turn ^ 1], value[turn ^ 1]);
@@ -163,11 +181,9 @@ void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, co
             if constexpr (scaled<T>) scale_each(row, key_scales, n);
             if (a.softcap != 0) cap(row, n, float(a.softcap));
             for (int64_t j = 0; j < hidden; j++) row[j] = -__builtin_inff();
-            for (int64_t j = n; j < padded; j++) row[j] = -__builtin_inff();
+            factor[g] = soften(row, n, tops[g], totals[g]);
+            if constexpr (scaled<T>) scale_each(row, value_scales, n);
         }
-        soften_rows(scores, G, padded, tops, totals, factor);
-        if constexpr (scaled<T>)
-            for (int g = 0; g < G; g++) scale_each(scores + g * kTile, value_scales, n);
         weigh<G>(scores + hidden, value[turn] + hidden, n - hidden, a.v_dim, factor, partial + 2, stride, key[turn ^ 1], rest,
                  a.k_dim);
         for (int64_t j = n - hidden; j < rest; j++) fetch(key[turn ^ 1][j], a.k_dim);
@@ -203,15 +219,11 @@ void attend_piece(const AttentionArgs& a, const Piece& piece, const Piece& next,
 // The pieces of one head of one single become its result. partials: [count] with a stride between pieces; the first one is
 // written over.
 inline void join(const AttentionArgs& a, int64_t row, int64_t head, float* partials, int64_t count, int64_t stride) {
-    float top[W] = {}, total[W] = {}, piece_top[W] = {}, piece_total[W] = {}, before[W], share[W];
+    Vec top = all(partials[0]), total = all(partials[1]), before, share;
     float* sums = partials + 2;
-    top[0] = partials[0];
-    total[0] = partials[1];
     for (int64_t i = 1; i < count; i++) {
         const float* piece = partials + i * stride;
-        piece_top[0] = piece[0];
-        piece_total[0] = piece[1];
-        merge_totals(piece_top, piece_total, top, total, before, share);
+        merge_totals(all(piece[0]), all(piece[1]), top, total, before, share);
         merge_sums(piece + 2, share[0], before[0], sums, whole_columns(a));
     }
     float* out = a.out + row * a.out_token + head * a.out_head;

@@ -17,8 +17,8 @@ inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // itself. So how a query's sums are taken depends on nothing but its position: neither on the number of threads, nor on
 // other rows, nor on which queries of its row are computed with it.
 inline int64_t piece_length(int64_t keys) {
-    int64_t length = kTile;
-    while (length * kMaxSplits < keys) length *= 2;
+    int64_t length = kPiece;
+    while (length * kMaxPieces < keys) length *= 2;
     return length;
 }
 
@@ -114,47 +114,21 @@ inline void cap(float* scores, int64_t n, float softcap) {
     for (int64_t i = 0; i < n; i += W) store(scores + i, hyperbolic_tangent(load(scores + i) / softcap) * softcap);
 }
 
-// The scores of a few rows become weights relative to a new maximum; n in whole vectors. A row may see none of them: its
-// scores are -inf. factors: what earlier weights are to be multiplied with. The rows are taken through each step together,
-// since a row alone would wait for the maximum, the factor and the sum in turn.
-inline void soften_rows(float* scores, int64_t rows, int64_t n, float* tops, float* totals, float* factors) {
-    float bases[W] = {}, before[W] = {};
-    for (int64_t i = 0; i < rows; i++) {
-        Vec best = all(tops[i]);
-        for (int64_t j = 0; j < n; j += W) best = larger(load(scores + i * kTile + j), best);
-        const float now = max_lane(best);
-        bases[i] = now == -__builtin_inff() ? 0 : now;  // nothing seen so far: all weights are e^-inf, not NaN
-        before[i] = tops[i];
-        tops[i] = now;
-    }
-    store(factors, exponential(load(before) - load(bases)));
-    for (int64_t i = 0; i < rows; i++) {
-        Vec sums = {};
-        for (int64_t j = 0; j < n; j += W) {
-            const Vec weight = exponential(load(scores + i * kTile + j) - bases[i]);
-            sums += weight;
-            store(scores + i * kTile + j, weight);
-        }
-        totals[i] = totals[i] * factors[i] + sum(sums);
-    }
-}
+// a * b + c * d. Not inlined: where a compiler fuses one product with the sum, it might take the other one elsewhere, and
+// what is computed in two places would be rounded in two ways.
+[[gnu::noinline]] static Vec two_products(Vec a, Vec b, Vec c, Vec d) { return a * b + c * d; }
 
-// Two functions that are not inlined: compiled into their callers, the products of a sum of two could be fused with it in
-// either order, and singles and chunks would round differently.
-
-// W rows take in a piece of their keys. before and share: what their sums, and those of the piece, are multiplied with.
-[[gnu::noinline]] static void merge_totals(const float* piece_tops, const float* piece_totals, float* tops, float* totals,
-                                           float* before, float* share) {
-    const Vec old = load(tops), fresh = load(piece_tops), now = larger(fresh, old), none = all(-__builtin_inff());
+// What some keys gave for W heads takes in what more of them gave. before and share: what the sums of both are multiplied with.
+inline void merge_totals(Vec piece_top, Vec piece_total, Vec& top, Vec& total, Vec& before, Vec& share) {
+    const Vec now = larger(piece_top, top), none = all(-__builtin_inff());
     const Vec base = now == none ? Vec{} : now;
-    const Vec keep = exponential(old - base), take = exponential(fresh - base);
-    store(totals, load(totals) * keep + load(piece_totals) * take);
-    store(tops, now);
-    store(before, keep);
-    store(share, take);
+    before = exponential(top - base);
+    share = exponential(piece_top - base);
+    total = two_products(total, before, piece_total, share);
+    top = now;
 }
 
-// sums = sums * before + piece * share, in whole vectors
+// sums = sums * before + piece * share, in whole vectors. Not inlined, as above.
 [[gnu::noinline]] static void merge_sums(const float* piece, float share, float before, float* sums, int64_t columns) {
     for (int64_t d = 0; d < columns; d += W) store(sums + d, load(sums + d) * before + load(piece + d) * share);
 }

@@ -236,15 +236,22 @@ inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
 inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
 #endif
 
-// Its order, by places in a quarter: the sum of the first two and that of the others are added.
-#if defined(__AVX2__)
-constexpr int kQuadOrder[4] = {0, 2, 1, 3};
+// How a product of two rows of floats is summed wherever it is taken: one sum for each of kParts neighbours (dims i,
+// i + kParts, ...), which are then added by pairs, in the order of kPartOrder: that of sum_quad, and then of join_quads.
+#if defined(__AVX512F__)
+constexpr int kParts = 4;
+constexpr int kPartOrder[kParts] = {0, 2, 1, 3};
+#elif defined(__AVX2__)
+constexpr int kParts = 8;
+constexpr int kPartOrder[kParts] = {0, 2, 1, 3, 4, 6, 5, 7};
 #else
-constexpr int kQuadOrder[4] = {0, 1, 2, 3};
+constexpr int kParts = 4;
+constexpr int kPartOrder[kParts] = {0, 1, 2, 3};
 #endif
+constexpr int kAcross = W / kParts;  // rows whose parts fill a vector
 
-// The quarters of W / 4 rows, by their place: out[i] has quarter i of every row.
-inline void across(const Vec rows[W / 4], Vec out[W / 4]) {
+// Rows become vectors of kParts neighbours of each.
+inline void across(const Vec rows[kAcross], Vec out[kAcross]) {
 #if defined(__AVX512F__)
     const __m512 a = (__m512)rows[0], b = (__m512)rows[1], c = (__m512)rows[2], d = (__m512)rows[3];
     const __m512 low = _mm512_shuffle_f32x4(a, b, 0x44), high = _mm512_shuffle_f32x4(a, b, 0xee);
@@ -253,23 +260,27 @@ inline void across(const Vec rows[W / 4], Vec out[W / 4]) {
     out[1] = (Vec)_mm512_shuffle_f32x4(low, lower, 0xdd);
     out[2] = (Vec)_mm512_shuffle_f32x4(high, higher, 0x88);
     out[3] = (Vec)_mm512_shuffle_f32x4(high, higher, 0xdd);
-#elif defined(__AVX2__)
-    const __m256 a = (__m256)rows[0], b = (__m256)rows[1];
-    out[0] = (Vec)_mm256_permute2f128_ps(a, b, 0x20);
-    out[1] = (Vec)_mm256_permute2f128_ps(a, b, 0x31);
 #else
     out[0] = rows[0];
 #endif
 }
 
-// Four floats, again and again.
-inline Vec repeat4(const float* p) {
+// kParts floats, again and again.
+inline Vec repeat(const float* p) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
-#elif defined(__AVX2__)
-    return (Vec)_mm256_broadcast_ps((const __m128*)p);
 #else
     return load(p);
+#endif
+}
+
+// The sums over the parts of W rows, which are in kParts / 4 results of sum_quad.
+inline Vec join_quads(const Vec* q) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256 a = (__m256)q[0], b = (__m256)q[1];
+    return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#else
+    return q[0];
 #endif
 }
 
