@@ -203,10 +203,10 @@ def _varies_with_ranks(spec: DecoderSpec, part: RankPart, place: ComputeTarget, 
         return "several ranks have no such products on a GPU yet"
     if SLICES % part.ranks:
         return f"sums are added in {SLICES} slices, which {part.ranks} ranks cannot divide (1, 2 and 4 can)"
-    if part.experts is not None or (moe is not None and moe.shared_intermediate):
-        return "ranks that divide whole experts, or have shared ones, add them up in another order"
     if whole.mla is not None and part.ranks > 1:
         return "latent attention has the same bits on one rank only"
+    if part.experts is not None or (moe is not None and moe.shared_intermediate):
+        return "ranks that divide whole experts, or have shared ones, add them up in another order"
     if place.native and not as_floats and part.ranks > 1:
         return "ranks that divide the columns of quantized weights add them up in another order than one rank does"
     return f"{uneven[0]}, which are not divided into {SLICES} slices that ranks could share" if uneven else None
