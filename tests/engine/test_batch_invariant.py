@@ -101,11 +101,8 @@ DEEPSEEK = {
 }
 MODELS |= {"llama-64": {"intermediate_size": 64}, "deepseek-v2": DEEPSEEK | {"intermediate_size": 64}}
 MODELS["qwen3-moe-32"] = MODELS["qwen3-moe"] | {"moe_intermediate_size": 32}
-FLOATS, HALVES, LATENT = (
-    2 * 2 * 2 * 8 * 4,
-    2 * 2 * 2 * 8 * 2,
-    2 * (24 + 8),
-)  # bytes of a token's keys and values; elements
+FLOATS, HALVES = 2 * 2 * 2 * 8 * 4, 2 * 2 * 2 * 8 * 2  # bytes of a token's keys and values
+LATENT = 2 * (24 + 8)  # elements
 # A model, the bytes of a token in its cache, and how it is opened.
 SUBJECTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", FLOATS, {}),
@@ -119,11 +116,8 @@ SUBJECTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek-v2", LATENT * 4, {}),
     "deepseek-v2, int8": ("deepseek-v2", LATENT * 2, {"quantization": "int8"}),
     "deepseek-v2, w8a8": ("deepseek-v2", LATENT * 2, {"quantization": "w8a8"}),
-    "GGUF": ("GGUF", HALVES, {}),
-    "awq": ("awq", HALVES, {}),
 }
-NATIVE = {"llama", "llama, int8", "llama, int4, a cache of codes", "qwen3-moe, int4", "GGUF", "awq"}  # and recorded
-NATIVE |= {"deepseek-v2", "deepseek-v2, int8", "deepseek-v2, w8a8"}
+NATIVE = {name for name in SUBJECTS if "int" in name or "w8a8" in name or "deepseek" in name}
 needs_native = pytest.mark.skipif(isinstance(library.load(), str), reason="there is no native library")
 
 
@@ -132,39 +126,31 @@ def open_llm(model: str, dtype: str = "float32", token_bytes: int = FLOATS, **op
     blocks = chosen.pop("blocks", None)
     if blocks is not None:
         chosen["kv_cache_memory"] = blocks * chosen["block_size"] * token_bytes
-    files = (
-        {}
-        if Path(model).suffix == ".gguf" or (Path(model) / "model.safetensors").exists()
-        else {"load_format": "dummy"}
-    )
-    return LLM(model, skip_tokenizer_init=True, dtype=dtype, device="cpu", **files, **chosen)
+    if not Path(model).is_relative_to(FIXTURES) and Path(model).suffix != ".gguf":
+        chosen["load_format"] = "dummy"
+    return LLM(model, skip_tokenizer_init=True, dtype=dtype, device="cpu", **chosen)
 
 
 Engines = tuple[LLM, dict[str, LLM]]
 
 
 def write_model(tiny_model: str, folder: Path, name: str) -> str:
-    """The tiny model with the changes of MODELS, or one with quantized weights in files; returns where it is."""
-    if name == "GGUF":
-        pytest.importorskip("gguf")
-        from gguf_files import tiny_model as tiny_gguf
-
-        return str(tiny_gguf(folder / "tiny.gguf"))
-    if name not in MODELS:
-        return str(FIXTURES / name)
+    """The tiny model with the changes of MODELS; returns its folder."""
     config = json.loads((Path(tiny_model) / "config.json").read_text()) | MODELS[name]
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(one, marks=needs_native if one in NATIVE else ()) for one in SUBJECTS]
-)
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=needs_native if name in NATIVE else ())
+
+
+@pytest.fixture(scope="module", params=[marked(name) for name in SUBJECTS])
 def engines(request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     name, token_bytes, options = SUBJECTS[request.param]
     model = write_model(tiny_model, tmp_path_factory.mktemp("invariant"), name)
-    variants = {variant: open_llm(model, token_bytes=token_bytes, **options | way) for variant, way in VARIANTS.items()}
-    return open_llm(model, **options), variants
+    options = options | {"token_bytes": token_bytes}
+    return open_llm(model, **options), {one: open_llm(model, **options | way) for one, way in VARIANTS.items()}
 
 
 token = st.integers(3, 127)
@@ -251,6 +237,23 @@ def test_other_precisions_are_invariant_too(dtype: str, tiny_model: str) -> None
         assert answers(open_llm(tiny_model, dtype, **options), mix) == expected
 
 
+@needs_native
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "awq", "gptq_desc_act", "w8a8_static", "mixed"])
+def test_weights_are_invariant_as_their_files_hold_them(name: str, tmp_path: Path) -> None:
+    model = str(FIXTURES / name)
+    if name.startswith("Q"):
+        gguf = pytest.importorskip("gguf")
+        from gguf_files import tiny_model as write_gguf
+
+        model = str(write_gguf(tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType[name]))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, detokenize=False)
+    mix = [([(7 * i * n) % 60 + 3 for i in range(1 + 5 * n)], params) for n in range(18)]
+    alone = open_llm(model)
+    expected = [answers(alone, [one])[0] for one in mix]
+    for options in ({"max_num_seqs": 32}, {"max_num_seqs": 8, "max_num_batched_tokens": 13, "cuda_graphs": False}):
+        assert answers(open_llm(model, **options), mix) == expected
+
+
 def test_without_the_mode_bits_do_depend_on_the_batch(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards this file: it notices products that add in another order for several rows, as those of most CPUs do."""
     linear = torch.nn.functional.linear
@@ -281,7 +284,7 @@ def test_what_cannot_be_invariant_is_refused(tiny_model: str, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="float64 routes with a product"):
         open_llm(moe, "float64")
     latent = write_model(tiny_model, tmp_path, "deepseek-v2")
-    with pytest.raises(ConfigError, match="on a CPU in bfloat16 or with other ops .* projects its latent attention"):
+    with pytest.raises(ConfigError, match=r"on a CPU in bfloat16 or with other ops .* projects its latent attention"):
         open_llm(latent, "bfloat16")
 
 

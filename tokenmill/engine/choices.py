@@ -222,9 +222,7 @@ def invariant_schemes(spec: DecoderSpec, place: ComputeTarget) -> Schemes:
             named[name] = InvariantDense(slices=slices) if packed is None else PackedSlices(slices, packed)
     if packed is None:
         return Schemes(InvariantDense(), named)
-    experts = (
-        matrix_shapes(spec).keys() - linear_shapes(spec).keys()
-    )  # torch multiplies them in slices, too
+    experts = matrix_shapes(spec).keys() - linear_shapes(spec).keys()  # torch multiplies them in slices, too
     return Schemes(packed, named | dict.fromkeys(experts, InvariantDense()), exact=True)
 
 
