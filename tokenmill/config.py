@@ -336,7 +336,7 @@ class EngineConfig:
     )
     batch_invariant: bool = option(
         False,
-        "the same bits for a request whatever runs beside it; slower",
+        "the same bits for a request whatever runs beside it, or a refusal; slower on a GPU",
         STEPS,
         more="[Below](#the-same-answer-or-the-same-bits)",
     )
