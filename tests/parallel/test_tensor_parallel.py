@@ -216,7 +216,7 @@ def test_what_only_one_rank_computes_invariantly_is_refused_for_several(saved):
     with pytest.raises(ConfigError, match="latent attention has the same bits on one rank only"):
         check_invariant(spec_of(latent, Shard(0, 2)), native, as_floats=True)
     check_invariant(spec_of(dense, Shard(0, 2)), native, as_floats=True)
-    with pytest.raises(ConfigError, match="divide the columns of quantized weights"):
+    with pytest.raises(ConfigError, match="divide the columns of quantized or rounded weights"):
         check_invariant(spec_of(dense, Shard(0, 2)), native, as_floats=False)
 
 

@@ -208,7 +208,7 @@ def _varies_with_ranks(spec: DecoderSpec, part: RankPart, place: ComputeTarget, 
     if part.experts is not None or (moe is not None and moe.shared_intermediate):
         return "ranks that divide whole experts, or have shared ones, add them up in another order"
     if place.native and not as_floats and part.ranks > 1:
-        return "ranks that divide the columns of quantized weights add them up in another order than one rank does"
+        return "ranks that divide the columns of quantized or rounded weights add up in another order than one does"
     return f"{uneven[0]}, which are not divided into {SLICES} slices that ranks could share" if uneven else None
 
 
