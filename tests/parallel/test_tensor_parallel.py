@@ -81,7 +81,7 @@ def invariant_decoder(
     schemes = invariant_schemes(spec, place)
     need = Need("cpu", dtype, spec.attention_head_dim, BLOCK, batch_invariant=True)
     weights = load_weights(spec, checkpoint, dtype, "cpu", schemes=schemes)
-    return Decoder(spec, weights, select(need), 64, ranks)
+    return Decoder(spec, weights, select(need, "native" if native else None), 64, ranks)
 
 
 def logits_of(decoder: Decoder) -> torch.Tensor:  # [tokens, vocab]

@@ -266,7 +266,9 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
         config.batch_invariant,
         kv_form.name if kv_form else None,
     )
-    ops = select(need, config.ops)
+    # The native library's ops are invariant, too, and who computes without it gets torch's.
+    native = config.batch_invariant and isinstance(prepared.native, Library)
+    ops = select(need, config.ops or ("native" if native else None))
     schemes = schemes_of_part(prepared.schemes, part)
     what = config, part, prepared.checkpoint, prepared.dtype, prepared.device, schemes, tell
     away = settings.memory.streamed

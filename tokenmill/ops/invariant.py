@@ -296,7 +296,7 @@ IMPLEMENTATIONS = tuple(
         batch_invariant=True,
         kv_forms=tuple(KV_FORMS),
         sliced=fn is moe,
-        rank=7,  # below the native library's, which are so, too
+        rank=20,
     )
     for fn in (attention, act_mul, moe, route)
 )

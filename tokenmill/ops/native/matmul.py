@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tokenmill.ops.matmul import MatmulKernel, MatmulNeed
@@ -13,23 +11,22 @@ from tokenmill.ops.types import Storage
 
 
 class PackedStorage(Storage):
-    """The panels of a matrix, as tensors, and what multiplies with them."""
+    """The panels of a matrix, as tensors, and what multiplies with them. Of several, each is a slice of the columns."""
 
-    def __init__(self, matrix: PackedMatrix) -> None:
+    def __init__(self, *matrices: PackedMatrix) -> None:
         super().__init__()
-        self.matrix = matrix
+        self.matrices = matrices
 
-
-class SlicedStorage(Storage):
-    """A matrix whose columns are divided: its sums are taken of each part alone, and then by pairs."""
-
-    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
-        super().__init__()
-        self.matrices = tuple(matrices)
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The only one."""
+        (only,) = self.matrices
+        return only
 
 
 def _sliced(need: MatmulNeed, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(storage, SlicedStorage)
+    """Sums are taken of each slice alone, and then by pairs."""
+    assert isinstance(storage, PackedStorage)
     columns = torch.split(x, need.in_features // len(storage.matrices), dim=1)
     biases = [bias, *[None] * (len(columns) - 1)]  # the first rank's, as that of torch's slices
     parts = [one.matmul(x, bias) for one, x, bias in zip(storage.matrices, columns, biases, strict=True)]

@@ -15,7 +15,7 @@ from tokenmill.ops.native.blocks import rounded
 from tokenmill.ops.native.experts import PackedExperts
 from tokenmill.ops.native.formats import OF_GGUF
 from tokenmill.ops.native.library import library
-from tokenmill.ops.native.matmul import PackedStorage, SlicedStorage
+from tokenmill.ops.native.matmul import PackedStorage
 from tokenmill.ops.native.matrix import OF_DTYPE, PackedMatrix
 from tokenmill.ops.types import Storage
 from tokenmill.quant.forms import FLOATS, WeightForm
@@ -165,9 +165,9 @@ class PackedSlices(QuantScheme):
         """beside: the matrices of both lie in memory in the order they are read."""
         self._slices, self._beside = slices, beside
 
-    def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> SlicedStorage:
+    def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedStorage:
         parts = (self._beside.allocate(rows, columns // self._slices, dtype, device) for _ in range(self._slices))
-        return SlicedStorage([_matrix(one) for one in parts])
+        return PackedStorage(*map(_matrix, parts))
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         return self._slices * float_bytes(None, rows, columns // self._slices)
@@ -176,15 +176,21 @@ class PackedSlices(QuantScheme):
         return columns * 4
 
     def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
-        assert isinstance(storage, SlicedStorage)
-        for number, (matrix, part) in enumerate(zip(storage.matrices, weight.chunk(self._slices, dim=1), strict=True)):
+        assert isinstance(storage, PackedStorage)
+        for matrix, part in zip(storage.matrices, weight.chunk(self._slices, dim=1), strict=True):
             assert first_row == matrix.filled, "rows are packed in their order"
             matrix.append_floats(part)
+        self.show(storage)
+
+    def show(self, storage: Storage) -> None:
+        """As that of a Packed."""
+        assert isinstance(storage, PackedStorage)
+        for number, matrix in enumerate(storage.matrices):
             for place, (form, _, panels) in enumerate(matrix.segments):
                 storage[f"{number} {place} {form.name}"] = panels
 
     def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
-        assert isinstance(storage, SlicedStorage)
+        assert isinstance(storage, PackedStorage)
         rows, columns = storage.matrices[0].rows, sum(one.columns for one in storage.matrices)
         return select_matmul(MatmulNeed("packed slices", rows, columns, dtype, torch.device("cpu")))
 
