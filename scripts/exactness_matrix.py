@@ -73,6 +73,9 @@ ROWS: dict[str, Row] = {
     "memory reserved (`kv_reservation`)": Row(Subject({"kv_reservation": "max_model_len"}), plain=True),
     "shortest answer first (`policy=\"sjf\"`)": Row(Subject({"policy": "sjf"}), plain=True),
     "same bits (`batch_invariant`), float32": Row(Subject({"batch_invariant": True}, dtype="float32", bits=True)),
+    "same bits (`batch_invariant`), int4": Row(
+        Subject({"batch_invariant": True, "quantization": "int4"}, dtype="float32", bits=True), "bounded"
+    ),
     "a layer in bf16": Row(Subject({"quantization": "layers.0=bf16"}), "bounded", change=HALVES),
     FILE_ONLY: Row(Subject(), "bounded", change={"quantization": None}),
     **{name: bounded(name, subject) for name, subject in QUANTIZED.items()},
@@ -161,16 +164,15 @@ def cell(engines: Engines, way: str, mixes: int) -> str:
             return f"identical ({happened})"
         if not any(outcome.other_bits for outcome in outcomes):
             return f"same bits ({happened})"
-    return differences(engines.subject, way, outcomes)
+    return differences(engines.subject, outcomes)
 
 
-def differences(subject: Subject, way: str, outcomes: list[Outcome]) -> str:
+def differences(subject: Subject, outcomes: list[Outcome]) -> str:
     answers = sum(outcome.answers for outcome in outcomes)
     equal = answers - sum(len(outcome.differ) for outcome in outcomes)
     text = f"{equal} of {answers}, {max(outcome.largest for outcome in outcomes):.0e}"
     rounds = "=bf16" in str(subject.options.get("quantization"))  # sums of its products depend on the batch
-    allowed = rounds or (WAYS[way].recomputes and not subject.recomputed)
-    return text if allowed else f"**{text}**"
+    return text if rounds else f"**{text}**"
 
 
 # -- drafts --------------------------------------------------------------------------------------------------------
@@ -277,11 +279,9 @@ quantized, for half of the cells), and `test_exactness.py` beside it more of the
 
 PACKED = """
 Packed weights are the native CPU path, in its own float32. Inputs of integer weights, which all these rows have, are
-rounded to 8 bits; those of packed floats are not. A product gives a row the same bits whatever else is computed, so
-batches, cached and cut prompts, forks and beams change nothing. Where several tokens of an answer are computed in one
-step (drafts, or once more after preemption or a failure), attention runs in the kernel for chunks, which adds in
-another order than the one for single tokens: with chunks' kernel for both, bits are the same. So there the claim is not
-*identical* but near: how near is in the cells, and two tokens that are nearly equally likely may change places.
+rounded to 8 bits; those of packed floats are not. A product gives a row the same bits whatever else is computed, and
+attention sums a query's keys in an order that follows from its position alone. So batches, cached and cut prompts,
+forks, beams, preemption, drafts and failures change nothing, with `batch_invariant` or without.
 
 None of this is computed on a GPU. There, in 16 bits, only `batch_invariant` promises equal bits; `tests/gpu/` has the
 bounds.

@@ -336,7 +336,7 @@ class EngineConfig:
     )
     batch_invariant: bool = option(
         False,
-        "the same bits for a request whatever runs beside it; slower",
+        "the same bits for a request whatever runs beside it, or a refusal; slower on a GPU",
         STEPS,
         more="[Below](#the-same-answer-or-the-same-bits)",
     )
@@ -469,11 +469,6 @@ class EngineConfig:
             raise ConfigError(f"ops is {self.ops!r}; it is one name, or names by op, such as attention=cpu")
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
-        if self.batch_invariant and self.quantization not in (None, *STORED):
-            raise ConfigError(
-                f"batch_invariant is set and quantization is {self.quantization!r}, whose products depend on the "
-                "batch; leave one of them out"
-            )
 
     def _check_pruning(self) -> None:
         """What pruning does not go together with."""

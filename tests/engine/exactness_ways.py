@@ -51,7 +51,6 @@ class Subject:
     fixture: str | None = None  # a checkpoint of tests/weights/data; None: random weights
     dtype: str = "float64"
     bits: bool = False  # log-probabilities have to be equal bit by bit, too
-    recomputed: bool = True  # equal as well where several tokens of an answer are computed in one step
 
     def open(self, model: str, **options: Any) -> LLM:
         source = {"model": str(DATA / self.fixture)} if self.fixture else {"model": model, "load_format": "dummy"}
@@ -63,7 +62,7 @@ class Subject:
 WEIGHTS = ("int8", "int4-g32", "int4-g32-zeros", "w8a8", "fp8")
 FIXTURES = ("w4a16_group", "w8a8_static", "mixed", "awq")
 CACHES = ("int8", "fp8", "int4")
-PACKED = Subject(dtype="float32", bits=True, recomputed=False)
+PACKED = Subject(dtype="float32", bits=True)
 # Weights in each form, caches in each form, checkpoints of public tools as they are stored, and some of each together.
 QUANTIZED: dict[str, Subject] = {
     **{form: Subject({"quantization": form}) for form in WEIGHTS},
@@ -90,7 +89,6 @@ class Way:
     requests: Callable[[Random], list[Request]]
     proof: str
     blocks: int | None = None  # of KV memory
-    recomputes: bool = False  # computes several tokens of an answer in one step, as drafts or again
     run: Callable[[LLM, list[Request], list[list[Answer]]], list[RequestOutput]] | None = None
 
 
@@ -236,10 +234,10 @@ WAYS: dict[str, Way] = {
     "chunked prefill": Way({"max_num_seqs": 8, "max_num_batched_tokens": 16}, several, "parts of prompts"),
     "n > 1": Way({"max_num_seqs": 16, "enable_prefix_caching": True}, forks, "blocks copied"),
     "beams": Way({"max_num_seqs": 12, "enable_prefix_caching": True, "overlap": True}, beams, "blocks copied"),
-    "preemption": Way(SMALL, long_answers, "preemptions", blocks=12, recomputes=True),
-    "drafts": Way(SMALL, several, "drafts verified", recomputes=True, run=with_drafts),
+    "preemption": Way(SMALL, long_answers, "preemptions", blocks=12),
+    "drafts": Way(SMALL, several, "drafts verified", run=with_drafts),
     "structured output": Way({"max_num_seqs": 8, "max_num_batched_tokens": 24, "overlap": True}, structured, "masks"),
-    "aborts, failed steps": Way(SMALL | {"overlap": True}, several, "failed steps", recomputes=True, run=with_trouble),
+    "aborts, failed steps": Way(SMALL | {"overlap": True}, several, "failed steps", run=with_trouble),
 }
 
 

@@ -14,7 +14,6 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.ops.native.library import Library, load
 
 PAIRS = [name for name in QUANTIZED if " + " in name]  # these take every other way, in turns
-NEAR = 0.1  # log-probability: packed products round their inputs, and carry a last bit that far
 
 
 pytest.importorskip("llguidance")  # for structured output
@@ -38,9 +37,6 @@ def check(engines: Engines, way: str, seed: int) -> None:
     outcome, case = engines.compare(way, seed), f"{way}, seed {seed}"
     subject = engines.subject
     assert outcome.happened, f"{case}: no {WAYS[way].proof}, so this proves nothing"
-    if WAYS[way].recomputes and not subject.recomputed:
-        assert len(outcome.differ) <= 1 and outcome.largest < NEAR, f"{case}: {outcome}"
-        return
     assert not outcome.differ, f"{case}: {outcome}"
     assert not (subject.bits and outcome.other_bits), f"{case}: {outcome}"
 

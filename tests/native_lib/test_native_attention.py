@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.ops import reference
+from tokenmill.ops.kv_forms import INT8, KVScales, quantize
 from tokenmill.ops.native import library, ops
 from tokenmill.ops.types import Mask
 
@@ -185,3 +186,47 @@ def test_the_size_of_chunks_does_not_change_a_bit(level: int) -> None:
         )
         part = replace(case, q=case.q[first : first + count], batch=batch)
         assert torch.equal(part.call(ops.attention), whole[first : first + count])
+
+
+@st.composite
+def whole_prompts(draw: Any) -> tuple[AttentionCase, KVScales | None]:
+    """One row that is a chunk, over a cache of any form; some with keys of several pieces, of one length or another."""
+    length = draw(st.one_of(st.integers(2, 200), st.just(700)))
+    before = draw(st.sampled_from([0, 0, 30, 250, 4000]))
+    kv_heads = draw(st.sampled_from([1, 2]))
+    case = attention_case(
+        [length], [before + length], heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 16])), kv_heads=kv_heads,
+        key_dim=draw(st.sampled_from([16, 20, 32, 67])), value_dim=draw(st.sampled_from([16, 18, 40])), block_size=16,
+        mask=Mask(draw(st.sampled_from([None, None, 5, 70, 1500])), draw(st.sampled_from([None, None, 2.0]))),
+        seed=draw(st.integers(0, 1 << 30)),
+    )  # fmt: skip
+    form = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int8]))
+    if form != torch.int8:
+        return replace(case, k_cache=case.k_cache.to(form), v_cache=case.v_cache.to(form)), None
+    (k, k_scales), (v, v_scales) = (quantize(cache.nan_to_num(), INT8) for cache in (case.k_cache, case.v_cache))
+    return replace(case, k_cache=k, v_cache=v), KVScales(k_scales, v_scales)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompt=whole_prompts(), data=st.data())
+def test_a_query_has_the_same_bits_as_a_single_and_in_any_chunk(
+    level: int, prompt: tuple[AttentionCase, KVScales | None], data: Any
+) -> None:
+    """So a token is the same whether it was decoded, read with a prompt, or computed again after it was preempted."""
+    case, scales = prompt
+    whole = case.call(lambda *args: ops.attention(*args, scales=scales))
+    assert whole.isfinite().all()
+    length, before = len(whole), case.batch.max_context - len(whole)
+    some = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=6))
+    for position in {0, length - 1, length // 2, *some}:
+        first = data.draw(st.integers(max(0, position - 70), position))
+        for begin, singles in ((position, 1), (position, 0), (first, 0)):
+            batch = replace(
+                case.batch,
+                q_start=torch.tensor([0, position + 1 - begin], dtype=torch.int32),
+                context=torch.tensor([before + position + 1], dtype=torch.int32),
+                num_singles=singles,
+            )
+            part = replace(case, q=case.q[begin : position + 1], batch=batch)
+            found = part.call(lambda *args: ops.attention(*args, scales=scales))
+            assert torch.equal(found, whole[begin : position + 1]), (position, begin, singles)

@@ -23,10 +23,13 @@ from tokenmill.model.shard import Shard, spec_of
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.weights.load import load_weights
 from tokenmill.model.weights.safetensors import SafetensorsCheckpoint
+from tokenmill.ops.native import library
 from tokenmill.ops.registry import Need, Ops, select
 from tokenmill.parallel.communicator import Communicator
+from tokenmill.quant.schemes.choose import ComputeTarget
 
 PROMPT = list(range(3, 23))
+PLAIN = ComputeTarget(torch.device("cpu"), torch.float32)
 MOE = ["mixtral", "qwen3-moe", "qwen3-moe-some-dense", "deepseek-v2-lite", "deepseek-v2"]
 # (case, tensor-parallel ranks, whether whole experts are divided)
 LAYOUTS = [(case, 2, False) for case in tiny_models.CASES] + [(case, 2, True) for case in MOE]
@@ -68,16 +71,17 @@ def rank_decoder(
 
 
 def invariant_decoder(
-    checkpoint: SafetensorsCheckpoint, dtype: torch.dtype, ranks: Communicator | None = None
+    checkpoint: SafetensorsCheckpoint, dtype: torch.dtype, native: bool, ranks: Communicator | None = None
 ) -> Decoder:
     spec = spec_from_config(checkpoint.config)
     if ranks is not None:
         spec = spec_of(spec, Shard(ranks.rank, ranks.size))
-    check_invariant(spec, dtype, torch.device("cpu"))
-    schemes = invariant_schemes(spec, torch.device("cpu"))
+    place = ComputeTarget(torch.device("cpu"), dtype, native)
+    check_invariant(spec, place, as_floats=True)
+    schemes = invariant_schemes(spec, place)
     need = Need("cpu", dtype, spec.attention_head_dim, BLOCK, batch_invariant=True)
     weights = load_weights(spec, checkpoint, dtype, "cpu", schemes=schemes)
-    return Decoder(spec, weights, select(need), 64, ranks)
+    return Decoder(spec, weights, select(need, "native" if native else None), 64, ranks)
 
 
 def logits_of(decoder: Decoder) -> torch.Tensor:  # [tokens, vocab]
@@ -93,14 +97,16 @@ def test_ranks_together_compute_the_logits_of_one(case, size, whole_experts, sav
     torch.testing.assert_close(torch.cat(parts, dim=1), alone, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "native"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)])
 @pytest.mark.parametrize(
     "case", ["llama", "llama-biases", "llama-multi-query", "gemma2", "olmo2", "mixtral", "qwen3-moe"]
 )
-def test_batch_invariant_logits_have_the_same_bits_on_one_two_and_four_ranks(case, dtype, saved):
-    alone = logits_of(invariant_decoder(saved(case), dtype))
+def test_batch_invariant_logits_have_the_same_bits_on_one_two_and_four_ranks(case, dtype, native, saved):
+    if native and isinstance(library.load(), str):
+        pytest.skip("there is no native library")
+    alone = logits_of(invariant_decoder(saved(case), dtype, native))
     for size in (2, 4):
-        parts = on_ranks(size, lambda ranks: logits_of(invariant_decoder(saved(case), dtype, ranks)))
+        parts = on_ranks(size, lambda ranks: logits_of(invariant_decoder(saved(case), dtype, native, ranks)))
         assert torch.equal(torch.cat(parts, dim=1), alone)
 
 
@@ -191,23 +197,34 @@ def test_a_capacity_drops_tokens_of_crowded_experts_alike_on_all_ranks(saved):
     [
         ("llama", Shard(0, 1), None),
         ("qwen3-moe", Shard(0, 2, 0, 2), "ranks that divide whole experts"),
-        ("deepseek-v2", Shard(0, 2), "latent attention"),
+        ("deepseek-v2", Shard(0, 1), "projects its latent attention"),
     ],
 )
 def test_batch_invariance_that_ranks_cannot_keep_is_refused(case, shard, told, saved):
     spec = spec_of(spec_from_config(saved(case).config), shard)
     if told is None:
-        check_invariant(spec, torch.float32, torch.device("cpu"))
+        check_invariant(spec, PLAIN, as_floats=True)
         return
     with pytest.raises(ConfigError, match=told):
-        check_invariant(spec, torch.float32, torch.device("cpu"))
+        check_invariant(spec, PLAIN, as_floats=True)
+
+
+def test_what_only_one_rank_computes_invariantly_is_refused_for_several(saved):
+    native = replace(PLAIN, native=True)
+    latent, dense = (spec_from_config(saved(case).config) for case in ("deepseek-v2", "llama"))
+    check_invariant(latent, native, as_floats=False)
+    with pytest.raises(ConfigError, match="latent attention has the same bits on one rank only"):
+        check_invariant(spec_of(latent, Shard(0, 2)), native, as_floats=True)
+    check_invariant(spec_of(dense, Shard(0, 2)), native, as_floats=True)
+    with pytest.raises(ConfigError, match="divide the columns of quantized or rounded weights"):
+        check_invariant(spec_of(dense, Shard(0, 2)), native, as_floats=False)
 
 
 def test_batch_invariance_of_sizes_without_four_slices_is_refused_for_several_ranks(saved):
     whole = replace(spec_from_config(saved("llama").config), intermediate=82)
-    check_invariant(whole, torch.float32, torch.device("cpu"))
+    check_invariant(whole, PLAIN, as_floats=True)
     with pytest.raises(ConfigError, match="82 inner columns, which are not divided into 4 slices"):
-        check_invariant(spec_of(whole, Shard(0, 2)), torch.float32, torch.device("cpu"))
+        check_invariant(spec_of(whole, Shard(0, 2)), PLAIN, as_floats=True)
     three = replace(whole, heads=6, kv_heads=3, intermediate=84)
     with pytest.raises(ConfigError, match="which 3 ranks cannot divide"):
-        check_invariant(spec_of(three, Shard(0, 3)), torch.float32, torch.device("cpu"))
+        check_invariant(spec_of(three, Shard(0, 3)), PLAIN, as_floats=True)

@@ -53,8 +53,15 @@ def finish(writer: gguf.GGUFWriter, target: Path) -> Path:
     return target
 
 
-def tiny_model(target: Path, layers: int = 2, hidden: int = 64, seed: int = 0, tokens: int = 0) -> Path:
-    """A llama of a few kilobytes, quantized as usual, with the vocabulary below and so many unused tokens more."""
+def tiny_model(
+    target: Path,
+    layers: int = 2,
+    hidden: int = 64,
+    seed: int = 0,
+    tokens: int = 0,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
+) -> Path:
+    """A llama of a few kilobytes, quantized, with the vocabulary below and so many unused tokens more."""
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(512)
@@ -77,8 +84,7 @@ def tiny_model(target: Path, layers: int = 2, hidden: int = 64, seed: int = 0, t
             writer.add_tensor(f"{name}.weight", np.ones(shape, dtype=np.float32))
         else:
             values = draw.normal(0, 0.2, shape).astype(np.float32)
-            codes = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(f"{name}.weight", codes, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     return finish(writer, target)
 
 

@@ -26,7 +26,8 @@ from tokenmill.plan.solve.memory import ModelBytes, guard_bytes
 from tokenmill.quant.forms import KINDS, STORED, Layout, parse_layout
 from tokenmill.quant.schemes.choose import ComputeTarget, auto_layout, check_effect, choose_schemes
 from tokenmill.quant.schemes.dense import Dense, InvariantDense
-from tokenmill.quant.schemes.scheme import Schemes
+from tokenmill.quant.schemes.packed import Packed, PackedSlices
+from tokenmill.quant.schemes.scheme import QuantScheme, Schemes
 
 _ROOM = 0.7  # of the free memory: what weights may take where the cache is to have room, too
 
@@ -85,7 +86,7 @@ def check_kv_form(wanted: str, spec: DecoderSpec) -> None:
 
 def native_for(config: EngineConfig, dtype: torch.dtype, device: torch.device, tell: Progress) -> Library | str | None:
     """The native library for a model on a CPU, built first where it must be; why not, or None where nobody asked."""
-    if device.type != "cpu" or dtype != torch.float32 or config.ops not in (None, "native") or config.batch_invariant:
+    if device.type != "cpu" or dtype != torch.float32 or config.ops not in (None, "native"):
         return None
     native = load_native(tell, config.cache_dir)
     if isinstance(native, Library):
@@ -101,11 +102,14 @@ def schemes_for(
     if isinstance(asked, str) and asked in STORED:
         check_format(asked, checkpoint)
         asked = None
-    if config.batch_invariant:
-        check_invariant(spec, place.dtype, place.device)
-        return invariant_schemes(spec, place.device), "batch_invariant is set"
     shapes, blocks = matrix_shapes(spec), isinstance(checkpoint, BlockCheckpoint)
     stored = {} if checkpoint is None else stored_forms(spec, checkpoint)
+    as_floats = asked is None and not blocks and not stored
+    if config.batch_invariant:
+        check_invariant(spec, place, as_floats)
+        if as_floats or not place.native:
+            check_floats(asked)
+            return invariant_schemes(spec, place), "batch_invariant is set"
     layout, why = parse_layout(None if asked == "auto" else asked), "as set"
     if asked == "auto":
         rounded = (param.numel for name, param in spec.parameters().items() if name in shapes)
@@ -118,6 +122,12 @@ def schemes_for(
     schemes = choose_schemes(layout, shapes, stored, blocks, place, shapes.keys() - linear_shapes(spec).keys())
     if asked != "auto":
         check_effect(layout, shapes, schemes)
+    varying = [schemes.of(name) for name in shapes if not schemes.of(name).batch_invariant]
+    if config.batch_invariant and varying:
+        raise ConfigError(
+            f"batch_invariant is set and quantization is {asked!r}, but products with {varying[0].name} weights depend "
+            "on the batch; leave one of them out, or take int8, int4 or w8a8"
+        )
     return schemes, why
 
 
@@ -154,24 +164,34 @@ def matrix_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     return linear_shapes(spec) | {name: (rows, columns) for name, (rows, columns) in experts.items()}
 
 
-def check_invariant(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what the batch-invariant mode cannot do yet."""
-    reason = None
-    if spec.mla is not None:
-        reason = f"{spec.architecture} projects its latent attention with products that depend on the batch"
-    elif spec.moe is not None and (spec.moe.groups > 1 or dtype == torch.float64):
-        reason = f"{spec.architecture} in {str(dtype).removeprefix('torch.')} routes with a product that depends on it"
+def check_invariant(spec: DecoderSpec, place: ComputeTarget, as_floats: bool) -> None:
+    """Refuse what the batch-invariant mode cannot do yet. as_floats: no weight is quantized."""
+    reason, device, dtype = None, place.device, str(place.dtype).removeprefix("torch.")
+    if spec.mla is not None and not place.native:
+        where = "a GPU" if device.type == "cuda" else f"a CPU in {dtype} or with other ops than the native library's"
+        reason = f"on {where} {spec.architecture} projects its latent attention with products that depend on the batch"
+    elif spec.moe is not None and not place.native and (spec.moe.groups > 1 or place.dtype == torch.float64):
+        reason = f"{spec.architecture} in {dtype} routes with a product that depends on it"
     elif device.type == "cuda" and (why_not := misfit(INVARIANT, device)):
         reason = f"it {why_not} ({torch.cuda.get_device_name(device)})"
-    elif device.type == "cuda" and dtype == torch.float64:
+    elif device.type == "cuda" and place.dtype == torch.float64:
         reason = "its products are there for bfloat16, float16 and float32, not for float64"
     if reason is None and spec.part is not None:
-        reason = _varies_with_ranks(spec, spec.part, device)
+        reason = _varies_with_ranks(spec, spec.part, place, as_floats)
     if reason is not None:
         raise ConfigError(f"batch_invariant is set, but {reason}; leave it out")
 
 
-def _varies_with_ranks(spec: DecoderSpec, part: RankPart, device: torch.device) -> str | None:
+def check_floats(asked: object) -> None:
+    """Refuse weights that are to be rounded where no product of such weights is batch-invariant."""
+    if asked not in (None, "auto"):
+        raise ConfigError(
+            f"batch_invariant is set and quantization is {asked!r}, whose products depend on the batch on a GPU, "
+            "and on CPUs without the native library or in another dtype than float32; leave one of them out"
+        )
+
+
+def _varies_with_ranks(spec: DecoderSpec, part: RankPart, place: ComputeTarget, as_floats: bool) -> str | None:
     """Why so many ranks cannot give the bits of one."""
     whole, moe = part.whole, part.whole.moe
     sizes = {"columns that attention gives": whole.attention_size, "inner columns": whole.intermediate}
@@ -179,23 +199,31 @@ def _varies_with_ranks(spec: DecoderSpec, part: RankPart, device: torch.device) 
         sizes = {"columns that attention gives": whole.attention_size, "inner columns of experts": moe.intermediate}
         sizes |= {} if all(moe.layers) else {"inner columns": whole.intermediate}
     uneven = [f"{spec.architecture} has {size} {what}" for what, size in sizes.items() if size % SLICES]
-    if device.type != "cpu":
+    if place.device.type != "cpu":
         return "several ranks have no such products on a GPU yet"
     if SLICES % part.ranks:
         return f"sums are added in {SLICES} slices, which {part.ranks} ranks cannot divide (1, 2 and 4 can)"
+    if whole.mla is not None and part.ranks > 1:
+        return "latent attention has the same bits on one rank only"
     if part.experts is not None or (moe is not None and moe.shared_intermediate):
         return "ranks that divide whole experts, or have shared ones, add them up in another order"
+    if place.native and not as_floats and part.ranks > 1:
+        return "ranks that divide the columns of quantized or rounded weights add up in another order than one does"
     return f"{uneven[0]}, which are not divided into {SLICES} slices that ranks could share" if uneven else None
 
 
-def invariant_schemes(spec: DecoderSpec, device: torch.device) -> Schemes:
-    """On a CPU products that ranks may divide by columns are computed in slices, also on one rank."""
-    ranks, named = 1 if spec.part is None else spec.part.ranks, {}
+def invariant_schemes(spec: DecoderSpec, place: ComputeTarget) -> Schemes:
+    """Of floats. On a CPU products that ranks may divide by columns are computed in slices, also on one rank."""
+    ranks, named = 1 if spec.part is None else spec.part.ranks, dict[str, QuantScheme]()
+    packed = Packed() if place.native else None
     for name, (_, columns) in linear_shapes(spec).items():
         slices = slices_of(columns, ranks)
-        if device.type == "cpu" and slices > 1 and name.endswith((".o", "down")):
-            named[name] = InvariantDense(slices=slices)
-    return Schemes(InvariantDense(), named)
+        if place.device.type == "cpu" and slices > 1 and name.endswith((".o", "down")):
+            named[name] = InvariantDense(slices=slices) if packed is None else PackedSlices(slices, packed)
+    if packed is None:
+        return Schemes(InvariantDense(), named)
+    experts = matrix_shapes(spec).keys() - linear_shapes(spec).keys()  # torch multiplies them in slices, too
+    return Schemes(packed, named | dict.fromkeys(experts, InvariantDense()), exact=True)
 
 
 def model_bytes(

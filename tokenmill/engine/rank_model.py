@@ -274,7 +274,9 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
         config.batch_invariant,
         kv_form.name if kv_form else None,
     )
-    ops = select(need, config.ops)
+    # The native library's ops are invariant, too, and who computes without it gets torch's.
+    native = config.batch_invariant and isinstance(prepared.native, Library)
+    ops = select(need, config.ops or ("native" if native else None))
     schemes = schemes_of_part(prepared.schemes, part)
     what = config, part, prepared.checkpoint, prepared.dtype, prepared.device, schemes, tell
     away = settings.memory.streamed
@@ -282,7 +284,7 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
         weights: WeightStore = load_streamed(*what, away, prepared.files, sum(prepared.sizes.layers))
     else:
         weights = load(*what)
-    if config.batch_invariant and part.has_head:
+    if part.has_head and isinstance(weights.lm_head.scheme, InvariantDense):
         # Logits in float32: of equal ones, which is ranked first could depend on the batch.
         weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
     return RankModel(config, settings, prepared, weights, ops, need, adapter_slots(config, prepared, ops))

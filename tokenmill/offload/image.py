@@ -24,7 +24,7 @@ class Part:
     """One tensor in an image."""
 
     weight: str  # canonical name
-    key: str  # of its storage; of a packed matrix empty
+    key: str  # of its storage; of a packed matrix empty, of its slices their numbers
     at: int
     nbytes: int
     dtype: str
@@ -90,8 +90,8 @@ def weights_in(
 def _lay(linear: Linear, part: Part, memory: torch.Tensor) -> None:
     storage = linear.storage
     if isinstance(storage, PackedStorage):
-        storage.matrix.adopt(part.form, part.rows, _view(part, memory))
-        linear.scheme.show(storage)  # type: ignore[attr-defined]  # a Packed has it
+        storage.matrices[int(part.key or 0)].adopt(part.form, part.rows, _view(part, memory))
+        linear.scheme.show(storage)  # type: ignore[attr-defined]  # those of packed matrices have it
     else:
         storage[part.key] = _placed(part, memory, storage[part.key])
 
@@ -117,8 +117,10 @@ def _parts(name: str, weight: Weight) -> Iterator[tuple[Part, torch.Tensor]]:
     elif isinstance(weight, torch.Tensor):
         yield _part(name, "", weight), weight
     elif isinstance(weight, Linear) and isinstance(weight.storage, PackedStorage):
-        for form, rows, panels in weight.storage.matrix.segments:
-            yield replace(_part(name, "", panels), form=form.number, rows=rows), panels
+        for number, matrix in enumerate(weight.storage.matrices):
+            key = str(number) if len(weight.storage.matrices) > 1 else ""
+            for form, rows, panels in matrix.segments:
+                yield replace(_part(name, key, panels), form=form.number, rows=rows), panels
     else:
         for key, tensor in (weight.stacked if isinstance(weight, Experts) else weight.storage).items():
             if key not in _OWN:

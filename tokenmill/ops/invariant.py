@@ -1,4 +1,4 @@
-"""Ops for CPUs in which a query's bits depend on its own inputs alone, whatever else a step computes.
+"""Ops for CPUs without the native library in which a query's bits depend on its own inputs alone, whatever else runs.
 
 Matrix libraries choose another order of summation for another number of rows. Here every product has the same shape
 whatever the batch: a weight times a fixed number of columns, which are tokens (or queries), padded with zeros. They

@@ -89,9 +89,14 @@ class Ops:
     add_low_rank: Callable[..., torch.Tensor]
 
     def __init__(
-        self, chosen: dict[str, Implementation], reasons: dict[str, str], refused: Iterable[Refused] = ()
+        self,
+        chosen: dict[str, Implementation],
+        reasons: dict[str, str],
+        refused: Iterable[Refused] = (),
+        batch_invariant: bool = False,
     ) -> None:
         self.chosen = chosen
+        self.batch_invariant = batch_invariant  # somebody asked for that, and all are
         self.reasons = reasons
         self.refused = list(refused)  # better ones that do not fit
         for op, implementation in chosen.items():
@@ -140,13 +145,13 @@ def select(need: Need, prefer: str | dict[str, str] | None = None) -> Ops:
             chosen[op], reasons[op] = _choose(op, candidates, misfits, wanted, strict=isinstance(prefer, dict))
             misfits = [one for one in misfits if one[1].rank > chosen[op].rank]
         refused += misfits if wanted is None else []
-    return Ops(chosen, reasons, refused)
+    return Ops(chosen, reasons, refused, need.batch_invariant)
 
 
 def implementations(device: str, batch_invariant: bool = False) -> Iterable[Implementation]:
     """Every implementation that can be imported for this device; modules load only when they may be used.
 
-    Those that are there for batch invariance are slower than others, so nobody gets them without asking for it.
+    Those that are there for batch invariance alone are slower than others: nobody gets them without asking for it.
     """
     modules = ["tokenmill.ops.reference", "tokenmill.ops.reference_decode"]
     modules += ["tokenmill.ops.reference_tree", "tokenmill.ops.reference_low_rank"]

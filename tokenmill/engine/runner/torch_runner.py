@@ -64,7 +64,7 @@ def vocab_part(decoder: Decoder) -> VocabPart | None:
         return None
     size = spec.part.ranks
     parts = tuple(vocabulary(spec.vocab_size, rank, size) for rank in range(size))
-    return VocabPart(spec.part.vocab, parts, ranks, decoder.ops.chosen["attention"].batch_invariant)
+    return VocabPart(spec.part.vocab, parts, ranks, decoder.ops.batch_invariant)
 
 
 class TorchRunner:

@@ -25,7 +25,7 @@ def _implementations() -> tuple[Implementation, ...]:
             dtypes=(torch.float32,),
             head_dims=(1, MAX_HEAD_DIM),
             capture_safe=True,
-            batch_invariant=fn is not ops.attention,  # a single query is computed in another order than one of a chunk
+            batch_invariant=True,
             kv_forms=("int8",),
             groups=fn is experts.route,
             optional=fn in (experts.route, experts.moe_packed, heads.per_head, low_rank.add_low_rank),

@@ -44,6 +44,7 @@ class InvariantDense(Dense):
     """
 
     name = "dense, batch-invariant"
+    batch_invariant = True
 
     def __init__(self, out_dtype: torch.dtype | None = None, slices: int = 1) -> None:
         """out_dtype: of products on a GPU; by default that of the model."""

@@ -79,6 +79,7 @@ class Packed(QuantScheme):
     name = "packed"
     stores_embeddings = True
     in_one_part = True
+    batch_invariant = True
     experts_op = "moe_packed"
     kv_dtype: torch.dtype | None = torch.float16  # half the bytes to read, and far finer than the packed weights
 
@@ -147,6 +148,51 @@ class Packed(QuantScheme):
         """The tensors of a storage are what the memory accounting looks at."""
         for number, (form, _, panels) in enumerate(_matrix(storage).segments):
             storage[f"{number} {form.name}"] = panels
+
+
+class PackedSlices(QuantScheme):
+    """Floats as they were saved, each of some slices of the columns packed for itself.
+
+    Sums over the columns are taken of every slice, and added by pairs: ranks that divide the slices get the same bits.
+    """
+
+    name = "packed, in slices"
+    in_one_part = True
+    batch_invariant = True
+    kv_dtype: torch.dtype | None = None
+
+    def __init__(self, slices: int, beside: Packed) -> None:
+        """beside: the matrices of both lie in memory in the order they are read."""
+        self._slices, self._beside = slices, beside
+
+    def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedStorage:
+        parts = (self._beside.allocate(rows, columns // self._slices, dtype, device) for _ in range(self._slices))
+        return PackedStorage(*map(_matrix, parts))
+
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        return self._slices * float_bytes(None, rows, columns // self._slices)
+
+    def input_bytes(self, columns: int) -> int:
+        return columns * 4
+
+    def write(self, storage: Storage, first_row: int, weight: torch.Tensor) -> None:
+        assert isinstance(storage, PackedStorage)
+        for matrix, part in zip(storage.matrices, weight.chunk(self._slices, dim=1), strict=True):
+            assert first_row == matrix.filled, "rows are packed in their order"
+            matrix.append_floats(part)
+        self.show(storage)
+
+    def show(self, storage: Storage) -> None:
+        """As that of a Packed."""
+        assert isinstance(storage, PackedStorage)
+        for number, matrix in enumerate(storage.matrices):
+            for place, (form, _, panels) in enumerate(matrix.segments):
+                storage[f"{number} {place} {form.name}"] = panels
+
+    def matmul(self, storage: Storage, dtype: torch.dtype) -> Matmul:
+        assert isinstance(storage, PackedStorage)
+        rows, columns = storage.matrices[0].rows, sum(one.columns for one in storage.matrices)
+        return select_matmul(MatmulNeed("packed slices", rows, columns, dtype, torch.device("cpu")))
 
 
 def can_hold(groups_of: WeightForm, columns: int) -> bool:

@@ -29,6 +29,7 @@ class QuantScheme(Protocol):
     as_in_file: bool = False  # a TakesBlocks: weights stay as the checkpoint has them, which also says what they take
     in_one_part: bool = False  # rows that are written together are stored together: best are all of a matrix
     experts_op: str = "moe_each"  # the op that multiplies experts in this form (quant/schemes/experts.py)
+    batch_invariant: bool = False  # a row's products have the same bits in any batch
     kv_dtype: torch.dtype | None = None  # of the KV cache beside rounded weights; None: as the model computes
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage: ...

@@ -35,7 +35,8 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kTile = 64;        // keys that are looked at together
-constexpr int64_t kMaxSplits = 16;   // pieces that the keys of a single are cut into at most
+constexpr int64_t kPiece = 256;      // keys of a piece that is attended for itself, at least
+constexpr int64_t kMaxPieces = 16;   // of what a query sees; with a window one more, since pieces begin where they do
 constexpr int64_t kChunkRows = 192;  // queries times heads that share a tile of keys, at most
 
 }  // namespace mill

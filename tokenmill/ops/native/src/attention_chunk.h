@@ -1,6 +1,9 @@
 // Attention of several queries of a row: tiles of keys are packed once for all the queries and heads that see them.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "attention_keys.h"
 
 namespace mill {
@@ -9,69 +12,81 @@ namespace TM_NS {
 constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers; rows: at most W
 constexpr int kBlockColumns = W == 16 ? 4 : 2;
 
-// c[R, C * W] (+)= a[R, depth] b[depth, C * W]
-template <int R, int C>
-void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
-    Vec sums[R][C] = {};
-    if (add) {
+// What a product does with the values that stand in its place: it writes over them, goes on with their sums, or writes
+// scores over them, which are summed in parts (vec.h), as those of singles are.
+enum class Into { kNew, kSums, kScores };
+
+// c[R, C * W] = a[R, depth] b[depth, C * W], as `into` says
+template <int R, int C, Into into>
+void multiply_block(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc) {
+    constexpr int parts = into == Into::kScores ? kParts : 1;
+    [[maybe_unused]] Vec waiting[3][R][C];  // sums of 1, 2 and 4 parts
+    for (int part = 0; part < parts; part++) {
+        Vec sums[R][C] = {};
+        if constexpr (into == Into::kSums) {
+#pragma GCC unroll 6
+            for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+                for (int j = 0; j < C; j++) sums[i][j] = load(c + i * ldc + j * W);
+        }
+        for (int64_t k = parts == 1 ? 0 : kPartOrder[part]; k < depth; k += parts) {
+            Vec x[C];
+#pragma GCC unroll 4
+            for (int j = 0; j < C; j++) x[j] = load(b + k * ldb + j * W);
+#pragma GCC unroll 6
+            for (int i = 0; i < R; i++) {
+                const Vec y = all(a[i * lda + k]);
+#pragma GCC unroll 4
+                for (int j = 0; j < C; j++) sums[i][j] += x[j] * y;
+            }
+        }
+        int level = 0;
+        for (int pairs = part; pairs % 2; pairs /= 2, level++)
+#pragma GCC unroll 6
+            for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+                for (int j = 0; j < C; j++) sums[i][j] += waiting[level][i][j];
 #pragma GCC unroll 6
         for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < C; j++) sums[i][j] = load(c + i * ldc + j * W);
+            for (int j = 0; j < C; j++) {
+                if (part == parts - 1)
+                    store(c + i * ldc + j * W, sums[i][j]);
+                else
+                    waiting[level][i][j] = sums[i][j];
+            }
     }
-    for (int64_t k = 0; k < depth; k++) {
-        Vec x[C];
-#pragma GCC unroll 4
-        for (int j = 0; j < C; j++) x[j] = load(b + k * ldb + j * W);
-#pragma GCC unroll 6
-        for (int i = 0; i < R; i++) {
-            const Vec y = all(a[i * lda + k]);
-#pragma GCC unroll 4
-            for (int j = 0; j < C; j++) sums[i][j] += x[j] * y;
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < C; j++) store(c + i * ldc + j * W, sums[i][j]);
 }
 
 // As multiply_block for any number of vectors, at most kBlockColumns.
-template <int R>
+template <int R, Into into>
 void multiply_columns(int64_t vectors, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                      int64_t ldc, bool add) {
-    if (vectors == 1) return multiply_block<R, 1>(depth, a, lda, b, ldb, c, ldc, add);
-    if (vectors == 2) return multiply_block<R, 2>(depth, a, lda, b, ldb, c, ldc, add);
+                      int64_t ldc) {
+    if (vectors == 1) return multiply_block<R, 1, into>(depth, a, lda, b, ldb, c, ldc);
+    if (vectors == 2) return multiply_block<R, 2, into>(depth, a, lda, b, ldb, c, ldc);
     if constexpr (kBlockColumns > 2) {
-        if (vectors == 3) return multiply_block<R, 3>(depth, a, lda, b, ldb, c, ldc, add);
-        if (vectors == 4) return multiply_block<R, 4>(depth, a, lda, b, ldb, c, ldc, add);
+        if (vectors == 3) return multiply_block<R, 3, into>(depth, a, lda, b, ldb, c, ldc);
+        if (vectors == 4) return multiply_block<R, 4, into>(depth, a, lda, b, ldb, c, ldc);
     }
 }
 
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns]: at most kBlockRows rows, columns in whole vectors
-inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
-                     float* c, int64_t ldc, bool add) {
+// As multiply_block for at most kBlockRows rows, columns in whole vectors
+template <Into into>
+void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+              int64_t ldc) {
     for (int64_t j = 0; j < columns; j += kBlockColumns * W) {
         const int64_t vectors = at_most(kBlockColumns, (columns - j) / W);
         int64_t i = 0;
-        if (rows == kBlockRows) multiply_columns<kBlockRows>(vectors, depth, a, lda, b + j, ldb, c + j, ldc, add), i = rows;
+        if (rows == kBlockRows) multiply_columns<kBlockRows, into>(vectors, depth, a, lda, b + j, ldb, c + j, ldc), i = rows;
         for (; i + 2 <= rows; i += 2)
-            multiply_columns<2>(vectors, depth, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, add);
-        if (i < rows) multiply_columns<1>(vectors, depth, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, add);
+            multiply_columns<2, into>(vectors, depth, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+        if (i < rows) multiply_columns<1, into>(vectors, depth, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
     }
 }
 
-// Element d of key or value j.
+// A tile of keys is packed with its columns as rows, so that the lanes of a vector are neighbouring keys. Codes stay codes.
 template <class T>
-float read(const T* const* rows, [[maybe_unused]] const float* scales, int64_t j, int64_t d) {
-    if constexpr (scaled<T>) return widen(rows[j][d]) * scales[j];
-    return widen(rows[j][d]);
-}
-
-// A tile of keys is packed with its columns as rows, so that the lanes of a vector are neighbouring keys.
-template <class T>
-void pack_keys(const T* const* keys, [[maybe_unused]] const float* scales, int64_t n, int64_t dim,
-               float* packed) {  // packed: [dim, kTile]
+void pack_keys(const T* const* keys, int64_t n, int64_t dim, float* packed) {  // packed: [dim, kTile]
     int64_t j = 0;
 #if defined(__SSE__)
     for (; j + 4 <= n; j += 4) {
@@ -79,34 +94,27 @@ void pack_keys(const T* const* keys, [[maybe_unused]] const float* scales, int64
         for (; d + 4 <= dim; d += 4) {
             __m128 r[4];
             for (int i = 0; i < 4; i++) r[i] = load4(keys[j + i] + d);
-            if constexpr (scaled<T>)
-                for (int i = 0; i < 4; i++) r[i] = _mm_mul_ps(r[i], _mm_set1_ps(scales[j + i]));
             _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
             for (int i = 0; i < 4; i++) _mm_storeu_ps(packed + (d + i) * kTile + j, r[i]);
         }
         for (; d < dim; d++)
-            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = read(keys, scales, j + i, d);
+            for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = widen(keys[j + i][d]);
     }
 #endif
     for (; j < n; j++)
-        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = read(keys, scales, j, d);
+        for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = widen(keys[j][d]);
     for (; j < kTile; j++)
         for (int64_t d = 0; d < dim; d++) packed[d * kTile + j] = 0;
 }
 
 template <class T>
-void pack_values(const T* const* values, [[maybe_unused]] const float* scales, int64_t n, int64_t dim, int64_t stride,
-                 float* packed) {  // packed: [kTile, stride]
+void pack_values(const T* const* values, int64_t n, int64_t dim, int64_t stride, float* packed) {  // packed: [kTile, stride]
     for (int64_t j = 0; j < kTile; j++) {
         float* to = packed + j * stride;
         int64_t d = 0;
         if (j < n) {
-            for (; d + W <= dim; d += W) {
-                Vec x = load_wide(values[j] + d);
-                if constexpr (scaled<T>) x *= scales[j];
-                store(to + d, x);
-            }
-            for (; d < dim; d++) to[d] = read(values, scales, j, d);
+            for (; d + W <= dim; d += W) store(to + d, load_wide(values[j] + d));
+            for (; d < dim; d++) to[d] = widen(values[j][d]);
         }
         for (; d < stride; d++) to[d] = 0;
     }
@@ -119,25 +127,38 @@ struct ChunkTile {
     int64_t size() const { return heads * queries; }
 };
 
+// What keys give for each of a tile's pairs: the largest score, the sum of the weights, the weighted values.
+struct Sums {
+    float *tops, *totals, *values;  // values: [pairs, columns]
+
+    static int64_t floats(int64_t columns) { return kChunkRows * (columns + 2); }
+
+    explicit Sums(float* memory) : tops(memory), totals(tops + kChunkRows), values(totals + kChunkRows) {}
+
+    void clear() {  // values are written before they are added to
+        for (int64_t m = 0; m < kChunkRows; m++) tops[m] = -__builtin_inff(), totals[m] = 0;
+    }
+};
+
 // The memory of a thread that computes a tile, and how much of it there is.
 struct ChunkScratch {
     int64_t columns;  // v_dim in whole vectors
-    float *q, *keys, *values, *scores, *sums, *tops, *totals;
+    float *q, *keys, *values, *scores;
+    Sums piece, all;  // of a piece of the keys, and of those before it
 
     static int64_t floats(const AttentionArgs& a) {
-        const int64_t columns = pieces(a.v_dim, 16) * 16;
-        return kChunkRows * (pieces(a.k_dim, 16) * 16 + kTile + columns + 2) + kTile * (a.k_dim + columns) + 64;
+        const int64_t columns = whole_columns(a);
+        return kChunkRows * (a.k_dim + kTile) + kTile * (a.k_dim + columns) + 2 * Sums::floats(columns) + 64;
     }
 
-    ChunkScratch(const AttentionArgs& a, float* memory) : columns(pieces(a.v_dim, W) * W) {
-        keys = memory;
-        values = keys + a.k_dim * kTile;
-        scores = values + kTile * columns;
-        sums = scores + kChunkRows * kTile;
-        q = sums + kChunkRows * columns;
-        tops = q + kChunkRows * a.k_dim;
-        totals = tops + kChunkRows;
-    }
+    ChunkScratch(const AttentionArgs& a, float* memory)
+        : columns(whole_columns(a)),
+          q(memory),
+          keys(q + kChunkRows * a.k_dim),
+          values(keys + a.k_dim * kTile),
+          scores(values + kTile * columns),
+          piece(scores + kChunkRows * kTile),
+          all(piece.values + kChunkRows * columns) {}
 };
 
 // Which keys the queries of a tile see.
@@ -215,9 +236,6 @@ inline void take_queries(const AttentionArgs& a, const ChunkTile& t, ChunkScratc
         const int64_t head = t.kv_head * group + t.first_head + m % t.heads;
         const float* q = a.q + (begin + m / t.heads) * a.q_token + head * a.q_head;
         for (int64_t d = 0; d < a.k_dim; d++) s.q[m * a.k_dim + d] = q[d] * float(a.scale);
-        for (int64_t d = 0; d < s.columns; d++) s.sums[m * s.columns + d] = 0;
-        s.tops[m] = -__builtin_inff();
-        s.totals[m] = 0;
     }
 }
 
@@ -226,27 +244,31 @@ inline void give_results(const AttentionArgs& a, const ChunkTile& t, const Chunk
     for (int64_t m = 0; m < t.size(); m++) {
         const int64_t head = t.kv_head * group + t.first_head + m % t.heads;
         float* out = a.out + (begin + m / t.heads) * a.out_token + head * a.out_head;
-        const float share = 1 / s.totals[m];
-        for (int64_t d = 0; d < a.v_dim; d++) out[d] = s.sums[m * s.columns + d] * share;
+        const float whole = 1 / s.all.totals[m];
+        for (int64_t d = 0; d < a.v_dim; d++) out[d] = s.all.values[m * s.columns + d] * whole;
     }
 }
 
-// Keys [from, to) of a tile that begins at `base`, the beginning of a multiple of kTile: so a query meets its keys in
-// the same groups whatever else is computed with it. Keys that no query of a few rows reaches are left out of their
-// products: their weights would be zeros.
+// A tile of keys that begins at `base`, a multiple of kTile: so a query meets its keys in the same groups whatever else is
+// computed with it. Keys that no query of a few rows reaches are left out of their products: their weights would be zeros.
+// fresh: the first tile of a piece.
 template <class T>
-void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight, const Keys<T>& keys, int64_t base,
+void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight, const Keys<T>& keys, int64_t base, bool fresh,
                  ChunkScratch& s) {
     const T* key[kTile];
     const T* value[kTile];
     const int64_t to = at_most(base + kTile, sight.end), n = to - base;
-    float key_scales[kTile], value_scales[kTile];
+    [[maybe_unused]] float key_scales[kTile], value_scales[kTile];
     keys.find(base, to, key, value);
-    if constexpr (scaled<T>) keys.find_scales(base, to, key_scales, value_scales);
-    pack_keys(key, key_scales, n, a.k_dim, s.keys);
-    pack_values(value, value_scales, n, a.v_dim, s.columns, s.values);
-    for (int64_t j = 0; j < at_most(n, sight.low - base); j++)
-        for (int64_t d = 0; d < s.columns; d++) s.values[j * s.columns + d] = 0;  // nobody sees it: it may hold anything
+    pack_keys(key, n, a.k_dim, s.keys);
+    pack_values(value, n, a.v_dim, s.columns, s.values);
+    const int64_t unseen = at_most(n, sight.low - base);  // nobody sees these: they may hold anything
+    for (int64_t j = 0; j < unseen; j++)
+        for (int64_t d = 0; d < s.columns; d++) s.values[j * s.columns + d] = 0;
+    if constexpr (scaled<T>) {
+        keys.find_scales(base, to, key_scales, value_scales);
+        for (int64_t j = 0; j < unseen; j++) value_scales[j] = 0;
+    }
     const bool complete = n == kTile && sight.complete(a, base, to);
     const auto each_block = [&](auto use) {  // use(first row, rows, keys that they reach in whole vectors)
         for (int64_t m = 0; m < t.size(); m += kBlockRows) {
@@ -256,36 +278,84 @@ void attend_tile(const AttentionArgs& a, const ChunkTile& t, const Sight& sight,
         }
     };
     each_block([&](int64_t m, int64_t rows, int64_t reach) {
-        multiply(rows, reach, a.k_dim, s.q + m * a.k_dim, a.k_dim, s.keys, kTile, s.scores + m * kTile, kTile, false);
+        multiply<Into::kScores>(rows, reach, a.k_dim, s.q + m * a.k_dim, a.k_dim, s.keys, kTile, s.scores + m * kTile, kTile);
     });
     each_block([&](int64_t first, int64_t rows, int64_t reach) {
         for (int64_t m = first; m < first + rows; m++) {
+            if constexpr (scaled<T>) scale_each(s.scores + m * kTile, key_scales, reach);
             if (a.softcap != 0) cap(s.scores + m * kTile, reach, float(a.softcap));
             if (!complete) sight.hide(a, m / t.heads, base, n, s.scores + m * kTile);
         }
         float factors[W];
-        soften_rows(s.scores + first * kTile, rows, reach, s.tops + first, s.totals + first, factors);
-        for (int64_t i = 0; i < rows; i++) {
+        soften_rows(s.scores + first * kTile, rows, reach, s.piece.tops + first, s.piece.totals + first, factors);
+        if constexpr (scaled<T>)
+            for (int64_t m = first; m < first + rows; m++) scale_each(s.scores + m * kTile, value_scales, reach);
+        for (int64_t i = 0; i < rows && !fresh; i++) {
             if (factors[i] == 1) continue;
-            float* sums = s.sums + (first + i) * s.columns;
+            float* sums = s.piece.values + (first + i) * s.columns;
             for (int64_t d = 0; d < s.columns; d += W) store(sums + d, load(sums + d) * factors[i]);
         }
     });
+    const auto weigh_rows = [&](auto into, int64_t m, int64_t rows, int64_t reach) {
+        multiply<into.value>(rows, s.columns, reach, s.scores + m * kTile, kTile, s.values, s.columns,
+                             s.piece.values + m * s.columns, s.columns);
+    };
     each_block([&](int64_t m, int64_t rows, int64_t reach) {
-        multiply(rows, s.columns, reach, s.scores + m * kTile, kTile, s.values, s.columns, s.sums + m * s.columns, s.columns,
-                 true);
+        if (fresh) return weigh_rows(std::integral_constant<Into, Into::kNew>(), m, rows, reach);
+        weigh_rows(std::integral_constant<Into, Into::kSums>(), m, rows, reach);
     });
 }
 
+// The end of a piece: what all of its tiles gave is added to what was before.
+inline void take_in(const ChunkTile& t, ChunkScratch& s, bool first) {
+    if (first) return std::swap(s.piece, s.all);
+    for (int64_t m = 0; m < t.size(); m += W) {
+        const float *tops = s.piece.tops + m, *totals = s.piece.totals + m;
+        Vec top = load(s.all.tops + m), total = load(s.all.totals + m), before, share;
+        merge_totals(load(tops), load(totals), top, total, before, share);
+        store(s.all.tops + m, top);
+        store(s.all.totals + m, total);
+        for (int64_t i = 0; i < at_most(W, t.size() - m); i++) {
+            if (tops[i] == -__builtin_inff() && totals[i] == 0) continue;  // the row sees none of its keys
+            const int64_t at = (m + i) * s.columns;
+            merge_sums(s.piece.values + at, share[i], before[i], s.all.values + at, s.columns);
+        }
+    }
+}
+
+// Queries whose keys are cut into pieces of one length.
 template <class T>
-void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
+void attend_queries(const AttentionArgs& a, const ChunkTile& t, int64_t length, float* memory) {
     ChunkScratch s(a, memory);
     const Sight sight(a, t);
     const Keys<T> keys(a, t.row, t.kv_head);
     take_queries(a, t, s);
-    for (int64_t base = 0; base < sight.end; base += kTile)
-        if (base + kTile > sight.low) attend_tile(a, t, sight, keys, base, s);
+    bool fresh = true, first = true;
+    for (int64_t base = sight.low / kTile * kTile; base < sight.end; base += kTile) {
+        if (fresh) s.piece.clear();
+        attend_tile(a, t, sight, keys, base, fresh, s);
+        fresh = (base + kTile) % length == 0;
+        if (!fresh && base + kTile < sight.end) continue;
+        take_in(t, s, first);
+        first = false;
+    }
     give_results(a, t, s);
+}
+
+template <class T>
+void attend_chunk(const AttentionArgs& a, const ChunkTile& t, float* memory) {
+    const int64_t context = a.context[t.row], count = a.q_start[t.row + 1] - a.q_start[t.row];
+    if (a.tree) return attend_queries<T>(a, t, piece_length(context), memory);  // nobody counts what a node sees
+    for (int64_t done = 0; done < t.queries;) {
+        const int64_t seen = context - count + t.first_query + done + 1;  // keys up to the first query
+        const int64_t length = piece_length(keys_seen(a, seen)), most = length * kMaxPieces;
+        ChunkTile part = t;
+        part.first_query += done;
+        part.queries = t.queries - done;
+        if (!a.window || a.window > most) part.queries = at_most(part.queries, most - seen + 1);
+        attend_queries<T>(a, part, length, memory);
+        done += part.queries;
+    }
 }
 
 }  // namespace TM_NS

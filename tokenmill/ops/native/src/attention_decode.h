@@ -10,30 +10,45 @@ constexpr int kHeads = 4;                      // heads that are computed togeth
 constexpr int kScoreHeads = W == 16 ? 4 : 2;   // heads times four keys: what the registers hold
 constexpr int kColumns = W == 16 ? 4 : 2;      // vectors of the result that are computed together
 
-// scores[g, j] = q[g] . keys[j]; meanwhile the values are fetched
+// scores[g, j] = q[g] . keys[j], summed as vec.h says; meanwhile the values are fetched.
+// q: [G, dim in whole vectors], zeros behind dim. Behind the last key stands any other, up to a whole vector.
 template <int G, class T>
 void score(const float* q, int64_t dim, const T* const* keys, int64_t n, float* scores, const T* const* values,
            int64_t value_dim) {
-    const int64_t whole = dim / W * W;
+    constexpr int together = 4 * kAcross;  // keys whose sums are taken at once
+    const int64_t whole = dim / W * W, stride = pieces(dim, W) * W;
     for (int64_t j = 0; j < n; j += W) {
-        Vec quads[G][W / 4];
-        for (int part = 0; part < W / 4; part++) {
-            if (j + 4 * part >= n) {  // no more keys
-                for (int g = 0; g < G; g++) quads[g][part] = Vec{};
-                continue;
-            }
-            const T* const* key = keys + j + 4 * part;
-            for (int i = 0; i < 4; i++) fetch(values[j + 4 * part + i], value_dim);
-            Vec sums[G][4] = {};
-            for (int64_t d = 0; d < whole; d += W) {
-                Vec x[4];
+        Vec quads[G][W / together] = {};
+        for (int part = 0; part < W / together && j + part * together < n; part++) {
+            const T* const* key = keys + j + part * together;
+            for (int i = 0; i < together; i++) fetch(values[j + part * together + i], value_dim);
+            Vec sums[G][4] = {};  // of the keys i, i + 4, ... beside each other
+            const auto add = [&](int i, const Vec rows[kAcross], int64_t d) {
+                Vec x[kAcross];
+                across(rows, x);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) x[i] = load_wide(key[i] + d);
+                for (int c = 0; c < kAcross; c++)
 #pragma GCC unroll 4
-                for (int g = 0; g < G; g++) {
-                    const Vec y = load(q + g * dim + d);
+                    for (int g = 0; g < G; g++) sums[g][i] += x[c] * repeat(q + g * stride + d + c * kParts);
+            };
+            for (int64_t d = 0; d < whole; d += W)
 #pragma GCC unroll 4
-                    for (int i = 0; i < 4; i++) sums[g][i] += x[i] * y;
+                for (int i = 0; i < 4; i++) {
+                    Vec rows[kAcross];
+#pragma GCC unroll 4
+                    for (int k = 0; k < kAcross; k++) rows[k] = load_wide(key[i + 4 * k] + d);
+                    add(i, rows, d);
+                }
+            if (whole < dim) {
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    Vec rows[kAcross];
+                    for (int k = 0; k < kAcross; k++) {
+                        float rest[W] = {};
+                        for (int64_t d = whole; d < dim; d++) rest[d - whole] = widen(key[i + 4 * k][d]);
+                        rows[k] = load(rest);
+                    }
+                    add(i, rows, whole);
                 }
             }
 #pragma GCC unroll 4
@@ -42,9 +57,6 @@ void score(const float* q, int64_t dim, const T* const* keys, int64_t n, float* 
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) store(scores + g * kTile + j, join_quads(quads[g]));
     }
-    for (int64_t d = whole; d < dim; d++)
-        for (int g = 0; g < G; g++)
-            for (int64_t j = 0; j < n; j++) scores[g * kTile + j] += q[g * dim + d] * widen(keys[j][d]);
 }
 
 // sums[g] = sums[g] * factor[g] + weights[g] . values, for C * W of the columns; meanwhile the next keys are fetched
@@ -117,33 +129,41 @@ inline float soften(float* scores, int64_t n, float& top, float& total) {
 // One piece of the keys of one single, for all heads of one kv head.
 struct Piece {
     int64_t row, kv_head;
-    int64_t from, to;  // keys of the piece
+    int64_t from, to;  // keys of the piece, from the beginning of a tile on
+    int64_t low;       // the first one that is seen
 
     Piece() : row(-1) {}  // no piece
 
     Piece(const AttentionArgs& a, int64_t row, int64_t kv_head, int64_t number) : row(row), kv_head(kv_head) {
         const int64_t context = a.context[row];
         const Cut cut(a, context);
-        from = cut.low + number * cut.length;
-        to = at_most(context, from + cut.length);
+        const int64_t begin = cut.begin + number * cut.length;
+        low = at_least(cut.low, begin);
+        from = low / kTile * kTile;
+        to = at_most(context, begin + cut.length);
     }
 };
 
-// G heads of one kv head over the keys [from, to) of a row; meanwhile the first keys of `next` are fetched.
+// G heads of one kv head over a piece of the keys; meanwhile the first keys of `next` are fetched.
 // partial: [G] of partial_floats.
 template <int G, class T>
-void attend_range(const AttentionArgs& a, const Keys<T>& keys, const float* q, int64_t from, int64_t to, const Piece& next,
-                  float* partial) {
-    const int64_t stride = partial_floats(a);
+void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, const Piece& next, float* partial) {
+    const int64_t stride = partial_floats(a), q_stride = pieces(a.k_dim, W) * W;
+    const Keys<T> keys(a, piece.row, piece.kv_head);
     const T* key[2][kTile];  // of this tile and of the next one
     const T* value[2][kTile];
-    float scores[G * kTile], factor[G];
+    float scores[G * kTile], factor[G], tops[G], totals[G];
     [[maybe_unused]] float key_scales[kTile], value_scales[kTile];  // of this tile
+    for (int g = 0; g < G; g++) {
+        tops[g] = -__builtin_inff();
+        totals[g] = 0;
+        for (int64_t d = 2; d < stride; d++) partial[g * stride + d] = 0;
+    }
     int turn = 0;
-    if (from < to) keys.find(from, at_most(from + kTile, to), key[0], value[0]);
-    for (int64_t at = from; at < to; at += kTile, turn ^= 1) {
-        const int64_t n = at_most(kTile, to - at);
-        int64_t rest = at_most(kTile, to - at - n);
+    if (piece.from < piece.to) keys.find(piece.from, at_most(piece.from + kTile, piece.to), key[0], value[0]);
+    for (int64_t at = piece.from; at < piece.to; at += kTile, turn ^= 1) {
+        const int64_t n = at_most(kTile, piece.to - at);
+        int64_t rest = at_most(kTile, piece.to - at - n);
         if (rest) {
             keys.find(at + n, at + n + rest, key[turn ^ 1], value[turn ^ 1]);
         } else if (next.row >= 0) {
@@ -153,41 +173,39 @@ void attend_range(const AttentionArgs& a, const Keys<T>& keys, const float* q, i
         constexpr int first = G < kScoreHeads ? G : kScoreHeads;
         score<first>(q, a.k_dim, key[turn], n, scores, value[turn], a.v_dim);
         if constexpr (G > first)
-            score<G - first>(q + first * a.k_dim, a.k_dim, key[turn], n, scores + first * kTile, value[turn], 0);
+            score<G - first>(q + first * q_stride, a.k_dim, key[turn], n, scores + first * kTile, value[turn], 0);
         if constexpr (scaled<T>) keys.find_scales(at, at + n, key_scales, value_scales);
+        const int64_t hidden = at_least(0, piece.low - at);  // keys of the tile before the window: they may hold anything
         for (int g = 0; g < G; g++) {
-            if constexpr (scaled<T>) scale_each(scores + g * kTile, key_scales, n);
-            if (a.softcap != 0) cap(scores + g * kTile, n, float(a.softcap));
-            factor[g] = soften(scores + g * kTile, n, partial[g * stride], partial[g * stride + 1]);
-            if constexpr (scaled<T>) scale_each(scores + g * kTile, value_scales, n);
+            float* row = scores + g * kTile;
+            if constexpr (scaled<T>) scale_each(row, key_scales, n);
+            if (a.softcap != 0) cap(row, n, float(a.softcap));
+            for (int64_t j = 0; j < hidden; j++) row[j] = -__builtin_inff();
+            factor[g] = soften(row, n, tops[g], totals[g]);
+            if constexpr (scaled<T>) scale_each(row, value_scales, n);
         }
-        weigh<G>(scores, value[turn], n, a.v_dim, factor, partial + 2, stride, key[turn ^ 1], rest, a.k_dim);
-        for (int64_t j = n; j < rest; j++) fetch(key[turn ^ 1][j], a.k_dim);
+        weigh<G>(scores + hidden, value[turn] + hidden, n - hidden, a.v_dim, factor, partial + 2, stride, key[turn ^ 1], rest,
+                 a.k_dim);
+        for (int64_t j = n - hidden; j < rest; j++) fetch(key[turn ^ 1][j], a.k_dim);
     }
-}
-
-template <int G, class T>
-void attend_heads(const AttentionArgs& a, const Piece& piece, const float* q, const Piece& next, float* partial) {
-    const int64_t stride = partial_floats(a);
-    const Keys<T> keys(a, piece.row, piece.kv_head);
     for (int g = 0; g < G; g++) {
-        partial[g * stride] = -__builtin_inff();
-        for (int64_t d = 1; d < stride; d++) partial[g * stride + d] = 0;
+        partial[g * stride] = tops[g];
+        partial[g * stride + 1] = totals[g];
     }
-    attend_range<G>(a, keys, q, piece.from, piece.to, next, partial);
 }
 
-inline int64_t piece_floats(const AttentionArgs& a) { return kHeads * a.k_dim; }
+inline int64_t piece_floats(const AttentionArgs& a) { return kHeads * pieces(a.k_dim, W) * W; }
 
 // memory: piece_floats. partial: [group] of partial_floats. `next` is what this thread computes afterwards.
 template <class T>
 void attend_piece(const AttentionArgs& a, const Piece& piece, const Piece& next, float* memory, float* partial) {
-    const int64_t group = a.heads / a.kv_heads;
+    const int64_t group = a.heads / a.kv_heads, stride = pieces(a.k_dim, W) * W;
     for (int64_t first = 0; first < group; first += kHeads) {
         const int64_t n = at_most(kHeads, group - first);
         for (int64_t g = 0; g < n; g++) {
             const float* q = a.q + piece.row * a.q_token + (piece.kv_head * group + first + g) * a.q_head;
-            for (int64_t d = 0; d < a.k_dim; d++) memory[g * a.k_dim + d] = q[d] * float(a.scale);
+            for (int64_t d = 0; d < a.k_dim; d++) memory[g * stride + d] = q[d] * float(a.scale);
+            for (int64_t d = a.k_dim; d < stride; d++) memory[g * stride + d] = 0;
         }
         const Piece& after = first + kHeads < group ? piece : next;
         float* to = partial + first * partial_floats(a);
@@ -198,28 +216,19 @@ void attend_piece(const AttentionArgs& a, const Piece& piece, const Piece& next,
     }
 }
 
-// The pieces of one head of one single become its result. partials: [count] with a stride between pieces.
-inline void join(const AttentionArgs& a, int64_t row, int64_t head, const float* partials, int64_t count, int64_t stride) {
+// The pieces of one head of one single become its result. partials: [count] with a stride between pieces; the first one is
+// written over.
+inline void join(const AttentionArgs& a, int64_t row, int64_t head, float* partials, int64_t count, int64_t stride) {
+    Vec top = all(partials[0]), total = all(partials[1]), before, share;
+    float* sums = partials + 2;
+    for (int64_t i = 1; i < count; i++) {
+        const float* piece = partials + i * stride;
+        merge_totals(all(piece[0]), all(piece[1]), top, total, before, share);
+        merge_sums(piece + 2, share[0], before[0], sums, whole_columns(a));
+    }
     float* out = a.out + row * a.out_token + head * a.out_head;
-    float top = -__builtin_inff(), total = 0;
-    for (int64_t i = 0; i < count; i++) top = partials[i * stride] > top ? partials[i * stride] : top;
-    float share[kMaxSplits];
-    for (int64_t i = 0; i < count; i++) {
-        share[i] = exponential(all(partials[i * stride] - top))[0];
-        total += share[i] * partials[i * stride + 1];
-    }
-    for (int64_t i = 0; i < count; i++) share[i] = share[i] / total;
-    int64_t d = 0;
-    for (; d + W <= a.v_dim; d += W) {
-        Vec mixed = {};
-        for (int64_t i = 0; i < count; i++) mixed += load(partials + i * stride + 2 + d) * share[i];
-        store(out + d, mixed);
-    }
-    for (; d < a.v_dim; d++) {
-        float mixed = 0;
-        for (int64_t i = 0; i < count; i++) mixed += partials[i * stride + 2 + d] * share[i];
-        out[d] = mixed;
-    }
+    const float whole = 1 / total[0];
+    for (int64_t d = 0; d < a.v_dim; d++) out[d] = sums[d] * whole;
 }
 
 }  // namespace TM_NS

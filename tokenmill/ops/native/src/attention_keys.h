@@ -13,23 +13,36 @@ inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// How the keys of a single are cut: it depends on nothing but their number, so that neither the number of threads nor
-// the other rows have any influence on the result.
+// Keys per piece, for a query that sees so many: whole tiles. Pieces begin at multiples of it, and each is attended for
+// itself. So how a query's sums are taken depends on nothing but its position: neither on the number of threads, nor on
+// other rows, nor on which queries of its row are computed with it.
+inline int64_t piece_length(int64_t keys) {
+    int64_t length = kPiece;
+    while (length * kMaxPieces < keys) length *= 2;
+    return length;
+}
+
+// How many keys a query sees that stands behind so many, itself included.
+inline int64_t keys_seen(const AttentionArgs& a, int64_t context) { return a.window ? at_most(a.window, context) : context; }
+
+// The pieces of a single's keys.
 struct Cut {
     int64_t low;     // first key inside the window
-    int64_t length;  // keys per piece, whole tiles
+    int64_t begin;   // of the first piece
+    int64_t length;  // keys per piece
     int64_t count;
 
     Cut(const AttentionArgs& a, int64_t context) {
-        low = a.window ? at_least(0, context - a.window) : 0;
-        const int64_t keys = context - low;
-        length = pieces(pieces(keys, kMaxSplits), kTile) * kTile;
-        count = at_least(1, pieces(keys, at_least(1, length)));
+        low = context - keys_seen(a, context);
+        length = piece_length(context - low);
+        begin = low / length * length;
+        count = at_least(1, pieces(context - begin, length));
     }
 };
 
-// What one piece of the keys gives for one head: the largest score, the sum of the weights, the weighted values.
-inline int64_t partial_floats(const AttentionArgs& a) { return 2 + a.v_dim; }
+// What some keys give for one head: the largest score, the sum of the weights, the weighted values in whole vectors.
+inline int64_t whole_columns(const AttentionArgs& a) { return pieces(a.v_dim, W) * W; }
+inline int64_t partial_floats(const AttentionArgs& a) { return 2 + whole_columns(a); }
 
 // Start to bring a key or value closer: they come from all over the memory, where no hardware guesses the next one.
 template <class T>
@@ -47,7 +60,7 @@ struct Keys {
     Keys(const AttentionArgs& a, int64_t row, int64_t head)
         : a(a), head(head), table(a.tables + a.rows[row] * a.table_row) {}
 
-    // Pointers to the keys and values at positions [from, to), at most a tile. The last one again up to a multiple of 4.
+    // Pointers to the keys and values at positions [from, to), at most a tile. The last one again up to a multiple of W.
     void find(int64_t from, int64_t to, const T** keys, const T** values) const {
         int64_t block = from / a.block_size, offset = from % a.block_size, j = 0;
         const int64_t n = to - from;
@@ -63,7 +76,7 @@ struct Keys {
             offset = 0;
             block++;
         }
-        for (; j % 4; j++) {
+        for (; j % W; j++) {
             keys[j] = keys[n - 1];
             values[j] = values[n - 1];
         }
@@ -99,6 +112,25 @@ inline void scale_each(float* x, const float* scales, int64_t n) {
 // Scores become softcap * tanh(scores / softcap).
 inline void cap(float* scores, int64_t n, float softcap) {
     for (int64_t i = 0; i < n; i += W) store(scores + i, hyperbolic_tangent(load(scores + i) / softcap) * softcap);
+}
+
+// a * b + c * d. Not inlined: where a compiler fuses one product with the sum, it might take the other one elsewhere, and
+// what is computed in two places would be rounded in two ways.
+[[gnu::noinline]] static Vec two_products(Vec a, Vec b, Vec c, Vec d) { return a * b + c * d; }
+
+// What some keys gave for W heads takes in what more of them gave. before and share: what the sums of both are multiplied with.
+inline void merge_totals(Vec piece_top, Vec piece_total, Vec& top, Vec& total, Vec& before, Vec& share) {
+    const Vec now = larger(piece_top, top), none = all(-__builtin_inff());
+    const Vec base = now == none ? Vec{} : now;
+    before = exponential(top - base);
+    share = exponential(piece_top - base);
+    total = two_products(total, before, piece_total, share);
+    top = now;
+}
+
+// sums = sums * before + piece * share, in whole vectors. Not inlined, as above.
+[[gnu::noinline]] static void merge_sums(const float* piece, float share, float before, float* sums, int64_t columns) {
+    for (int64_t d = 0; d < columns; d += W) store(sums + d, load(sums + d) * before + load(piece + d) * share);
 }
 
 }  // namespace TM_NS

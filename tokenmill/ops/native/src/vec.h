@@ -219,23 +219,12 @@ inline float sum(Vec v) {
     return (f[0] + f[1]) + (f[2] + f[3]);
 }
 
-// The sums over the lanes of W vectors, in two steps: four vectors become one, then W / 4 of those become the result.
-// Every sum is taken in the same order, whichever of the vectors it belongs to.
-
+// In each quarter (four lanes) of the result: the sums over the same quarter of a, b, c and d.
 #if defined(__AVX512F__)
-inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {  // in each quarter of the result: a part of the sums of a, b, c, d
+inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
     return (Vec)_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-}
-
-inline Vec join_quads(const Vec* q) {
-    __m512 half[2];
-    for (int i = 0; i < 2; i++) {
-        const __m512 a = (__m512)q[2 * i], b = (__m512)q[2 * i + 1];
-        half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    }
-    return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4(half[0], half[1], 0x88), _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
 }
 #elif defined(__AVX2__)
 inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
@@ -243,16 +232,57 @@ inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
     const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
     return (Vec)_mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
 }
-
-inline Vec join_quads(const Vec* q) {
-    const __m256 a = (__m256)q[0], b = (__m256)q[1];
-    return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
 #else
 inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
-
-inline Vec join_quads(const Vec* q) { return q[0]; }
 #endif
+
+// How a product of two rows of floats is summed wherever it is taken: one sum for each of kParts neighbours (dims i,
+// i + kParts, ...), which are then added by pairs, in the order of kPartOrder: that of sum_quad, and then of join_quads.
+#if defined(__AVX512F__)
+constexpr int kParts = 4;
+constexpr int kPartOrder[kParts] = {0, 2, 1, 3};
+#elif defined(__AVX2__)
+constexpr int kParts = 8;
+constexpr int kPartOrder[kParts] = {0, 2, 1, 3, 4, 6, 5, 7};
+#else
+constexpr int kParts = 4;
+constexpr int kPartOrder[kParts] = {0, 1, 2, 3};
+#endif
+constexpr int kAcross = W / kParts;  // rows whose parts fill a vector
+
+// Rows become vectors of kParts neighbours of each.
+inline void across(const Vec rows[kAcross], Vec out[kAcross]) {
+#if defined(__AVX512F__)
+    const __m512 a = (__m512)rows[0], b = (__m512)rows[1], c = (__m512)rows[2], d = (__m512)rows[3];
+    const __m512 low = _mm512_shuffle_f32x4(a, b, 0x44), high = _mm512_shuffle_f32x4(a, b, 0xee);
+    const __m512 lower = _mm512_shuffle_f32x4(c, d, 0x44), higher = _mm512_shuffle_f32x4(c, d, 0xee);
+    out[0] = (Vec)_mm512_shuffle_f32x4(low, lower, 0x88);
+    out[1] = (Vec)_mm512_shuffle_f32x4(low, lower, 0xdd);
+    out[2] = (Vec)_mm512_shuffle_f32x4(high, higher, 0x88);
+    out[3] = (Vec)_mm512_shuffle_f32x4(high, higher, 0xdd);
+#else
+    out[0] = rows[0];
+#endif
+}
+
+// kParts floats, again and again.
+inline Vec repeat(const float* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
+#else
+    return load(p);
+#endif
+}
+
+// The sums over the parts of W rows, which are in kParts / 4 results of sum_quad.
+inline Vec join_quads(const Vec* q) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256 a = (__m256)q[0], b = (__m256)q[1];
+    return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#else
+    return q[0];
+#endif
+}
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where either is not a number
 

@@ -56,13 +56,13 @@ struct Plan {
 };
 
 float* partials_of(const AttentionArgs& a, Team& team, int64_t row, int64_t head, int64_t piece) {
-    const int64_t index = (row * kMaxSplits + piece) * a.heads + head;
+    const int64_t index = (row * (kMaxPieces + 1) + piece) * a.heads + head;
     return reinterpret_cast<float*>(team.scratch()) + index * partial_floats(a);
 }
 
 size_t scratch(const void* args, int64_t rows) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
-    return size_t(rows_of(a.singles, rows) * kMaxSplits * a.heads * partial_floats(a)) * sizeof(float);
+    return size_t(rows_of(a.singles, rows) * (kMaxPieces + 1) * a.heads * partial_floats(a)) * sizeof(float);
 }
 
 // A piece of work: a row and which part of it. No row: nothing.
