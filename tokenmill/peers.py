@@ -1,4 +1,4 @@
-"""Two processes that know one secret: how each proves it to the other, and the frames that they exchange from then on."""
+"""Two processes that know one secret: how each proves that to the other, and the frames that they exchange then."""
 
 from __future__ import annotations
 
