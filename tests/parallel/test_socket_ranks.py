@@ -75,7 +75,10 @@ def make_all(c: SocketCommunicator, calls: Sequence[Call]) -> tuple[Any, Any]:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    size=st.integers(1, 4), calls=any_calls, frame=st.sampled_from([97, 4096, 1 << 20]), share=st.sampled_from([0, 4096])
+    size=st.integers(1, 4),
+    calls=any_calls,
+    frame=st.sampled_from([97, 4096, 1 << 20]),
+    share=st.sampled_from([0, 4096]),
 )
 def test_verbs_bring_what_torch_computes_bit_for_bit(size: int, calls: list[Call], frame: int, share: int) -> None:
     """Of all shapes and types, in one frame and in many, and sums of which each rank adds up a share."""

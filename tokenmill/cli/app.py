@@ -11,7 +11,21 @@ import typer
 from typer.core import TyperGroup
 
 from tokenmill import __version__
-from tokenmill.cli import bench, chat, keys, ladder, models, plan, quantize, route, run, serve, simulate, train_draft
+from tokenmill.cli import (
+    bench,
+    chat,
+    keys,
+    ladder,
+    models,
+    plan,
+    quantize,
+    rank,
+    route,
+    run,
+    serve,
+    simulate,
+    train_draft,
+)
 from tokenmill.cli.engine_options import ALL_OPTIONS
 from tokenmill.cli.options import option
 from tokenmill.cli.settings_file import CommandWithFile
@@ -102,6 +116,7 @@ app.command(name="run", cls=CommandWithFile, epilog=ALL_OPTIONS)(run.run)
 app.command(name="chat", cls=CommandWithFile, epilog=ALL_OPTIONS)(chat.chat)
 app.command(name="serve", cls=CommandWithFile)(serve.serve)
 app.command(name="route")(route.route)
+app.command(name="rank")(rank.rank)
 app.add_typer(keys.keys, name="keys")
 app.command(name="pull")(models.pull)
 app.command(name="warm", cls=CommandWithFile, epilog=ALL_OPTIONS)(models.warm)

@@ -109,7 +109,7 @@ class Channel:
         if self._at > _READ or self._at == len(self._inbox):
             del self._inbox[: self._at]
             self._at = 0
-        return done + length
+        return done + int(length)
 
     def close(self) -> None:
         self.socket.close()

@@ -201,4 +201,4 @@ class SocketCommunicator:
 
 
 def _bytes(x: torch.Tensor) -> memoryview:  # dense
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    return x.reshape(-1).view(torch.uint8).numpy().data
