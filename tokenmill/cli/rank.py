@@ -56,12 +56,14 @@ def rank(
         agent = Agent(where, secret, Offer(ranks, model, each, cache_dir, at), note, report)
 
         def stop(number: int, frame: FrameType | None) -> None:
-            raise KeyboardInterrupt("left the engine")
+            raise KeyboardInterrupt
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, stop)
         try:
             agent.run()
+        except KeyboardInterrupt:
+            note("left the engine")
         finally:
             agent.close()
 

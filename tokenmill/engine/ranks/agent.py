@@ -160,6 +160,8 @@ class Agent:
                 elif "end" in said:
                     if self._generation is not None and self._generation.number == said["end"]:
                         self._generation.end()
+                elif "bye" in said:
+                    line.end(str(said["bye"]))
                 elif "kill" in said and self._processes is not None:
                     self._processes.kill(int(said["kill"]))
         except (KeyError, TypeError, ValueError) as error:

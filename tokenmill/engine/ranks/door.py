@@ -118,6 +118,7 @@ class Door:
         with self._changed:
             if ends[0] < self._oldest or ends in self._links or len(self._links) >= MOST_LINKS or self._closed:
                 return False
+            tell(connection, {"linked": True})
             self._links[ends] = connection.release()
             self._changed.notify_all()
             return True
@@ -136,6 +137,17 @@ def call(address: Address, secret: bytes, say: Order) -> Connection:
         caller.close()
         raise
     return connection
+
+
+def call_for_link(address: Address, secret: bytes, ends: Ends) -> Link:
+    """Returns when the other side has it, too. Raises PeerError."""
+    connection = call(address, secret, {"link": list(ends)})
+    try:
+        heard(connection)
+    except PeerError:
+        connection.close()
+        raise
+    return connection.release()
 
 
 def tell(connection: Connection, say: Order) -> None:

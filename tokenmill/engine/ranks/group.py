@@ -98,13 +98,16 @@ class RankGroup:
     def complete(self, make: Make, tell: Progress) -> None:
         """The first generation, which the others have begun to load for: make rank 0's runner, and wait for all."""
         self._make, self._tell = make, tell
-        for tries_left in reversed(range(TRIES)):
+        began, tries = time.monotonic(), 0
+        patience = 0.0 if self._machines is None else self._machines.patience  # networks come back
+        while True:
             try:
                 self._complete()
                 return
             except PeerLostError as error:
-                if not tries_left:
-                    raise RanksLostError(f"the ranks did not get ready in {TRIES} tries: {error}") from error
+                tries += 1
+                if tries >= TRIES and time.monotonic() - began >= patience:
+                    raise RanksLostError(f"the ranks did not get ready in {tries} tries: {error}") from error
                 log.warning("%s; ranks are started again", error)
                 self._renew()
 
@@ -196,7 +199,7 @@ class RankGroup:
         if self._runner is None:
             mine = None if self.shared_kv is None else self.shared_kv.part(0)
             self._runner = self._make(generation.meeting.communicator, generation.meeting.every, mine)
-        self._processes.wait_ready(self._number, self._patience, self._tell)
+        self._processes.wait_ready(self._number, self._patience, self._tell, lambda: generation.board.ended)
         if generation.board.ended:
             raise generation.cause() or PeerLostError("a rank was lost")
 

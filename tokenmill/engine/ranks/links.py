@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from tokenmill.engine.ranks.door import Address, Door, Link, call
+from tokenmill.engine.ranks.door import Address, Door, Link, call_for_link
 from tokenmill.parallel.channel import Channel
 from tokenmill.parallel.layout import Layout
 from tokenmill.peers import PeerError
@@ -55,12 +55,11 @@ def make_links(
             found[low][high], found[high][low] = (ends[0], key), (ends[1], key)
         elif high in machine:
             try:
-                made = call(doors[low], secret, {"link": [generation, high, low]})
+                found[high][low] = call_for_link(doors[low], secret, (generation, high, low))
             except PeerError as error:
                 close_links(found)
                 where = "{}:{}".format(*doors[low])
                 raise PeerError(f"rank {high} cannot reach rank {low} at {where}: {error}") from None
-            found[high][low] = made.release()
     if awaited:
         assert door is not None
         came = door.links(awaited, ended)

@@ -145,8 +145,9 @@ class RankProcesses:
         with contextlib.suppress(OSError):  # whoever listens to it knows that it is gone
             send_order(peer.socket, order, files)
 
-    def wait_ready(self, generation: int, patience: float, tell: Progress) -> None:
-        """Until all ranks take part; `patience`: seconds in which one that does not yet computes or says something."""
+    def wait_ready(self, generation: int, patience: float, tell: Progress, ended: Callable[[], bool]) -> None:
+        """Until all ranks take part, or the generation has ended; `patience`: seconds in which one that does not take
+        part yet computes or says something."""
         heard = told = time.monotonic()
         seen: object = None
         while True:
@@ -159,7 +160,7 @@ class RankProcesses:
                 if peer.gone:
                     raise PeerLostError(self.why_gone(peer.rank))
             waiting = [peer for peer in peers if not _takes_part(peer, generation)]
-            if not waiting:
+            if not waiting or ended():
                 return
             now = time.monotonic()
             if now - told > TELL_EVERY:  # who waits for this hears that it goes on

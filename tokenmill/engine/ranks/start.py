@@ -54,8 +54,8 @@ def start_ranks(config: EngineConfig, device: torch.device) -> RankProcesses | N
         return RankProcesses(layout.ranks)
     if wants_tiers(config):
         raise ConfigError(
-            f"rank_listen is {config.rank_listen!r}, and kv_host_memory, kv_disk_path and kv_push_to reach ranks of one "
-            "machine only; leave one of the two out"
+            f"rank_listen is {config.rank_listen!r}, and kv_host_memory, kv_disk_path and kv_push_to reach ranks of "
+            "one machine only; leave one of the two out"
         )
     machines = _machines(config, config.rank_listen, layout)
     return RankProcesses(layout.ranks, here=range(1, machines.here), machines=machines)

@@ -10,8 +10,8 @@ import threading
 import time
 from typing import Any
 
-from tokenmill.errors import ConfigError
 from tokenmill import peers
+from tokenmill.errors import ConfigError
 from tokenmill.kv.tiers.wire import PeerError
 
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")  # by the release of CUDA that it was built for
