@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tokenmill"
 LOW = (
+    "tokenmill.__version__",
     "tokenmill.errors",
     "tokenmill.compat",
     "tokenmill.cache",

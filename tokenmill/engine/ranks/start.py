@@ -17,8 +17,7 @@ from tokenmill.engine.ranks.machines import Machines
 from tokenmill.engine.ranks.processes import RankProcesses
 from tokenmill.engine.tiers import wants_tiers
 from tokenmill.errors import ConfigError
-from tokenmill.parallel.layout import Layout, parse_layout
-from tokenmill.parallel.segment import MAX_RANKS
+from tokenmill.parallel.layout import MAX_RANKS, Layout, parse_layout
 from tokenmill.peers import address_of, read_secret
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.settings import SolvedSettings
