@@ -281,6 +281,35 @@ def test_heads_and_stages_over_machines_say_what_one_rank_says(
         assert [machine.end() for machine in machines] == [0] * len(ranks)
 
 
+MIXTURE = FOUR | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def test_tokens_go_to_experts_on_another_machine(secret: Path, tmp_path: Path) -> None:
+    """And requests: each machine has its own."""
+    folder, port = write_tiny(tmp_path, **MIXTURE), free_port()
+    with opened(folder, skip_tokenizer_init=True) as llm:
+        wanted = no_logprobs(answers(llm))
+    with rank(port, secret), opened_far(folder, "dp2,ep2", port, secret) as llm:
+        assert no_logprobs(answers(llm)) == wanted
+
+
+def test_sums_over_machines_are_the_same_bits(model: str, secret: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
+    bits, port = [], free_port()
+    exact = {"dtype": "float32", "batch_invariant": True}
+    with rank(port, secret):
+        for open_one in (
+            lambda: opened(model, skip_tokenizer_init=True, **exact),
+            lambda: opened_far(model, "tp2", port, secret, **exact),
+        ):
+            with open_one() as llm:
+                found = llm.generate([[5, 6, 7], [8, 9]], params, use_tqdm=False)
+                bits.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found])
+    assert bits[0] == bits[1]
+
+
 def test_three_machines_in_a_row_and_the_one_in_the_middle_is_killed(
     model: str, secret: Path, wanted: list[object]
 ) -> None:
