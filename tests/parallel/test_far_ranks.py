@@ -306,6 +306,8 @@ def test_sums_over_machines_are_the_same_bits(model: str, secret: Path) -> None:
         ):
             with open_one() as llm:
                 found = llm.generate([[5, 6, 7], [8, 9]], params, use_tqdm=False)
+                heads = [line for line in llm.plan_lines() if "heads are divided between machines" in line]
+                assert len(heads) == len(bits)  # said of the second one
                 bits.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found])
     assert bits[0] == bits[1]
 

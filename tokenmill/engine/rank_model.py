@@ -221,8 +221,7 @@ class RankModel:
             memory=kv_memory,
             pruned=config.kv_pruning is not None,
         )
-        reached = alone or communicator is None or communicator.recordable  # over sockets the host exchanges
-        graphs = self.records(decoder) and reached and others is None  # and it hears how many tokens come
+        graphs = self.records(decoder) and others is None  # the host hears how many tokens come
         prompt_graphs = config.prompt_graphs and not hidden_is_read  # pieces leave nothing for it
         if (above := config.allreduce_8bit_above) is not None:  # recordings add up alike however many tokens there are
             largest = max(settings.max_rows, most_verified(settings)) * part.hidden * made.dtype.itemsize

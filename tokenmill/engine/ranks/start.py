@@ -105,6 +105,12 @@ def group_lines(config: EngineConfig, made: Prepared, ranks: RankProcesses | Non
             for span, host in zip(ranks.machines.ranges[1:], ranks.machines.hosts, strict=True)
         )
         lines[0] = f"ranks        {ranks.ranks} ({parse_layout(config.parallel)}): {own} here, {each}; {others}"
+        layout, spans = parse_layout(config.parallel), ranks.machines.ranges
+        if any(rank + 1 in layout.tensor_group(rank) for rank in (span[-1] for span in spans)):
+            lines.append(
+                "ranks        heads are divided between machines: every layer waits for the network twice, and steps "
+                "are not recorded; stages (pp) wait once per step"
+            )
     if (groups := parse_layout(config.parallel).dp) > 1:
         lines.append(
             f"ranks        {groups} groups with requests of their own: max_num_seqs, max_num_batched_tokens and the KV "
