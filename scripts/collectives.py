@@ -2,7 +2,8 @@
 
     python scripts/collectives.py [--ranks 2] [--bytes 65536] [--rounds 15] [--without-gloo]
 
-Every rank has one thread. A round has calls from Python, calls in a recorded graph of 100, and gloo's, in turns. Shown
+Every rank has one thread. A round has calls from Python, calls in a recorded graph of 100, calls over connections as
+between machines (TCP, here of one machine to itself, so without a network's time), and gloo's, in turns. Shown
 are the least and the median microseconds of a call over the rounds, and the median of gloo's time over ours, round by
 round. Other programs on the machine make all of it slower, most what waits without sleeping: look at the least.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import secrets
+import socket
 import statistics
 import tempfile
 import time
@@ -22,13 +25,16 @@ import torch
 
 from tokenmill.ops.native import library
 from tokenmill.ops.native.recording import RecordedGraph
+from tokenmill.parallel.channel import Channel
 from tokenmill.parallel.compressed import compressed_all_reduce
 from tokenmill.parallel.segment import Segment
 from tokenmill.parallel.shared_memory import SharedMemoryCommunicator
+from tokenmill.parallel.sockets import Channels, SocketCommunicator
 
 IN_GRAPH, CALLS, SLOW_CALLS = 100, 400, 100
 RECORDED, DIRECT, POLLING, GLOO = "in a recorded graph", "called from Python", "without the native library", "gloo"
 COMPRESSED = "called, in eight bits"
+SOCKETS = "over connections"
 
 
 def main() -> None:
@@ -43,10 +49,11 @@ def main() -> None:
         raise SystemExit(found)
     found.threads = 1
     segment = Segment.create([range(asked.ranks)], slot_bytes=512 << 10)
+    ends = connections(asked.ranks)
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork")
         ranks = [
-            fork.Process(target=be_rank, args=(rank, segment.name, asked, Path(folder) / "gloo"))
+            fork.Process(target=be_rank, args=(rank, segment.name, asked, Path(folder) / "gloo", ends[rank]))
             for rank in range(asked.ranks)
         ]
         for rank in ranks:
@@ -57,11 +64,31 @@ def main() -> None:
         raise SystemExit("a rank failed")
 
 
-def be_rank(rank: int, name: str, asked: argparse.Namespace, meeting: Path) -> None:
+def connections(ranks: int) -> list[dict[int, tuple[socket.socket, bytes]]]:
+    """Of each rank, by the rank at the other end."""
+    ends: list[dict[int, tuple[socket.socket, bytes]]] = [{} for _ in range(ranks)]
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        for low in range(ranks):
+            for high in range(low + 1, ranks):
+                key = secrets.token_bytes(32)
+                ends[high][low] = socket.create_connection(door.getsockname()), key
+                ends[low][high] = door.accept()[0], key
+    return ends
+
+
+def be_rank(
+    rank: int,
+    name: str,
+    asked: argparse.Namespace,
+    meeting: Path,
+    ends: dict[int, tuple[socket.socket, bytes]],
+) -> None:
     torch.set_num_threads(1)
     segment = Segment.open(name, rank)
     native = SharedMemoryCommunicator(segment, rank, native=True)
     polling = SharedMemoryCommunicator(other_segment(native, segment, asked.ranks, rank), rank, native=False)
+    links = {other: Channel(end, key, rank < other) for other, (end, key) in ends.items()}
+    far = SocketCommunicator(Channels(links, lambda: segment.ended, segment.abort), rank, range(asked.ranks), 0)
     if not asked.without_gloo:
         import torch.distributed as dist
 
@@ -77,6 +104,7 @@ def be_rank(rank: int, name: str, asked: argparse.Namespace, meeting: Path) -> N
             RECORDED: lambda graph=graph: per_call(lambda: graph.run(1), CALLS // IN_GRAPH) / IN_GRAPH,
             DIRECT: lambda x=x: per_call(lambda: native.all_reduce(x), CALLS),
             COMPRESSED: lambda x=x: per_call(lambda: compressed_all_reduce(native, x), SLOW_CALLS),
+            SOCKETS: lambda x=x: per_call(lambda: far.all_reduce(x), SLOW_CALLS),
             POLLING: lambda x=x: per_call(lambda: polling.all_reduce(x), SLOW_CALLS),
         }
         if not asked.without_gloo:

@@ -68,6 +68,34 @@ class EngineConfig:
         unset="one rank",
         more="[Below](#several-ranks)",
     )
+    rank_listen: str | None = option(
+        None,
+        "with parallel: where ranks of other machines join (`tokenmill rank --join`)",
+        WHERE,
+        form="an address such as 0.0.0.0:7200",
+        unset="all ranks are on this machine",
+        more="[Below](#ranks-on-other-machines)",
+    )
+    rank_secret_file: str | None = option(
+        None,
+        "with rank_listen: a file with a secret of at least 16 bytes, the same on all machines",
+        WHERE,
+        form="the path of a file",
+    )
+    ranks_here: int | None = option(
+        None,
+        "with rank_listen: how many ranks, the first ones, are on this machine",
+        WHERE,
+        low=1,
+        solved="those of the first stage of a pipeline; without stages one",
+    )
+    rank_patience: float = option(
+        600.0,
+        "with rank_listen: seconds that a rank of another machine is waited for, at the start and after its loss",
+        WHERE,
+        above=0.0,
+        unit="seconds",
+    )
     quantization: str | Mapping[str, str] | None = option(
         None,
         "how linear layers are stored and multiplied: int8, int4, w8a8, fp8, auto, or by layer: int4,layers.0-3=int8",
@@ -457,18 +485,38 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {address!r}; it must be host:port, such as 10.0.0.7:7100")
             if address is not None and self.kv_secret_file is None:
                 raise ConfigError(f"{name} needs a secret that both sides know; set kv_secret_file")
+        self._check_ranks()
         self._check_pruning()
         if self.cache_dir is not None:
             root(self.cache_dir)  # refuses an empty one
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
         parse_speculation(self.speculation)
-        parse_parallel(self.parallel)
         parse_experts(self.hot_experts)
         if not isinstance(self.ops, str | dict | None):
             raise ConfigError(f"ops is {self.ops!r}; it is one name, or names by op, such as attention=cpu")
         if self.quantization not in ("auto", *STORED):  # whether the checkpoint has that format is seen when it is read
             parse_layout(self.quantization)
+
+    def _check_ranks(self) -> None:
+        """What ranks on other machines need."""
+        ranks = parse_parallel(self.parallel).ranks
+        if self.rank_listen is None:
+            for name in ("rank_secret_file", "ranks_here"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is for ranks on other machines; set rank_listen, too, or leave it out")
+            return
+        if not _ADDRESS.fullmatch(self.rank_listen):
+            raise ConfigError(f"rank_listen is {self.rank_listen!r}; it must be host:port, such as 0.0.0.0:7200")
+        if self.rank_secret_file is None:
+            raise ConfigError("rank_listen needs a secret that all machines know; set rank_secret_file")
+        if ranks == 1:
+            raise ConfigError("rank_listen is set and parallel is not, so there are no other ranks; set parallel='pp2'")
+        if self.ranks_here is not None and self.ranks_here >= ranks:
+            raise ConfigError(
+                f"ranks_here is {self.ranks_here} and parallel {self.parallel!r}, which is {ranks} ranks: none is left "
+                "for other machines; lower ranks_here, or leave rank_listen out"
+            )
 
     def _check_pruning(self) -> None:
         """What pruning does not go together with."""

@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tokenmill"
-LOW = ("tokenmill.errors", "tokenmill.compat", "tokenmill.cache", "tokenmill.collector", "tokenmill.step_time")
+LOW = (
+    "tokenmill.__version__",
+    "tokenmill.errors",
+    "tokenmill.compat",
+    "tokenmill.cache",
+    "tokenmill.collector",
+    "tokenmill.step_time",
+    "tokenmill.peers",
+)
 FORMS = ("quant.forms", "sampling.structured", "sampling.records")
 # What an engine needs of the two packages that have a layer above it.
 PLAN = ("tokenmill.plan.solve",)

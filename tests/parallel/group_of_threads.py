@@ -93,7 +93,8 @@ def llm_of_threads(parallel: str, **options: Any) -> LLM:
     threads = torch.get_num_threads()
 
     def start(config: EngineConfig, device: torch.device) -> Any:
-        return SimpleNamespace(ranks=parse_layout(config.parallel).ranks, close=lambda: None)
+        count = parse_layout(config.parallel).ranks
+        return SimpleNamespace(ranks=count, near=count, machines=None, close=lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "start_ranks", start)

@@ -149,8 +149,8 @@ def test_a_rank_that_comes_when_all_is_lost_again_joins_the_next_generation(
 ) -> None:
     call, meetings = groups.Meeting.call, []
 
-    def lost_at_once(layout: Layout) -> groups.Meeting:
-        meetings.append(call(layout))
+    def lost_at_once(layout: Layout, machine: range) -> groups.Meeting:
+        meetings.append(call(layout, machine))
         if len(meetings) == 1:
             meetings[0].abort()  # before anybody came: nobody can any more
         return meetings[-1]
@@ -221,8 +221,14 @@ def test_a_loss_is_told_to_the_generation_that_the_process_knew_of() -> None:
     processes = RankProcesses(2, (sys.executable, "-c", "import sys; sys.stdin.buffer.raw.read(1)"))  # forks nobody
     heard = [0, 0]
 
-    def lose(generation: int, rank: int) -> None:
-        heard[generation] += rank
+    class Heard:
+        def __init__(self, generation: int) -> None:
+            self.generation = generation
+
+        def lose(self, rank: int, why: str = "") -> None:
+            heard[self.generation] += rank
+
+        def broken(self, rank: int, why: str) -> None: ...
 
     try:
         for generation in range(2):
@@ -232,7 +238,7 @@ def test_a_loss_is_told_to_the_generation_that_the_process_knew_of() -> None:
                 until = time.monotonic() + 30
                 while not peer.gone and time.monotonic() < until:
                     time.sleep(0.001)
-            processes.order(1, {"generation": generation}, [], partial(lose, generation))
+            processes.order(1, {"generation": generation}, [], Heard(generation))
             until = time.monotonic() + 30
             while not heard[generation] and time.monotonic() < until:
                 time.sleep(0.001)

@@ -8,7 +8,6 @@ import random
 import signal
 import stat
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rank_processes import Ranks, ranks
+from verb_calls import Call, any_calls, counted, make, random_call, same_bits
 
 from tokenmill.errors import ConfigError, PeerLostError
 from tokenmill.ops.native import elementwise, library
 from tokenmill.ops.native.recording import RecordedGraph
 from tokenmill.parallel.segment import Segment
 from tokenmill.parallel.shared_memory import SharedMemoryCommunicator
-from tokenmill.parallel.sums import sum_by_pairs
 
 NATIVE = not isinstance(library.load(), str)
 ENDS = [True, False] if NATIVE else [False]  # the native library's, and plain torch's
 SMALL = 4096  # bytes of slots and rings: most tensors go in several pieces
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
 
 needs_native = pytest.mark.skipif(not NATIVE, reason="there is no native library")
 
@@ -44,43 +42,6 @@ def segment(size: int, tmp_path: Path | None = None, **sizes: int) -> Segment:
     return Segment.create([range(size)], folder=tmp_path, **{"slot_bytes": SMALL, "ring_bytes": SMALL, **sizes})
 
 
-def part(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)) * 30
-    return made > 0 if dtype is torch.bool else made.to(dtype)
-
-
-Call = tuple[str, int, tuple[int, ...], torch.dtype]  # verb, seed, shape, type
-
-
-def make(c: SharedMemoryCommunicator, call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What the verb brought, and what it should bring."""
-    verb, seed, shape, dtype = call
-    if verb == "barrier":
-        return c.barrier(), None
-    if verb == "all_to_all":
-        shape = (c.size, *shape)
-    parts = [part(rank, seed, shape, dtype) for rank in range(c.size)]
-    own = parts[c.rank].clone()
-    if verb == "ring":  # everybody sends to the next one
-        before = (c.rank - 1) % c.size
-        for turn in range(2):  # no two of them wait for each other: one of the ring receives first
-            if turn == (c.rank == 0):
-                c.send(own, (c.rank + 1) % c.size)
-            else:
-                received = c.receive(torch.empty(shape, dtype=dtype), before)
-        return received, parts[before]
-    if verb == "all_reduce":
-        return c.all_reduce(own), sum_by_pairs(parts)
-    if verb == "all_gather":
-        return c.all_gather(own), torch.stack(parts)
-    return c.all_to_all(own), torch.stack([one[c.rank] for one in parts])
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in (x, y)]
-    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(*flat)
-
-
 def make_all(rank: int, name: str, native: list[bool], calls: list[Call]) -> tuple[Any, Any]:
     c = SharedMemoryCommunicator(Segment.open(name, rank), rank, native=native[rank])
     for number, call in enumerate(calls):
@@ -88,22 +49,6 @@ def make_all(rank: int, name: str, native: list[bool], calls: list[Call]) -> tup
         if got is not None and expected is not None:
             assert same_bits(got, expected), f"call {number} of {calls}"
     return dict(c.counts), dict(c.bytes)
-
-
-def counted(size: int, calls: list[Call]) -> tuple[Any, Any]:
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for verb, _, shape, dtype in calls:
-        elements = torch.Size(shape).numel() * dtype.itemsize * (size if verb == "all_to_all" else 1)
-        for name in ("send", "receive") if verb == "ring" else (verb,):
-            counts[name] += 1
-            sizes[name] += 0 if verb == "barrier" else elements
-    return dict(counts), dict(sizes)
-
-
-shapes = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple) | st.just((3, 700))
-verbs = st.sampled_from(["all_reduce", "all_gather", "all_to_all", "barrier", "ring"])
-any_calls = st.lists(st.tuples(verbs, st.integers(0, 9), shapes, st.sampled_from(DTYPES)), min_size=1, max_size=8)
 
 
 EMPTY_FIRST = [("all_gather", 0, (0, 1), torch.bool), ("all_to_all", 1, (3, 700), torch.float32)]
@@ -121,12 +66,6 @@ def test_verbs_bring_what_torch_computes_bit_for_bit(
     shared = segment(size)
     assert group.run(size, make_all, shared.name, native, calls) == [counted(size, calls)] * size
     assert not Path(shared.name).exists()
-
-
-def random_call(chance: random.Random) -> Call:
-    shape = (chance.randrange(1, 9), chance.choice([1, 17, 64, 300]))
-    verb = chance.choice(["all_reduce"] * 4 + ["all_gather", "all_to_all", "barrier", "ring"])
-    return verb, chance.randrange(10), shape, chance.choice([torch.float32, torch.float32, torch.bfloat16])
 
 
 def make_many(rank: int, name: str, native: bool, calls: int) -> int:

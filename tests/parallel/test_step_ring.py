@@ -103,8 +103,8 @@ def test_a_message_that_is_not_what_was_written_is_never_read(monkeypatch: pytes
 
 
 def test_a_board_tells_how_far_ranks_are_and_why_one_failed() -> None:
-    board = Board.of_ranks(4)
-    there = Board(board.memory, 4)
+    board = Board.of_ranks(range(1, 4))
+    there = Board(board.memory, range(1, 4))
     assert [board.done(rank) for rank in (1, 2, 3)] == [0, 0, 0] and board.failure is None and not board.ended
     for rank in (1, 3):
         there.set_done(rank, 7)
@@ -121,7 +121,7 @@ def test_a_board_tells_how_far_ranks_are_and_why_one_failed() -> None:
 
 
 def test_who_waits_for_a_rank_is_told_of_the_end() -> None:
-    board = Board.of_ranks(2)
+    board = Board.of_ranks(range(1, 2))
 
     def check() -> None:
         if board.ended:

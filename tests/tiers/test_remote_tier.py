@@ -195,7 +195,7 @@ def test_a_peer_that_is_not_there_costs_nothing_and_is_found_when_it_comes_back(
 
 
 def test_a_peer_that_says_nothing_is_given_up(side, monkeypatch):
-    monkeypatch.setattr("tokenmill.kv.tiers.wire.FRAME_SECONDS", 0.3)
+    monkeypatch.setattr("tokenmill.peers.FRAME_SECONDS", 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
 
     given_up = threading.Event()

@@ -87,6 +87,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("tokenmill.cli.chat", _WITH_ENGINE),
     "serve": ("tokenmill.cli.serve", _WITH_FILE),
     "route": ("tokenmill.cli.route", {}),
+    "rank": ("tokenmill.cli.rank", {}),
     "keys": ("tokenmill.cli.keys", {}),
     "pull": ("tokenmill.cli.models", {}),
     "warm": ("tokenmill.cli.models", _WITH_ENGINE),

@@ -14,7 +14,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.adapted import add_adapters, check_adapters
 from tokenmill.engine.adapter_room import adapter_base, with_slots
 from tokenmill.engine.checkpoints import Progress, load_tokenizer
-from tokenmill.engine.choices import choose_device, hardware_of, matrix_shapes
+from tokenmill.engine.choices import choose_device, matrix_shapes
 from tokenmill.engine.core import Engine
 from tokenmill.engine.identity import model_identity
 from tokenmill.engine.kernels import start_compiler, warm_up_kernels
@@ -24,7 +24,14 @@ from tokenmill.engine.rank_model import RankModel, RankRunner, load_model, most_
 from tokenmill.engine.ranks.group import RankGroup
 from tokenmill.engine.ranks.processes import RankProcesses
 from tokenmill.engine.ranks.shared_kv import block_memory, shared_kv_for
-from tokenmill.engine.ranks.start import group_lines, load_order, start_ranks, threads_of_rank
+from tokenmill.engine.ranks.start import (
+    gather_ranks,
+    group_lines,
+    load_order,
+    smallest_hardware,
+    start_ranks,
+    threads_of_rank,
+)
 from tokenmill.engine.runner.torch_runner import TorchRunner
 from tokenmill.engine.scheduler import Limits, Scheduler
 from tokenmill.engine.scheduler.batching import BATCHING
@@ -112,7 +119,8 @@ def _build(
     ranks: RankProcesses | None,
     threads: int,  # that torch has here
 ) -> Built:
-    made = prepare(config, device, tell, None if ranks is None else threads_of_rank(ranks.ranks))
+    made = prepare(config, device, tell, None if ranks is None else threads_of_rank(ranks.near))
+    gather_ranks(config, made, ranks, tell)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(made.files, made.checkpoint)
     slower = why_slower(made.native, config, device)
     sizes = made.sizes
@@ -123,7 +131,7 @@ def _build(
     sizes = sizes if ranks is None else replace(sizes, layers=())  # ranks do not wait for each other's disks
     base = adapter_base(config, made)
     sizes = sizes if base is None else with_slots(sizes, config, base, made)
-    settings = solve(config, sizes, made.spec.max_positions, hardware_of(device, ranks.ranks if ranks else 1))
+    settings = solve(config, sizes, made.spec.max_positions, smallest_hardware(device, ranks))
     order, shared_kv = load_order(config, made, settings), shared_kv_for(config, made, settings)
     group = None if ranks is None else RankGroup(ranks, order, threads, shared_kv=shared_kv)
     model = load_model(config, settings, made, tell)

@@ -22,9 +22,24 @@ def model_identity(files: ModelFiles, *settings: object) -> str:
     return digest.hexdigest()
 
 
+def weights_fingerprint(files: ModelFiles) -> str:
+    """The same for copies of a model on several machines, whatever they are called there and however old they are."""
+    digest = hashlib.blake2b(digest_size=16)
+    folder = [Path(files.path) / "config.json", *sorted(Path(files.path).glob("*.safetensors"))]
+    for path in [files.path] if files.kind == "gguf" else folder:
+        digest.update(f"{path.stat().st_size}\0".encode())
+        _add_pages(digest, path)
+    return digest.hexdigest()
+
+
 def _add(digest: hashlib.blake2b, path: Path) -> None:
     status = path.stat()
     digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    _add_pages(digest, path)
+
+
+def _add_pages(digest: hashlib.blake2b, path: Path) -> None:
+    status = path.stat()
     with path.open("rb") as file:
         if status.st_size <= PAGES * PAGE:
             digest.update(file.read())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import Engine
 from tokenmill.engine.runner.block_memory import EngineMemory
@@ -15,14 +13,13 @@ from tokenmill.kv.tiers.host import HostTier
 from tokenmill.kv.tiers.listener import TierListener
 from tokenmill.kv.tiers.queued import ThreadBell
 from tokenmill.kv.tiers.remote import RemoteTier
-from tokenmill.kv.tiers.wire import address_of
 from tokenmill.kv.transfers import Tier, Transfers
 from tokenmill.kv.transport import Checksum, Namespace
 from tokenmill.ops.native.checksum import checksum
+from tokenmill.peers import address_of, read_secret
 from tokenmill.plan.solve.hardware import GIB, cpu_hardware
 
 MIB = 1 << 20
-LEAST_SECRET = 16  # bytes
 
 
 def wants_tiers(config: EngineConfig) -> bool:
@@ -105,14 +102,7 @@ def _listen(config: EngineConfig, address: str, host: HostTier, namespace: Names
 
 
 def _secret(config: EngineConfig) -> bytes:
-    path = config.kv_secret_file or ""
-    try:
-        found = Path(path).expanduser().read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"kv_secret_file is {path!r}, which cannot be read: {error.strerror}") from None
-    if len(found) < LEAST_SECRET:
-        raise ConfigError(f"kv_secret_file {path!r} holds {len(found)} bytes; a secret has at least {LEAST_SECRET}")
-    return found
+    return read_secret(config.kv_secret_file or "", "kv_secret_file")
 
 
 def _size(number: int) -> str:

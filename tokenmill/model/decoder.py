@@ -281,6 +281,8 @@ class Decoder:
     @property
     def recordable(self) -> bool:
         """Whether all that steps launch can be recorded."""
+        if self.ranks is not None and not self.ranks.recordable:
+            return False  # the host exchanges what is between ranks
         multiply = (one.matmul(self.weights.dtype) for one in linears(self.weights, self.spec.num_layers))
         if not self.ops.capture_safe(with_moe=False) or not all(one.recordable for one in multiply):
             return False

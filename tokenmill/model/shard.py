@@ -132,8 +132,8 @@ def _after(start: int, span: range) -> range:
 
 def check(spec: DecoderSpec, shard: Shard) -> None:
     """Refuse a number of ranks that a model cannot be divided by."""
-    ways = [size for size in range(1, spec.heads + 1) if not _uneven(spec, size, shard.expert_size > 1)]
-    if reason := _uneven(spec, shard.size, shard.expert_size > 1):
+    ways = [size for size in range(1, spec.heads + 1) if not spec.uneven(size, shard.expert_size > 1)]
+    if reason := spec.uneven(shard.size, shard.expert_size > 1):
         raise ConfigError(
             f"{spec.architecture} cannot be divided among {shard.size} tensor-parallel ranks: {reason}; "
             f"tp may be {', '.join(map(str, ways))}"
@@ -148,20 +148,3 @@ def check(spec: DecoderSpec, shard: Shard) -> None:
             f"{spec.architecture} cannot divide its {spec.moe.experts} experts among {shard.expert_size} ranks; ep may "
             f"be {', '.join(map(str, fitting))}"
         )
-
-
-def _uneven(spec: DecoderSpec, size: int, whole_experts: bool) -> str:
-    """What of the model so many ranks cannot divide evenly; empty where they can."""
-    sizes = {"attention heads": spec.heads}
-    if spec.moe is None or not all(spec.moe.layers):
-        sizes["inner columns of its MLP"] = spec.intermediate
-    if spec.moe is not None and not whole_experts:
-        sizes["inner columns of its experts"] = spec.moe.intermediate
-    if spec.moe is not None and spec.moe.shared_intermediate:
-        sizes["inner columns of its shared experts"] = spec.moe.shared_intermediate
-    for what, count in sizes.items():
-        if count % size:
-            return f"its {count} {what} are no multiple of {size}"
-    if spec.mla is None and spec.kv_heads % size and size % spec.kv_heads:
-        return f"its {spec.kv_heads} KV heads can be neither divided by {size} nor repeated evenly"
-    return f"its vocabulary has {spec.vocab_size} tokens" if spec.vocab_size < size else ""

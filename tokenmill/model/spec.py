@@ -153,6 +153,23 @@ class DecoderSpec:
     stage: StagePart | None = None  # None: all layers
     part: RankPart | None = None  # None: the whole model
 
+    def uneven(self, ranks: int, whole_experts: bool) -> str:
+        """What of a whole model so many ranks cannot divide evenly; empty where they can. whole_experts: these are not
+        cut."""
+        sizes = {"attention heads": self.heads}
+        if self.moe is None or not all(self.moe.layers):
+            sizes["inner columns of its MLP"] = self.intermediate
+        if self.moe is not None and not whole_experts:
+            sizes["inner columns of its experts"] = self.moe.intermediate
+        if self.moe is not None and self.moe.shared_intermediate:
+            sizes["inner columns of its shared experts"] = self.moe.shared_intermediate
+        for what, count in sizes.items():
+            if count % ranks:
+                return f"its {count} {what} are no multiple of {ranks}"
+        if self.mla is None and self.kv_heads % ranks and ranks % self.kv_heads:
+            return f"its {self.kv_heads} KV heads can be neither divided by {ranks} nor repeated evenly"
+        return f"its vocabulary has {self.vocab_size} tokens" if self.vocab_size < ranks else ""
+
     @property
     def embeds(self) -> bool:
         """Whether tokens enter here, and not what another stage made of them."""

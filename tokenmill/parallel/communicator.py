@@ -23,6 +23,11 @@ class Communicator(Protocol):
     size: int
 
     @property
+    def recordable(self) -> bool:
+        """Whether its calls can be put into a recorded step."""
+        ...
+
+    @property
     def counts(self) -> Counter[str]: ...
 
     @property

@@ -27,7 +27,7 @@ class CompressedSums:
 
     def __init__(self, exact: Communicator, least_bytes: int) -> None:
         """least_bytes: from which on a sum is compressed; below, it is faster as it is."""
-        self.rank, self.size = exact.rank, exact.size
+        self.rank, self.size, self.recordable = exact.rank, exact.size, exact.recordable
         self._exact, self._least = exact, least_bytes
         self.all_gather, self.all_to_all, self.barrier = exact.all_gather, exact.all_to_all, exact.barrier
         self.send, self.receive = exact.send, exact.receive

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
 
+MAX_RANKS = 64  # of an engine
 KINDS = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "expert"}
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill.errors import ConfigError, PeerLostError
+from tokenmill.parallel.layout import MAX_RANKS
 
 SHARED_MEMORY = Path("/dev/shm")
-MAX_RANKS = 64
 SLOT_BYTES = 512 << 10  # longer tensors go in pieces of this size
 RING_BYTES = 256 << 10  # what one rank may have sent to another that has not received it yet
 

@@ -30,6 +30,7 @@ class SharedMemoryCommunicator:
         if native is None:
             native = not isinstance(library.load(), str)
         area = segment.area(group)
+        self.recordable = native
         self._end: _End = NativeEnd(area, self.rank) if native else PollingEnd(area, self.rank)
 
     @property

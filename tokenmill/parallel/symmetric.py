@@ -44,6 +44,8 @@ class SymmetricCommunicator:
     `by_pairs`, are those of the protocol; others are in the order of ranks, which is as good but other bits.
     """
 
+    recordable = True
+
     def __init__(self, group: Any, capacity: int = 8 << 20, by_pairs: bool = False, nccl: Any = None) -> None:
         """capacity: bytes of the buffer; nccl: a group of the same ranks, each with a GPU, for larger sums."""
         import torch.distributed._symmetric_memory as symmetric

@@ -17,6 +17,8 @@ class ThreadCommunicator:
     Stricter than the others: ranks whose calls differ in verb, shape or type are told so, and the group ends.
     """
 
+    recordable = False
+
     def __init__(self, table: _Table, rank: int) -> None:
         self.rank, self.size = rank, table.size
         self.counts: Counter[str] = Counter()

@@ -18,23 +18,28 @@ _LONGEST = _STATUS - _TEXT - 4
 
 
 class Board:
-    """Rank 0 writes steps and reads statuses; every other rank has a status of its own."""
+    """Of one machine. Whoever launches writes steps for the ranks that read them there, and reads the statuses of all
+    that follow: rank 0 also has those of other machines, which somebody sets for them."""
 
-    def __init__(self, memory: SharedMemory, ranks: int) -> None:
-        self.memory, self.ranks = memory, ranks
+    def __init__(self, memory: SharedMemory, followers: range, readers: range | None = None) -> None:
+        """readers: those of the followers that read the ring; None: all."""
+        self.memory, self.followers = memory, followers
+        self.readers = followers if readers is None else readers
         self._ended = memory.word(0)
-        self._done = [memory.word(self._status(rank)) for rank in range(1, ranks)]
-        self._failed = [memory.word(self._status(rank) + _FAILED) for rank in range(1, ranks)]
+        self._done = {rank: memory.word(self._status(rank)) for rank in followers}
+        self._failed = {rank: memory.word(self._status(rank) + _FAILED) for rank in followers}
 
     @classmethod
-    def of_ranks(cls, ranks: int) -> Board:
-        return cls(SharedMemory.of_size(_ring_at(ranks) + ring_bytes(ranks - 1)), ranks)
+    def of_ranks(cls, followers: range, readers: range | None = None) -> Board:
+        count = len(followers if readers is None else readers)
+        return cls(SharedMemory.of_size(_ring_at(len(followers)) + ring_bytes(count)), followers, readers)
 
     def writer(self) -> RingWriter:
-        return RingWriter(self.memory, _ring_at(self.ranks), self.ranks - 1)
+        return RingWriter(self.memory, _ring_at(len(self.followers)), len(self.readers))
 
     def reader(self, rank: int) -> RingReader:
-        return RingReader(self.memory, _ring_at(self.ranks), self.ranks - 1, rank - 1)
+        at = _ring_at(len(self.followers))
+        return RingReader(self.memory, at, len(self.readers), rank - self.readers.start)
 
     @property
     def ended(self) -> bool:
@@ -43,19 +48,26 @@ class Board:
     def end(self) -> None:
         """Nobody waits on it any more. Any thread of any rank may say so."""
         self._ended.set(1)
-        for word in self._done:
+        for word in self._done.values():
             word.wake()
 
     def done(self, rank: int) -> int:
         """The newest step that a rank is done with."""
-        return self._done[rank - 1].value
+        return self._done[rank].value
 
     def set_done(self, rank: int, step: int) -> None:
-        self._done[rank - 1].set(step)
+        self._done[rank].set(step)
+
+    def wait_changed(self, rank: int, seen: int) -> int:
+        """The newest step of a rank, once it is another than `seen`, or after a moment."""
+        if (now := self.done(rank)) == seen and not self.ended:
+            self._done[rank].wait_while(seen, LOOK)
+            now = self.done(rank)
+        return now
 
     def wait_done(self, step: int, check: Callable[[], None]) -> None:
         """Until every rank is done with a step; `check` may raise."""
-        for word in self._done:
+        for word in self._done.values():
             looks = 0
             while (seen := word.value) < step:
                 looks += 1
@@ -68,12 +80,12 @@ class Board:
         at = self._status(rank) + _TEXT
         text = why.encode("utf-8", "replace")[:_LONGEST]
         struct.pack_into(f"<I{len(text)}s", self.memory.bytes, at, len(text), text)
-        self._failed[rank - 1].set(step)
+        self._failed[rank].set(step)
 
     @property
     def failure(self) -> tuple[int, str] | None:
         """The first rank that could not do a step, and why."""
-        for rank, word in enumerate(self._failed, 1):
+        for rank, word in self._failed.items():
             if word.value:
                 at = self._status(rank) + _TEXT
                 (length,) = struct.unpack_from("<I", self.memory.bytes, at)
@@ -81,9 +93,12 @@ class Board:
                 return rank, text.decode("utf-8", "replace")
         return None
 
+    def failed_step(self, rank: int) -> int:
+        return self._failed[rank].value
+
     def _status(self, rank: int) -> int:
-        return _HEAD + _STATUS * (rank - 1)
+        return _HEAD + _STATUS * (rank - self.followers.start)
 
 
-def _ring_at(ranks: int) -> int:
-    return _HEAD + _STATUS * (ranks - 1)
+def _ring_at(followers: int) -> int:
+    return _HEAD + _STATUS * followers

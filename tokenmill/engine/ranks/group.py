@@ -21,8 +21,10 @@ from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.rank_model import RankRunner
 from tokenmill.engine.ranks.adapter_codec import encode_adapter
 from tokenmill.engine.ranks.board import Board
+from tokenmill.engine.ranks.links import LinksOf, channels_of, close_links
+from tokenmill.engine.ranks.machines import RanksAbsentError
 from tokenmill.engine.ranks.meeting import Meeting
-from tokenmill.engine.ranks.processes import RankProcesses, cpu_seconds
+from tokenmill.engine.ranks.processes import RankProcesses
 from tokenmill.engine.ranks.shared_kv import SharedKV
 from tokenmill.engine.ranks.standstill import Standstill
 from tokenmill.engine.ranks.step_codec import encode_step
@@ -42,6 +44,7 @@ log = logging.getLogger("tokenmill.ranks")
 PATIENCE = 45.0  # seconds without a step done, of a rank that computes nothing either: it hangs
 BUSY_PATIENCE = 600.0  # of one that computes
 TRIES = 5  # at making one generation
+LAST_WORDS = 1.0  # seconds in which it becomes known why a rank of another machine cannot be reached
 FUTILE = 12  # generations in a row that end before they have done a single step: another one would not help
 
 Make = Callable[[Communicator | None, Communicator | None, torch.Tensor | None], RankRunner]
@@ -67,6 +70,7 @@ class RankGroup:
         self._layout = parse_layout(order["config"]["parallel"])
         self.shared_kv = shared_kv
         self.slots: AdapterSlots | None = None  # rank 0's own
+        self._machines = processes.machines  # that have the other ranks; None: all are here
         self._number = 0  # of the generation
         self._futile = 0  # generations that lost a rank since a step was done
         self._make: Make | None = None
@@ -98,13 +102,16 @@ class RankGroup:
     def complete(self, make: Make, tell: Progress) -> None:
         """The first generation, which the others have begun to load for: make rank 0's runner, and wait for all."""
         self._make, self._tell = make, tell
-        for tries_left in reversed(range(TRIES)):
+        began, tries = time.monotonic(), 0
+        patience = 0.0 if self._machines is None else self._machines.patience  # networks come back
+        while True:
             try:
                 self._complete()
                 return
             except PeerLostError as error:
-                if not tries_left:
-                    raise RanksLostError(f"the ranks did not get ready in {TRIES} tries: {error}") from error
+                tries += 1
+                if tries >= TRIES and time.monotonic() - began >= patience:
+                    raise RanksLostError(f"the ranks did not get ready in {tries} tries: {error}") from error
                 log.warning("%s; ranks are started again", error)
                 self._renew()
 
@@ -116,7 +123,7 @@ class RankGroup:
             generation.launched = step.number
             return _GroupPending(self, generation, step.number, own)
         except PeerLostError as error:
-            failure = generation.cause() or error
+            failure = generation.explain(error)
         except Exception as error:
             failure = error
         raise failure.with_traceback(None)  # whose frames would hold the runner's memory until after the next is made
@@ -141,9 +148,10 @@ class RankGroup:
         weight = generation.weight
         self._futile += generation.lost is not None  # a step that failed is its requests' affair
         if self._futile > FUTILE:
+            cause = generation.cause()
             self.close()
             raise RanksLostError(
-                f"the ranks were lost {self._futile} times in a row without a step done ({generation.cause()}); look "
+                f"the ranks were lost {self._futile} times in a row without a step done ({cause}); look "
                 "for what ends these processes, such as the memory that a container may have"
             )
         log.warning("%s; the ranks form generation %d", generation.cause() or "a step failed", self._number + 1)
@@ -169,26 +177,47 @@ class RankGroup:
         self._generation = self._begin()
 
     def _begin(self) -> Generation:
-        """Tell all ranks of a new generation."""
+        """Tell all ranks of a new generation. Those of other machines call the ranks here, so they are told first."""
+        if self._machines is not None:
+            try:
+                self._machines.wait(self._tell)
+            except RanksAbsentError as error:
+                self._processes.close()
+                raise RanksLostError(str(error)) from None
         self._number += 1
-        generation = Generation(self._processes, self._patience, self._layout)
-        for rank in range(1, self.size):
+        generation = Generation(self._processes, self._patience, self._layout, self._number)
+        ranks = range(1, self.size)
+        order = {**self._order, "generation": self._number, "ranks": self.size}
+        for rank in ranks:
             self._processes.ensure(rank)
-            order = {**self._order, "generation": self._number, "rank": rank, "ranks": self.size}
-            files = [generation.board.memory.fd, generation.meeting.file]
+        for rank in ranks[self._processes.near - 1 :]:
+            self._processes.order(rank, {**order, "rank": rank}, [], generation)
+        links: LinksOf = {}
+        if self._machines is not None:
+            links = self._machines.links(self._number, generation, lambda: generation.board.ended) or {}
+            generation.meeting.connect(channels_of(0, links.get(0, {})))
+        for rank in ranks[: self._processes.near - 1]:
+            ends = links.pop(rank, {})
+            files = [generation.board.memory.fd, generation.meeting.file, *(link.fileno() for link, _ in ends.values())]
             files += [self.shared_kv.memory.fd] if self.shared_kv is not None else []
-            self._processes.order(rank, order, files, generation.lose)
+            keys = [[other, key.hex()] for other, (_, key) in ends.items()]
+            own = {"rank": rank, "machine": [0, self._processes.near], "followers": [1, self.size], "links": keys}
+            own["readers"] = [1, self._processes.near]
+            self._processes.order(rank, {**order, **own}, files, generation)
+            close_links({rank: ends})
         return generation
 
     def _complete(self) -> None:
         assert self._make is not None
+        generation = self._generation
+        if generation.board.ended:
+            raise generation.cause() or PeerLostError("a rank was lost")
         if self._runner is None:
-            meeting = self._generation.meeting
             mine = None if self.shared_kv is None else self.shared_kv.part(0)
-            self._runner = self._make(meeting.communicator, meeting.every, mine)
-        self._processes.wait_ready(self._number, self._patience, self._tell)
-        if self._generation.board.ended:
-            raise self._generation.cause() or PeerLostError("a rank was lost")
+            self._runner = self._make(generation.meeting.communicator, generation.meeting.every, mine)
+        self._processes.wait_ready(self._number, self._patience, self._tell, lambda: generation.board.ended)
+        if generation.board.ended:
+            raise generation.cause() or PeerLostError("a rank was lost")
 
 
 def _close(processes: RankProcesses, threads: int) -> None:
@@ -199,13 +228,16 @@ def _close(processes: RankProcesses, threads: int) -> None:
 class Generation:
     """What ranks share from one loss to the next."""
 
-    def __init__(self, processes: RankProcesses, patience: float, layout: Layout) -> None:
-        ranks = processes.ranks
-        self.board, self.meeting = Board.of_ranks(ranks), Meeting.call(layout)
+    def __init__(self, processes: RankProcesses, patience: float, layout: Layout, number: int) -> None:
+        ranks, near = processes.ranks, processes.near
+        self.board = Board.of_ranks(range(1, ranks), range(1, near))
+        self.meeting = Meeting.call(layout, range(near))
+        self.number = number
         self.sent = 0  # the newest step
         self.launched = 0  # the newest that rank 0 has launched
         self.lost: tuple[int, str] | None = None  # the first rank that is gone, and why if that is known
         self._was_idle = False  # when that was lost
+        self._is_nobodys = False  # and whether requests have nothing to do with it
         self._writer = self.board.writer()
         self._processes, self._standstill = processes, Standstill(patience, BUSY_PATIENCE)
         self._over = threading.Event()
@@ -214,11 +246,17 @@ class Generation:
     def send(self, step: Step) -> None:
         self.check()
         self.sent = step.number
-        self._writer.send(encode_step(step), BUSY_PATIENCE, self.check)
+        self._send(encode_step(step))
 
     def send_adapter(self, slot: int, weights: AdapterWeights) -> None:
         self.check()
-        self._writer.send(encode_adapter(slot, weights), BUSY_PATIENCE, self.check)
+        self._send(encode_adapter(slot, weights))
+
+    def _send(self, message: bytes) -> None:
+        if self._processes.machines is not None:
+            self._processes.machines.send_step(self.number, message)
+        if self.board.readers:
+            self._writer.send(message, BUSY_PATIENCE, self.check)
 
     def wait_done(self, step: int) -> None:
         """Until every rank has launched the step without a failure."""
@@ -236,11 +274,42 @@ class Generation:
             return PeerLostError(self.lost[1] or self._processes.why_gone(self.lost[0]))
         return None
 
+    def explain(self, error: PeerLostError) -> Exception:
+        """Why rank 0 found another one gone: who knows it may say so a moment later."""
+        until = time.monotonic() + LAST_WORDS
+        while self.cause() is None and time.monotonic() < until and self._processes.machines is not None:
+            time.sleep(0.005)
+        if self.cause() is None and self._processes.machines is not None:
+            self._is_nobodys = True
+            self.lose(self._processes.near, str(error))  # some rank of another machine
+        return self.cause() or error
+
     def lose(self, rank: int, why: str = "") -> None:
         """A rank is gone. Any thread may say so."""
         if self.lost is None and not self._over.is_set():
-            self._was_idle = all(self.board.done(one) >= self.sent for one in range(1, self.board.ranks))
+            self._was_idle = all(self.board.done(one) >= self.sent for one in self.board.followers)
             self.lost = rank, why
+        self.end()
+
+    def broken(self, rank: int, why: str) -> None:
+        """A rank cannot reach another one. If nobody tells soon that this one is gone, the connection was all."""
+
+        def lose() -> None:
+            if self.lost is None:
+                self._is_nobodys = True
+                self.lose(rank, why)
+
+        timer = threading.Timer(LAST_WORDS, lose)
+        timer.daemon = True
+        timer.start()
+
+    def done(self, rank: int, step: int) -> None:
+        """On another machine."""
+        self.board.set_done(rank, step)
+
+    def fail(self, rank: int, step: int, why: str) -> None:
+        """On another machine."""
+        self.board.fail(rank, step, why)
         self.end()
 
     @property
@@ -251,7 +320,8 @@ class Generation:
         if self._was_idle:
             return RANK_LOST_IDLE
         rank, why = self.lost
-        return RANK_KILLED if not why and self._processes.was_killed(rank) else RANK_CRASHED
+        killed = self._is_nobodys or (not why and self._processes.was_killed(rank))
+        return RANK_KILLED if killed else RANK_CRASHED
 
     def end(self) -> None:
         """For all ranks, wherever they wait."""
@@ -260,6 +330,8 @@ class Generation:
         self._writer.wake()
         with contextlib.suppress(Exception):
             self.meeting.abort()
+        if self._processes.machines is not None:
+            self._processes.machines.end(self.number)
 
     def close(self) -> None:
         self.meeting.close()
@@ -268,7 +340,7 @@ class Generation:
     def _watch(self) -> None:
         """Have a rank that hangs be killed, which ends the generation. Time in which this process did not run itself
         proves nothing."""
-        tick, ranks = min(self._standstill.patience / 10, 1.0), range(1, self.board.ranks)
+        tick, ranks = min(self._standstill.patience / 10, 1.0), self.board.followers
         before = time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
@@ -277,8 +349,7 @@ class Generation:
             behind = [rank for rank, done in zip(ranks, dones, strict=True) if done < self.sent]
             if not behind or passed > 2 * tick + 0.05:
                 continue
-            pids = {rank: self._processes.pid(rank) for rank in behind}
-            computed = {rank: None if pid is None else cpu_seconds(pid) for rank, pid in pids.items()}
+            computed = {rank: self._processes.computed(rank) for rank in behind}
             if self.launched < self.sent:  # they may wait for rank 0
                 computed[0] = time.process_time()
             if self._standstill.look((self.sent, dones), passed, computed):
@@ -298,7 +369,7 @@ class _GroupPending:
         try:
             result = self._own.wait()
         except PeerLostError as error:
-            raise self._generation.cause() or error from None
+            raise self._generation.explain(error) from None
         self._generation.wait_done(self._number)
         self._group.step_done()
         return result

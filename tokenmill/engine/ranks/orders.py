@@ -11,7 +11,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1 << 24
-_MOST_FILES = 16
+_MOST_FILES = 96  # as many ranks as there may be, and some more
 
 Order = dict[str, Any]
 

@@ -17,6 +17,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.rank_model import RankModel, rank_model, settings_from
 from tokenmill.engine.ranks.adapter_codec import decode_adapter, is_adapter
 from tokenmill.engine.ranks.board import Board
+from tokenmill.engine.ranks.links import channels_of
 from tokenmill.engine.ranks.meeting import Meeting
 from tokenmill.engine.ranks.orders import Order, receive_order, send_order
 from tokenmill.engine.ranks.shared_kv import part_of
@@ -67,19 +68,30 @@ def serve(engine: socket.socket) -> None:
         order, files = link.next()
         rank, ranks = order["rank"], order["ranks"]
         layout = parse_layout(order["config"]["parallel"])
-        board = Board(SharedMemory(files[0]), ranks)
-        kv_memory = part_of(files[2], rank, ranks) if len(files) > 2 else None
+        board = Board(SharedMemory(files[0]), range(*order["followers"]), range(*order["readers"]))
+        ends = {
+            other: (socket.socket(fileno=file), bytes.fromhex(key))
+            for (other, key), file in zip(order["links"], files[2:], strict=False)
+        }
+        rest = files[2 + len(ends) :]
+        kv_memory = part_of(rest[0], rank, ranks) if rest else None
         meeting: Meeting | None = None
         runner: Runner | None = None
         try:
-            meeting = Meeting.join(files[1], layout, rank)
+            machine = range(*order["machine"])
+            meeting = Meeting.join(files[1], layout, machine, rank)
+            if len(machine) < ranks:
+                meeting.connect(channels_of(rank, ends))
             if model is None:
                 with collector_paused():
                     model = load(order, link)
                 gc.freeze()
             runner = model.runner(meeting.communicator, meeting.every, kv_memory)
             link.tell({"ready": order["generation"]})
-            follow(runner, board, rank, meeting, layout.coordinates(rank)[1], model.adapters)
+            try:
+                follow(runner, board, rank, meeting, layout.coordinates(rank)[1], model.adapters)
+            except PeerLostError as error:  # who was lost is told of by others; if it was only a connection, here
+                link.tell({"broken": order["generation"], "why": str(error)})
         except Exception as error:
             if not isinstance(error, TokenmillError):
                 traceback.print_exc()
@@ -91,6 +103,8 @@ def serve(engine: socket.socket) -> None:
             runner = kv_memory = None  # its memory is for the next one
             if meeting is not None:
                 meeting.close()
+            for end, _ in ends.values():  # which the meeting has closed, if it came to that
+                end.close()
             board.memory.close()
 
 
@@ -103,7 +117,8 @@ def follow(
     runner: Runner, board: Board, rank: int, others: Meeting, group: int, slots: AdapterSlots | None = None
 ) -> None:
     """Launch what is told until the generation ends, or a step fails: nothing counts then before the next one. group:
-    whose part of a step it reads, where steps have parts; slots: for the adapters that come between steps."""
+    whose part of a step it reads, where steps have parts; slots: for the adapters that come between steps. Raises
+    PeerLostError."""
     reader, number = board.reader(rank), 1
     while (message := reader.receive(lambda: board.ended)) is not None and not board.ended:
         try:
@@ -114,8 +129,8 @@ def follow(
             step = decode_step(message, group)
             number = step.number
             runner.launch(step)
-        except PeerLostError:  # whoever was lost is told of by others
-            return
+        except PeerLostError:
+            raise
         except Exception as error:
             _end(board, rank, number, error, others)
             return

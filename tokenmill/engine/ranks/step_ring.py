@@ -1,7 +1,7 @@
 """A ring in shared memory through which one process tells all others the same messages, in order.
 
 Messages are bytes, and of any size: what does not fit a slot is cut into several. Whoever carries the same messages
-over another way (a socket, across machines) has to keep their order and to say when a reader is behind, no more.
+over another way (to other machines: `line.py`) has to keep their order and to say when a reader is behind, no more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RingWriter(_Ring):
 
     def _put(self, part: bytes, more: bool, patience: float, check: Callable[[], None]) -> None:
         number, waited = self._head.value, 0.0
-        while number - min(tail.value for tail in self._tails) >= self._slots:
+        while number - min((tail.value for tail in self._tails), default=number) >= self._slots:
             check()
             if waited > patience:
                 raise RingBehindError(f"a reader has made no room for {patience:g} s")

@@ -10,8 +10,8 @@ import threading
 import time
 from typing import Any
 
+from tokenmill import peers
 from tokenmill.errors import ConfigError
-from tokenmill.kv.tiers import wire
 from tokenmill.kv.tiers.wire import PeerError
 
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")  # by the release of CUDA that it was built for
@@ -68,7 +68,7 @@ class NixlFabric:
                 here = self._agent.get_xfer_descs([(address_of(target), len(target), 0)], "DRAM")
                 there = self._agent.get_xfer_descs([(address, len(target), 0)], "DRAM")
                 handle = self._agent.initialize_xfer("READ", here, there, peer)
-                state, late = self._agent.transfer(handle), time.monotonic() + wire.FRAME_SECONDS
+                state, late = self._agent.transfer(handle), time.monotonic() + peers.FRAME_SECONDS
                 while state == "PROC" and time.monotonic() < late:
                     time.sleep(PAUSE)
                     state = self._agent.check_xfer_state(handle)

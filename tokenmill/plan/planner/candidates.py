@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tokenmill.errors import ConfigError
+from tokenmill.parallel.layout import MAX_RANKS
 from tokenmill.plan.planner.precision import (
     ITEMSIZE,
     KV_PRECISIONS,
@@ -221,7 +222,7 @@ def _moved(weights: WeightPrecision, element_bytes: ElementBytes, rows: int) -> 
 
 
 def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:
-    """Powers of two that divide the model evenly, fewest GPUs first."""
+    """Powers of two that divide the model evenly, as an engine takes them (`parallel`), fewest GPUs first."""
     powers = [1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus]
     found = [
         Split(tensor, pipeline, expert)
@@ -229,8 +230,8 @@ def splits(shape: ModelShape, gpus: int) -> Iterator[Split]:
         for pipeline in powers
         for expert in powers
         if tensor * pipeline * expert <= gpus
-        and shape.heads % tensor == 0
-        and tensor <= 8
+        and tensor * pipeline * expert <= MAX_RANKS
+        and tensor in (shape.tensors if expert == 1 else shape.tensors_beside_experts)
         and pipeline <= shape.layers
         and (expert == 1 or (shape.experts and shape.experts % (tensor * expert) == 0 and pipeline == 1))
     ]

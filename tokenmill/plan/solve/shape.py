@@ -32,6 +32,8 @@ class Split:
 
 
 ONE_GPU = Split()
+MOST_TENSOR = 8  # ranks that heads are divided among
+ONE = frozenset([1])
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class ModelShape:
     max_positions: int
     rope_dims: int  # of different rotary tables
     saved_dtype: str | None
+    tensors: frozenset[int] = ONE  # numbers of ranks that can divide heads and columns, every expert included
+    tensors_beside_experts: frozenset[int] = ONE  # and where whole experts are divided
 
     @property
     def parameters(self) -> int:
@@ -130,7 +134,13 @@ def shape_of(spec: DecoderSpec, name: str = "") -> ModelShape:
         max_positions=spec.max_positions,
         rope_dims=sum(rope.dim for rope in set(spec.ropes)),
         saved_dtype=spec.dtype,
+        tensors=_divisors(spec, whole_experts=False),
+        tensors_beside_experts=_divisors(spec, whole_experts=True),
     )
+
+
+def _divisors(spec: DecoderSpec, whole_experts: bool) -> frozenset[int]:
+    return frozenset(size for size in range(1, MOST_TENSOR + 1) if not spec.uneven(size, whole_experts))
 
 
 def _pairs(start: int, count: int, window: int | None) -> float:
