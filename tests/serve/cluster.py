@@ -143,7 +143,7 @@ async def completion(client: httpx.AsyncClient, url: str, prompt: list[int], **m
             now = time.monotonic()
             told.gap, last = max(told.gap, now - last), now
             if not line.startswith("data: "):
-                assert not line or line == ": still here", line
+                assert not line or line.startswith("id: ") or line == ": still here", line
                 continue
             if line == "data: [DONE]":
                 told.done = True

@@ -127,7 +127,7 @@ def test_a_session_stays_with_the_replica_that_opened_it(server: Server, chat_mo
             found = await asyncio.to_thread(tale.run_batch, RemoteLLM(url), batch)
             alone = await asyncio.to_thread(tale.run_batch, RemoteLLM(server.url), batch)
             assert [one.result for one in found] == [one.result for one in alone]
-            homes = {app._forwarder._homes[id] for id in app._forwarder._homes if id.startswith("sess_")}
+            homes = {url for id, url in app.homes.items() if id.startswith("sess_")}
             assert homes == {server.url, other.url}  # both had some
             opened = (await http.post(f"{url}/v1/sessions", json={})).json()["id"]
             assert (await http.delete(f"{url}/v1/sessions/{opened}")).json()["deleted"]
@@ -458,7 +458,7 @@ def test_what_a_removed_replica_kept_is_asked_of_another() -> None:
     async def main() -> None:
         gone, there = FakeReplica(), FakeReplica(answer=(404, {}, {"error": "unknown here"}))
         async with fakes(gone, there) as urls, routed(urls) as (app, url), client() as http:
-            app._forwarder._remember("resp_1", urls[0])
+            app.homes.remember("resp_1", urls[0])
             assert (await http.get(f"{url}/v1/responses/resp_1")).status_code == 200
             await http.post(f"{url}/router/replicas", json={"remove": urls[0]})
             assert (await http.get(f"{url}/v1/responses/resp_1")).status_code == 404

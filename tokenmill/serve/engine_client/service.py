@@ -162,6 +162,16 @@ class Service:
         two with `.retry_after` in seconds (admission.py)."""
         return (await self._accept([prompt], params, request_id, options, resumed))[0]
 
+    async def replay(
+        self, prompt: Prompt, params: SamplingParams, said: Sequence[ResumedSequence | None], **options: Any
+    ) -> RequestState:
+        """A request as it is when its sequences have said so much. It is not run."""
+        self.check_open()
+        size = max(SHORT + 1, size_of(prompt))
+        request_state = await self.texts.run(size, self._processor.prepare, prompt, params, **options)
+        await self.texts.run(SHORT + 1, resume, request_state, said, self.facts.vocab_size)
+        return request_state
+
     async def identities(self, prompt: Prompt, salt: str, adapter: str = "") -> tuple[int, list[bytes]]:
         """How many tokens a prompt has, and the names of its full blocks in the prefix cache. Raises InvalidRequest."""
         self.check_open()

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenmill.errors import ConfigError
 from tokenmill.routing.routers import Ask, CacheAware, Choice, NobodyOpen, RoundRobin, policy_named
+from tokenmill.serve.http.event_ids import Position
 from tokenmill.serve.router.replica import Replica
 from tokenmill.serve.router.settings import RouterSettings, address_of
 
@@ -45,7 +46,19 @@ class Fleet:
         found = [one for one in self.prefill.get(replica.url, ()) if one.open]
         return min(found, key=lambda one: one.load, default=None)
 
+    async def holder(self, position: Position) -> str | None:
+        """The address of the replica that has a stream, if one does: first the one that told it last is asked."""
+        there = [one for one in self.replicas if one.open]
+        told = [one for one in there if one.home == position.home]
+        for some in (told, [one for one in there if one not in told]):
+            answers = await asyncio.gather(*(one.has_stream(position.request) for one in some))
+            for one, has in zip(some, answers):
+                if has:
+                    return one.url
+        return None
+
     async def stop(self) -> None:
+        await asyncio.gather(*(one.withdrawals.stop() for one in self.replicas))
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

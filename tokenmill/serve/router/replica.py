@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from tokenmill.routing.routers import TYPICAL_OUTPUT
 from tokenmill.serve.http.routed import PROTOCOL, SECRET
 from tokenmill.serve.router.client import Headers, ReplicaLost, ReplicaPool, Reply
 from tokenmill.serve.router.settings import RouterSettings
+from tokenmill.serve.router.withdrawals import Withdrawals
 
 log = logging.getLogger("tokenmill.router")
 
@@ -58,8 +60,10 @@ class Replica:
         with a replica of this kind, if anything; `others` whether another one takes work."""
         self.number = number
         self.url = url
+        self.home = zlib.crc32(url.encode())  # its name in the ids of events, the same for all routers
         self.pool = ReplicaPool(url, settings.connect_seconds)
         self._events = ReplicaPool(url, settings.connect_seconds)
+        self.withdrawals = Withdrawals(ReplicaPool(url, settings.connect_seconds), self._headers)
         self.state = "connecting"
         self.why = ""
         self.model: str | None = None
@@ -98,6 +102,23 @@ class Replica:
             "load_seconds": round(self.load, 4),
             "active": self._told.get("active"),
         }
+
+    def cancel(self, name: str) -> None:
+        """Nobody waits for this attempt at a request any more."""
+        self.withdrawals.add(name)
+
+    async def has_stream(self, request: str) -> bool:
+        """Whether it has the stream of a request, or had it a moment ago."""
+        try:
+            async with asyncio.timeout(self._settings.probe_seconds):
+                reply = await self.pool.request(
+                    b"GET", b"/cluster/streams/" + request.encode(), self._headers(), b"", fresh=True
+                )
+                with contextlib.closing(reply):
+                    await reply.whole()
+                    return reply.status == 200
+        except (ReplicaLost, TimeoutError):
+            return False
 
     async def watch(self) -> None:
         """Follow its events for as long as it is one of the cluster; reconnect whenever they end."""
