@@ -22,7 +22,6 @@ WEATHER = {
 SAID = [{"role": "user", "content": "What do the mills of the river grind when it rains?"}]
 
 
-
 async def events(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, told) for _, name, told in await events_with_ids(http, url, path, body)]
 

@@ -21,6 +21,7 @@ from cluster import (
     Told,
     client,
     completion,
+    continued,
     expected,
     fakes,
     free_port,
@@ -274,16 +275,21 @@ def test_streams_leave_a_replica_whose_engine_died_and_it_takes_work_again(pair:
 def test_a_client_that_leaves_is_cancelled_at_the_replica(pair: list[SimReplica]) -> None:
     async def main() -> None:
         async with routed([pair[0].url]) as (app, url), client() as http:
-            ask = asyncio.create_task(completion(http, url, prompt_of(0), max_tokens=1500))
+            told = Told()
+            ask = asyncio.create_task(continued(http, [url], prompt_of(0), told, max_tokens=1500))
 
             async def active() -> int:
                 return int((await http.get(f"{pair[0].url}/health")).json()["active"])
 
             while not await active():
                 await asyncio.sleep(0.02)
+            await eventually(lambda: told.last)
+            attempt = told.last.split(".")[0]
+            assert (await http.get(f"{pair[0].url}/cluster/streams/{attempt}")).status_code == 200
             ask.cancel()
             while await active():
                 await asyncio.sleep(0.02)
+            assert (await http.get(f"{pair[0].url}/cluster/streams/{attempt}")).status_code == 404  # nor is it kept
             await eventually(lambda: not app.fleet.replicas[0].bookings)
             assert count_of(app, "cancelled_total") == 1
 
