@@ -163,10 +163,15 @@ async def completion(client: httpx.AsyncClient, url: str, prompt: list[int], **m
 
 
 async def continued(
-    client: httpx.AsyncClient, urls: Sequence[str], prompt: list[int], told: Told | None = None, **more: Any
+    client: httpx.AsyncClient,
+    urls: Sequence[str],
+    prompt: list[int],
+    told: Told | None = None,
+    once: bool = False,
+    **more: Any,
 ) -> Told:
-    """The same by a client that comes back with the id of its last event until all is there, at one router after the
-    other, as browsers do. `told` is filled while the stream comes."""
+    """The same by a client that comes back with the id of its last event until all is there (or only `once`), at one
+    router after the other, as browsers do. `told` is filled while the stream comes."""
     told = told if told is not None else Told()
     body = {"prompt": prompt, "stream": True, "return_token_ids": True, "ignore_eos": True, **more}
     at = -1
@@ -190,6 +195,8 @@ async def continued(
         except httpx.TransportError:
             await asyncio.sleep(0.05)
         told.connections = at + 1
+        if once:
+            break
     return told
 
 

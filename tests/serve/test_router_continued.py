@@ -177,6 +177,26 @@ def test_a_client_that_comes_back_finds_its_stream_wherever_it_is() -> None:
     asyncio.run(asyncio.wait_for(main(), 4 * PATIENCE))
 
 
+def test_a_router_that_has_just_started_finds_the_stream() -> None:
+    """Among replicas of which it has heard nothing yet: the one that has it is not the one that comes first."""
+
+    async def main() -> None:
+        async with simulated({"step": 0.004}) as (_, one), simulated({"step": 0.004}) as (service, other):
+            told, counted = Told(), count_tokens(service)
+            async with client() as http:
+                async with routed([other]) as (_, url):
+                    ask = asyncio.create_task(
+                        continued(http, [url], prompt_of(5), told, once=True, seed=5, max_tokens=300)
+                    )
+                    await eventually(lambda: len(told.tokens) > 20)
+                await ask
+                async with routed([one, other], ready=0, policy="round-robin", seed=1) as (_, url):
+                    await continued(http, [url], prompt_of(5), told, seed=5, max_tokens=300)
+                assert told.tokens == expected(prompt_of(5), 300, 5) and 280 < sum(counted) < 320
+
+    run(main())
+
+
 def test_a_client_may_say_which_tokens_it_has(attempts: list[int]) -> None:
     """They are not computed again, if they are right."""
 

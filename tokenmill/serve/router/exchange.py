@@ -55,7 +55,7 @@ class Work:
         self.progress = Progress(sent=sent)
         self.said = 0  # tokens that the client has
         self.began = False
-        self.moved = False  # away from a replica whose engine died
+        self.moves = 0  # away from replicas whose engine died
         self._send = send
 
     def data(self, home: int) -> tuple[bytes, Route]:

@@ -16,6 +16,7 @@ from tokenmill.serve.router.replica import Replica
 from tokenmill.serve.router.settings import RouterSettings, address_of
 
 DRAIN_LOOK = 0.05  # seconds
+SETTLE = 1.0  # seconds that a client who comes back waits for replicas of which nothing was heard yet
 SLACK = 0.05  # seconds: what replicas say of their queues is older than that
 
 
@@ -47,7 +48,11 @@ class Fleet:
         return min(found, key=lambda one: one.load, default=None)
 
     async def holder(self, position: Position) -> str | None:
-        """The address of the replica that has a stream, if one does: first the one that told it last is asked."""
+        """The address of the replica that has a stream, if one does: first the one that told it last is asked. A
+        router that has just started hears of them first."""
+        until = time.monotonic() + SETTLE
+        while any(one.state == "connecting" for one in self.replicas) and time.monotonic() < until:
+            await self.turn(DRAIN_LOOK)
         there = [one for one in self.replicas if one.open]
         told = [one for one in there if one.home == position.home]
         for some in (told, [one for one in there if one not in told]):

@@ -30,6 +30,7 @@ from tokenmill.serve.router.replica import Booking, Replica
 log = logging.getLogger("tokenmill.router")
 
 MOST_LOSSES = 8  # replicas in a row that are lost with a request before it says a token more: then it is the cause
+MOST_MOVES = 3  # times that a stream leaves a replica because its engine died
 LOOK_AGAIN = 0.1  # seconds, while no replica takes work
 # What a 429 says where another replica may have room; Anthropic's shape has nothing that tells a tenant's limits apart.
 BUSY = ("overloaded", "deadline_too_close", "rate_limit_error")
@@ -124,8 +125,8 @@ class Forwarder:
 
     async def _attempt(self, work: Work, replica: Replica, ask: Ask, choice: Choice) -> Refusal | None:
         """None: the client has its answer. Raises ReplicaLost."""
-        # Once, and no more: a request that kills engines has to stay where it is found out.
-        booking = Booking(max(0, ask.tokens - choice.found), movable=not work.moved)
+        # A request that kills engines has to stay where it is found out: who moved must say something first.
+        booking = Booking(max(0, ask.tokens - choice.found), movable=not work.moves)
         replica.bookings.add(booking)
         asked, done = "", False
         try:
@@ -149,7 +150,7 @@ class Forwarder:
         finally:
             if asked and not done and work.streamed:  # else the replica would take us for gone, and its client not
                 replica.cancel(asked)
-            work.moved |= replica.state == "restarting"
+            work.moves += replica.state == "restarting"
             replica.bookings.discard(booking)
 
     async def _prefill(self, work: Work, replica: Replica, booking: Booking) -> None:
@@ -196,6 +197,7 @@ class Forwarder:
                     raise ReplicaLost("it handed the stream back")
                 if told.sequences:
                     booking.missing = 0
+                    booking.movable = work.moves < MOST_MOVES
                 cached = told.cached or cached
                 await work.forward(reply, content)
                 extend(work.progress, told)

@@ -23,7 +23,9 @@ from tokenmill.serve.router.withdrawals import Withdrawals
 
 log = logging.getLogger("tokenmill.router")
 
-AGAIN_LEAST, AGAIN_MOST = 0.1, 2.0  # seconds between two tries to reach a replica
+AGAIN_LEAST, AGAIN_MOST = 0.1, 0.5  # seconds between two tries to reach a replica: one that is back is wanted at once
+QUIET = 1.0  # seconds without a word after which one looks whether its machine still takes connections
+REACH = 1.0  # seconds for that: it is the kernel that answers, however busy the replica is
 USUAL_SECONDS_PER_TOKEN = 1e-4  # as long as nothing was measured
 MOST_EVENT = 256 << 20  # bytes of one event: a snapshot of four million blocks has 85 MB
 
@@ -137,6 +139,9 @@ class Replica:
                 why = f"it said nothing for {self._settings.hang_seconds:g} s"
                 self._set("lost", why)
                 self.pool.abort_all(why)  # it hangs: what it was to answer is asked elsewhere
+            except _Unreachable as error:
+                self._set("lost", str(error))
+                self.pool.abort_all(str(error))
             except (ReplicaLost, ValueError, KeyError) as error:
                 self._set("lost", str(error))
             if self._view is not None:
@@ -149,9 +154,7 @@ class Replica:
         data = bytearray()
         with contextlib.closing(reply):
             while True:
-                async with asyncio.timeout(self._settings.hang_seconds):
-                    part = await reply.read()
-                if not part:
+                if not (part := await self._heard(reply)):
                     return
                 before = max(0, len(data) - 1)
                 data += part
@@ -162,6 +165,21 @@ class Replica:
                     data = bytearray(rest)
                 if len(data) > MOST_EVENT:
                     raise ReplicaLost("an event of it does not end")
+
+    async def _heard(self, reply: Reply) -> bytes:
+        """Its next words. Raises TimeoutError where it hangs, and _Unreachable where its machine is gone: that is known
+        sooner, because a machine that is there takes connections even for a process that is busy or stopped."""
+        reading = asyncio.ensure_future(reply.read())
+        try:
+            async with asyncio.timeout(self._settings.hang_seconds):
+                while True:
+                    await asyncio.wait({reading}, timeout=QUIET)
+                    if reading.done():
+                        return await reading
+                    if (problem := await self._events.unreachable(REACH)) is not None and not reading.done():
+                        raise _Unreachable(f"it said nothing, and {problem}")
+        finally:
+            reading.cancel()
 
     def _take(self, told: dict[str, Any]) -> None:
         if "epoch" not in told:
@@ -210,6 +228,10 @@ class Replica:
         log.log(level, "replica %s is %s%s", self.url, said, f": {why}" if why else "")
         self.state, self.why = state, why
         self.turned.set()
+
+
+class _Unreachable(Exception):
+    """The machine of a replica takes no connections any more."""
 
 
 async def _refusal(reply: Reply) -> str:
