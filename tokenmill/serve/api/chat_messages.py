@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.model.marked_text import Marks
+from tokenmill.model.marked_text import Marks, check_spelling
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.tool_calls.definitions import Choice
 
@@ -69,6 +69,8 @@ def text_of(where: str, content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else part
+        if isinstance(part, Mapping):
+            check_spelling(part)
         if not isinstance(text, str) or (kind is not None and kind not in _TEXT_PARTS):
             raise InvalidRequest(f"{where} has a part of type {kind!r:.60}; this model reads text only")
         texts.append(text)

@@ -162,6 +162,16 @@ class Service:
         two with `.retry_after` in seconds (admission.py)."""
         return (await self._accept([prompt], params, request_id, options, resumed))[0]
 
+    async def check_params(self, asked: Sequence[SamplingParams]) -> None:
+        """Raises InvalidRequest for what no request could ask."""
+        self.check_open()
+
+        def check() -> None:
+            for params in asked:
+                self._processor.check_params(params)
+
+        await self.texts.run(SHORT + 1, check)
+
     async def replay(
         self, prompt: Prompt, params: SamplingParams, said: Sequence[ResumedSequence | None], **options: Any
     ) -> RequestState:
