@@ -35,6 +35,7 @@ class FakeService:
         self.go_on = asyncio.Event()  # answers wait for it
         self.go_on.set()
         self._made = 0
+        self.prompts = SimpleNamespace(check_params=self.check_params)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.threads[text] = threading.current_thread()

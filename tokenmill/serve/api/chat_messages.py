@@ -108,7 +108,7 @@ def template_input(
     template: str | None,
     variables: dict[str, Any] | None = None,
 ) -> tuple[Messages, dict[str, Any]]:
-    """Messages and options for `Service.chat_ids`. A template that knows no tools is told of them in words."""
+    """Messages and options for `Prompts.chat_ids`. A template that knows no tools is told of them in words."""
     if len(variables or ()) > MOST_VARIABLES:
         raise InvalidRequest(f"chat_template_kwargs has more than {MOST_VARIABLES} names")
     for name in _RESERVED:

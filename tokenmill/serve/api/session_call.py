@@ -109,7 +109,7 @@ class SessionCall:
         """Before anything is done, what would be refused of the last step only."""
         asked = [step.part.params for step in self._steps if isinstance(step, Generate)]
         if asked:
-            await self._session.service.check_params(asked)
+            await self._session.service.prompts.check_params(asked)
 
     def _check_names(self) -> None:
         known, size = set(self._session.states), len(self._state.sequence.tokens)

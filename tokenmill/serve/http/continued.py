@@ -46,7 +46,7 @@ class Continued:
         after = self.position.after[first : first + count]
         if len(after) < count:
             raise _other()
-        fresh = await context.service.replay(prompt, params, [None] * count, **scheduling)
+        fresh = await context.service.prompts.prepare(prompt, params, **scheduling)
         ids, number = fresh.prompt_ids, len(self.replays)
         claimed = getattr(options, "resume_token_ids", None)
         said = self._of_router(first, count)
@@ -64,7 +64,7 @@ class Continued:
         states = []
         for marks in (self.position.before[first : first + count], after):
             cut = [_cut(one, mark) for one, mark in zip(said, marks)]
-            states.append(await context.service.replay(prompt, params, cut, **scheduling))
+            states.append(await context.service.prompts.prepare(prompt, params, cut, **scheduling))
         self.replays.append((states[0], states[1]))
         return said
 
@@ -92,7 +92,10 @@ class Continued:
         if not most:
             return [ResumedSequence(finish=str(Finish.STOP) if mark.ended else None) for mark in after]
         short = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-        state = await context.complete(prompt, short, scheduling)
+        state, output = await context.complete(prompt, short, "anew", scheduling)
+        if output.error is not None or any(one.finish not in (Finish.STOP, Finish.LENGTH) for one in state.sequences):
+            context.finish = next((str(one.finish) for one in state.sequences), None)
+            raise context.failure(output)
         said = []
         for one, whole in zip(state.sequences, fresh.sequences):
             tokens, finish = one.tokens_from(0), one.finish

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 import time
@@ -28,10 +27,11 @@ from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
 from tokenmill.serve.http.access_log import AccessRecord
+from tokenmill.serve.http.asked_by_router import answer_router
 from tokenmill.serve.http.continued import Continued
 from tokenmill.serve.http.error_mapping import http_error_of
 from tokenmill.serve.http.request_body import RequestBody, read_request
-from tokenmill.serve.http.routed import Probed, Progress, Prompted, Route, progress_of, route_of
+from tokenmill.serve.http.routed import Probed, Progress, Route, progress_of, route_of
 from tokenmill.serve.http.routed_streams import RoutedStream
 from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http.tenants import Tenant
@@ -100,9 +100,7 @@ class RequestContext:
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
-        await self._answer_probe(prompt, options)
-        if self.route is not None and self.route.prefill:
-            await self._prefill(prompt, options)
+        await answer_router(self, prompt, options)
         if self.record.trace is not None:
             self.record.trace.asked(params, self.model)
         number = len(self._streams)
@@ -128,44 +126,24 @@ class RequestContext:
     def _engine_id(self) -> str:
         return self.id if self.route is None else self.route.name
 
-    async def _answer_probe(self, prompt: Prompt, options: RequestOptions) -> None:
-        """Raises Probed where only the prompt's identities are wanted."""
-        if self.route is not None and self.route.probe:
-            salt = self.tenant.salt(options.cache_salt)
-            tokens, chain = await self.service.identities(prompt, salt, self.adapter)
-            told = base64.b64encode(b"".join(chain)).decode()
-            raise Probed(Prompted(tokens, self.service.facts.block_size, told))
-
-    async def _prefill(self, prompt: Prompt, options: RequestOptions) -> None:
-        """Read a prompt for another server, which has its blocks when this is over. Raises Probed."""
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
-        id = f"{self._engine_id}-prefill"
-        stream = await self.service.submit(prompt, params, request_id=id, pushes=True, **self.scheduling(options))
-        self._streams.append(stream)
-        async with self.cancel_on_disconnect(self.request.receive):
-            output = await stream.last()
-        if output.error is not None:
-            raise HttpError(503, output.error, "unavailable")
-        raise Probed(Prompted(len(output.prompt_token_ids), self.service.facts.block_size, ""))
-
-    async def complete(self, prompt: Prompt, params: SamplingParams, scheduling: dict[str, Any]) -> RequestState:
-        """An answer of which the client is not told. Raises HttpError if it has failed."""
-        id = f"{self._engine_id}-{len(self._streams)}-anew"
-        stream = await self.service.submit(prompt, params, request_id=id, **scheduling)
+    async def complete(
+        self, prompt: Prompt, params: SamplingParams, name: str, scheduling: dict[str, Any], **more: Any
+    ) -> tuple[RequestState, RequestOutput]:
+        """An answer of which the client is not told."""
+        number = len(self._streams)
+        id = f"{self._engine_id}-{number}-{name}"
+        stream = await self.service.submit(prompt, params, request_id=id, **more, **scheduling)
         self._streams.append(stream)
         try:
             async with self.cancel_on_disconnect(self.request.receive):
                 output = await stream.last()
         finally:
             self._streams.remove(stream)
-        self.finish = next((str(one.finish) for one in stream.request_state.sequences), None)
-        if output.error is not None or self.finish not in ("stop", "length"):
-            raise self._failure(output)
-        return stream.request_state
+        return stream.request_state, output
 
     async def embed(self, prompts: Sequence[Prompt], pooling: str, options: RequestOptions) -> list[Stream]:
         """Ask the engine for vectors of prompts. Raises what `Service.embed` raises."""
-        await self._answer_probe(prompts[0], options)
+        await answer_router(self, prompts[0], options)
         self._streams = await self.service.embed(
             prompts, pooling, request_id=self._engine_id, **self.scheduling(options)
         )
@@ -204,7 +182,7 @@ class RequestContext:
         self.cached_tokens += output.num_cached_tokens
         self.output_tokens += sum(len(one.token_ids) for one in output.outputs)
         if output.error is not None or self.finish not in ("stop", "length"):
-            raise self._failure(output)
+            raise self.failure(output)
         return output
 
     async def all_outputs(self, streams: list[Stream]) -> list[RequestOutput]:
@@ -293,7 +271,8 @@ class RequestContext:
     def answer(self, content: Any) -> Response:
         return json_response(content, 200, self.headers())
 
-    def _failure(self, output: RequestOutput) -> HttpError:
+    def failure(self, output: RequestOutput) -> HttpError:
+        """What its client is told of an answer that has failed."""
         said = output.error
         if self.finish == "cancelled" and said is None:
             return HttpError(GONE, "the request was cancelled", "cancelled")
