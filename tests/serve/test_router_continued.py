@@ -268,6 +268,9 @@ def test_a_client_may_say_which_tokens_it_has(attempts: list[int]) -> None:
                 wrong = body | {"stream": True} | more
                 answer = await http.post(f"{url}/v1/completions", json=wrong, headers=headers)
                 assert answer.status_code == status, (more, header, answer.text)
+            headers = {"last-event-id": id}
+            there = await http.post(f"{replica}/v1/completions", json=body | {"stream": True}, headers=headers)
+            assert there.status_code == 400 and "send it to a router" in there.text
             assert not service._active
 
     run(main())

@@ -80,6 +80,15 @@ def position_of(text: str) -> Position:
     return found
 
 
+def is_event_id(text: str) -> bool:
+    """Whether it is one of these; other servers have others."""
+    try:
+        position_of(text)
+    except InvalidRequest:
+        return False
+    return True
+
+
 def digest_of(sequences: Sequence[Sequence[int]]) -> int:
     """Of all tokens of all sequences."""
     return _joined([crc32(array("I", one).tobytes()) for one in sequences])

@@ -23,7 +23,7 @@ from tokenmill.request_state import RequestState
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.serve.engine_client.resume import ResumedSequence
 from tokenmill.serve.errors import HttpError
-from tokenmill.serve.http.event_ids import MOST_SEQUENCES, EventIds, Mark
+from tokenmill.serve.http.event_ids import LAST_EVENT_ID, MOST_SEQUENCES, EventIds, Mark, is_event_id
 from tokenmill.serve.settings import HttpSettings
 
 ROUTE = "x-tokenmill-route"
@@ -120,6 +120,9 @@ def route_of(request: Request, settings: HttpSettings) -> Route | None:
     """What a router says of this request; None where it comes from a client. Raises HttpError."""
     header = request.headers.get(ROUTE)
     if header is None:
+        if is_event_id(request.headers.get(LAST_EVENT_ID, "")):
+            why = "Last-Event-ID names a stream that came through a router; send it to a router of that cluster"
+            raise HttpError(400, why, "invalid_value")
         return None
     check_peer(request, settings)
     try:
