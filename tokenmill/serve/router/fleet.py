@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from tokenmill.errors import ConfigError
+from tokenmill.routing.prices import evened
 from tokenmill.routing.routers import Ask, CacheAware, Choice, NobodyOpen, RoundRobin, policy_named
 from tokenmill.serve.http.event_ids import Position
 from tokenmill.serve.router.replica import Replica
@@ -37,8 +38,8 @@ class Fleet:
         for url in self.settings.replicas:
             self.add(url)
         for number, (url, replica) in enumerate(self.settings.prefill, 1):
-            judge, others = self._judge, self._others
-            worker = Replica(-number, url, self.settings, None, lambda number: None, judge, others)
+            judge, others, measured = self._judge, self._others, self._measured
+            worker = Replica(-number, url, self.settings, None, lambda number: None, judge, others, measured)
             self.prefill.setdefault(replica, []).append(worker)
             self._tasks[-number] = asyncio.create_task(worker.watch(), name=f"tokenmill-watch-prefill-{number}")
 
@@ -79,7 +80,8 @@ class Fleet:
         taken = {one.number for one in self.replicas}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         view = self.router.view(number) if isinstance(self.router, CacheAware) else None
-        replica = Replica(number, url, self.settings, view, self.router.forget, self._judge, self._others)
+        forget, judge, others = self.router.forget, self._judge, self._others
+        replica = Replica(number, url, self.settings, view, forget, judge, others, self._measured)
         replica.turned = self._changed
         self.replicas.append(replica)
         self._tasks[number] = asyncio.create_task(replica.watch(), name=f"tokenmill-watch-{number}")
@@ -140,6 +142,12 @@ class Fleet:
 
     def _numbered(self, number: int) -> Replica:
         return next(one for one in self.replicas if one.number == number)
+
+    def _measured(self) -> None:
+        for some in (self.replicas, [one for found in self.prefill.values() for one in found]):
+            prices = evened({one.number: one.measured for one in some})
+            for one in some:
+                one.seconds_per_token = prices.get(one.number, one.seconds_per_token)
 
     def _others(self, replica: Replica) -> bool:
         return any(one.open for one in self.replicas if one is not replica)

@@ -57,9 +57,11 @@ class Replica:
         forget: Callable[[int], None],
         judge: Callable[[Replica, dict[str, Any]], str | None],
         others: Callable[[Replica], bool],
+        measured: Callable[[], None],
     ) -> None:
         """`view` is where its events go; `forget` is told that it lost all that it had; `judge` says what is wrong
-        with a replica of this kind, if anything; `others` whether another one takes work."""
+        with a replica of this kind, if anything; `others` whether another one takes work; `measured` is told
+        that it said how fast it is."""
         self.number = number
         self.url = url
         self.home = zlib.crc32(url.encode())  # its name in the ids of events, the same for all routers
@@ -72,7 +74,8 @@ class Replica:
         self.same: str | None = None
         self.version = ""
         self.draining = False  # wanted by somebody
-        self.seconds_per_token = USUAL_SECONDS_PER_TOKEN
+        self.seconds_per_token = USUAL_SECONDS_PER_TOKEN  # as its fleet counts with it
+        self.measured: float | None = None  # the same, as it says
         self.bookings: set[Booking] = set()
         self.turned = asyncio.Event()  # set whenever its state has changed
         self._told: dict[str, Any] = {}
@@ -81,6 +84,7 @@ class Replica:
         self._forget = forget
         self._judge = judge
         self._others = others
+        self._measured = measured
 
     @property
     def open(self) -> bool:
@@ -198,7 +202,8 @@ class Replica:
     def _fares(self, told: dict[str, Any]) -> None:
         self._told = told
         self.version = str(told.get("version", ""))
-        self.seconds_per_token = told.get("seconds_per_token") or self.seconds_per_token
+        self.measured = told.get("seconds_per_token") or self.measured
+        self._measured()
         if told.get("protocol") != PROTOCOL:
             speaks = told.get("protocol")
             self._set("unfit", f"it speaks version {speaks} of the protocol, the router {PROTOCOL}; use one tokenmill")
