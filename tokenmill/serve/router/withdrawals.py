@@ -16,7 +16,7 @@ from tokenmill.serve.router.client import Headers, ReplicaLost, ReplicaPool
 
 MOST_WAITING = 10_000  # names; what is beyond them ends when the replica gives it up itself
 AT_ONCE = 500
-TRIES, PAUSE = 3, 0.2
+TRIES, PAUSE, PATIENCE = 3, 0.2, 5.0  # times, seconds, seconds
 
 
 class Withdrawals:
@@ -46,9 +46,10 @@ class Withdrawals:
             body = msgspec.json.encode(Cancelled(names))
             for _ in range(TRIES):
                 try:
-                    reply = await self._pool.request(b"POST", b"/cluster/cancel", self._headers(), body)
-                    with contextlib.closing(reply):
-                        await reply.whole()
+                    async with asyncio.timeout(PATIENCE):
+                        reply = await self._pool.request(b"POST", b"/cluster/cancel", self._headers(), body)
+                        with contextlib.closing(reply):
+                            await reply.whole()
                     break
-                except ReplicaLost:
+                except (ReplicaLost, TimeoutError):  # it is gone, or hangs: it gives them up when it is back
                     await asyncio.sleep(PAUSE)
