@@ -168,6 +168,10 @@ class Processor:
             requests[0].beams = Beams(requests[0])
         return RequestState(text, ids, params, requests, self.tokenizer, end_ids, timeout)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Whatever the prompt is. Touches no state. Raises InvalidRequest."""
+        self._checked_params(params, 0)
+
     def encode(self, prompt: Prompt) -> Encoded:
         """The same prompt with its token ids. Touches no state, so any thread may call it."""
         if isinstance(prompt, Mapping) and type(prompt.get("prompt")) is list:

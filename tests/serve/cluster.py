@@ -128,6 +128,8 @@ class Told:
     error: Any = None
     ids: set[str] = field(default_factory=set)
     gap: float = 0.0  # the longest between two chunks
+    last: str = ""  # the id of the last event
+    connections: int = 1
 
 
 async def completion(client: httpx.AsyncClient, url: str, prompt: list[int], **more: Any) -> Told:
@@ -143,7 +145,7 @@ async def completion(client: httpx.AsyncClient, url: str, prompt: list[int], **m
             now = time.monotonic()
             told.gap, last = max(told.gap, now - last), now
             if not line.startswith("data: "):
-                assert not line or line == ": still here", line
+                assert not line or line.startswith("id: ") or line == ": still here", line
                 continue
             if line == "data: [DONE]":
                 told.done = True
@@ -158,6 +160,58 @@ async def completion(client: httpx.AsyncClient, url: str, prompt: list[int], **m
                 told.tokens += choice.get("token_ids") or []
                 told.finish = choice["finish_reason"] or told.finish
     return told
+
+
+async def continued(
+    client: httpx.AsyncClient,
+    urls: Sequence[str],
+    prompt: list[int],
+    told: Told | None = None,
+    once: bool = False,
+    **more: Any,
+) -> Told:
+    """The same by a client that comes back with the id of its last event until all is there (or only `once`), at one
+    router after the other, as browsers do. `told` is filled while the stream comes."""
+    told = told if told is not None else Told()
+    body = {"prompt": prompt, "stream": True, "return_token_ids": True, "ignore_eos": True, **more}
+    at = -1
+    while not told.done and told.error is None:
+        at += 1
+        headers = {"last-event-id": told.last} if told.last else {}
+        try:
+            url = f"{urls[at % len(urls)]}/v1/completions"
+            async with client.stream("POST", url, json=body, headers=headers) as response:
+                if response.status_code in (502, 503):
+                    await asyncio.sleep(0.05)
+                    continue
+                if response.status_code != 200:
+                    told.error = json.loads(await response.aread())
+                    break
+                data = b""
+                async for part in response.aiter_raw():
+                    *events, data = (data + part).split(b"\n\n")
+                    for one in events:
+                        _take(told, one.decode())
+        except httpx.TransportError:
+            await asyncio.sleep(0.05)
+        told.connections = at + 1
+        if once:
+            break
+    return told
+
+
+def _take(told: Told, event: str) -> None:
+    fields = dict(line.split(": ", 1) for line in event.split("\n") if not line.startswith(":"))
+    assert not told.done and "id" in fields, event
+    told.last = fields["id"]
+    if fields["data"] == "[DONE]":
+        told.done = True
+        return
+    chunk = json.loads(fields["data"])
+    told.ids.add(chunk["id"])
+    for choice in chunk["choices"]:
+        told.tokens += choice.get("token_ids") or []
+        told.finish = choice["finish_reason"] or told.finish
 
 
 def expected(prompt: list[int], max_tokens: int, seed: int, temperature: float = 1.0) -> list[int]:

@@ -60,6 +60,25 @@ def test_a_mark_that_is_none_is_refused(server: Server, mark: Any) -> None:
     assert refused.status_code == 400 and "cache_module" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_mark_that_is_misspelt_is_refused(server: Server, path: str) -> None:
+    for name, status in (("cache_modul", 400), ("Cache_Module", 400), ("cache_modules", 400), ("cache_control", 200)):
+        parts = [{"type": "text", "text": "Hi", name: True}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        answer = httpx.post(server.url + path, json=body, timeout=600)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "did you mean 'cache_module'?" in answer.text
+
+
+def test_a_mark_where_there_are_no_modules_is_refused(server: Server) -> None:
+    for mark, status in ((True, 400), (False, 200)):
+        parts = [{"type": "text", "text": "Hi", "cache_module": mark}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=600)
+        assert answer.status_code == status, answer.text
+        assert mark is False or "only messages of /v1/chat/completions" in answer.text
+
+
 def test_words_that_look_like_a_stand_in_are_words(server: Server) -> None:
     odd = "module-000000000000000000000000-0."
     parts = [{"type": "text", "text": odd}, *content([0]), {"type": "text", "text": odd}]

@@ -21,6 +21,7 @@ from cluster import (
     Told,
     client,
     completion,
+    continued,
     expected,
     fakes,
     free_port,
@@ -127,7 +128,7 @@ def test_a_session_stays_with_the_replica_that_opened_it(server: Server, chat_mo
             found = await asyncio.to_thread(tale.run_batch, RemoteLLM(url), batch)
             alone = await asyncio.to_thread(tale.run_batch, RemoteLLM(server.url), batch)
             assert [one.result for one in found] == [one.result for one in alone]
-            homes = {app._forwarder._homes[id] for id in app._forwarder._homes if id.startswith("sess_")}
+            homes = {url for id, url in app.homes.items() if id.startswith("sess_")}
             assert homes == {server.url, other.url}  # both had some
             opened = (await http.post(f"{url}/v1/sessions", json={})).json()["id"]
             assert (await http.delete(f"{url}/v1/sessions/{opened}")).json()["deleted"]
@@ -274,16 +275,21 @@ def test_streams_leave_a_replica_whose_engine_died_and_it_takes_work_again(pair:
 def test_a_client_that_leaves_is_cancelled_at_the_replica(pair: list[SimReplica]) -> None:
     async def main() -> None:
         async with routed([pair[0].url]) as (app, url), client() as http:
-            ask = asyncio.create_task(completion(http, url, prompt_of(0), max_tokens=1500))
+            told = Told()
+            ask = asyncio.create_task(continued(http, [url], prompt_of(0), told, max_tokens=1500))
 
             async def active() -> int:
                 return int((await http.get(f"{pair[0].url}/health")).json()["active"])
 
             while not await active():
                 await asyncio.sleep(0.02)
+            await eventually(lambda: told.last)
+            attempt = told.last.split(".")[0]
+            assert (await http.get(f"{pair[0].url}/cluster/streams/{attempt}")).status_code == 200
             ask.cancel()
             while await active():
                 await asyncio.sleep(0.02)
+            assert (await http.get(f"{pair[0].url}/cluster/streams/{attempt}")).status_code == 404  # nor is it kept
             await eventually(lambda: not app.fleet.replicas[0].bookings)
             assert count_of(app, "cancelled_total") == 1
 
@@ -458,7 +464,7 @@ def test_what_a_removed_replica_kept_is_asked_of_another() -> None:
     async def main() -> None:
         gone, there = FakeReplica(), FakeReplica(answer=(404, {}, {"error": "unknown here"}))
         async with fakes(gone, there) as urls, routed(urls) as (app, url), client() as http:
-            app._forwarder._remember("resp_1", urls[0])
+            app.homes.remember("resp_1", urls[0])
             assert (await http.get(f"{url}/v1/responses/resp_1")).status_code == 200
             await http.post(f"{url}/router/replicas", json={"remove": urls[0]})
             assert (await http.get(f"{url}/v1/responses/resp_1")).status_code == 404

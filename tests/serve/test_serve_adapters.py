@@ -378,7 +378,7 @@ def test_long_modules_are_read_where_long_texts_are(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(front.service.texts, "run", note)
         marks = Marks()
         part = {"type": "text", "text": "x" * (LONG + 1), "cache_module": True}
-        await front.service.chat_prompt([{"role": "user", "content": marks.take_out([part])}], marks)
+        await front.service.prompts.chat_prompt([{"role": "user", "content": marks.take_out([part])}], marks)
         assert sizes[0] > LONG
 
     run(main())

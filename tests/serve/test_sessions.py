@@ -310,6 +310,12 @@ def test_a_session_in_json(server: Server, llm: LLM) -> None:
         ({"do": [{"drop": ["main"]}]}, "no other state"),
         ({"do": ["x" * 100_000]}, "characters"),
         ({"do": "x"}, "array"),
+        ({"do": [{"gen": {"max_tokens": 1}}]}, "behind no text"),
+        ({"do": [{"select": {"choices": ["a", "b"]}}]}, "behind no text"),
+        ({"do": ["a", {"gen": {"max_tokens": 1}}, {"gen": {"regex": "(a"}}]}, "regex"),
+        ({"do": ["a", {"gen": {"regex": "(?=a)b\\1"}}]}, "regex"),
+        ({"do": ["a", {"gen": {"grammar": "root ::= nobody"}}]}, "structured output"),
+        ({"do": ["a", {"gen": {"stop_token_ids": [10**6]}}]}, "stop_token_ids"),
         ({"state": "nobody"}, "no state 'nobody'"),
         ({"lease_seconds": 0.1}, "lease_seconds is 0.1"),
     ],
@@ -318,7 +324,10 @@ def test_what_a_session_cannot_do_is_refused_and_changes_nothing(server: Server,
     session = opened(server)
     answer = httpx.post(session, json=wrong)
     assert answer.status_code in (400, 404) and said in answer.json()["error"]["message"], answer.text
-    assert httpx.post(session, json={"do": ["a", {"gen": {"max_tokens": 1}}]}).status_code == 200
+    told = httpx.get(session).json()["states"]["main"]
+    assert told == {"tokens": 0, "busy": False}
+    after = httpx.post(session, json={"do": ["a", {"gen": {"max_tokens": 1}}]})
+    assert after.status_code == 200 and after.json()["text"].startswith("a")
     httpx.delete(session)
 
 

@@ -16,6 +16,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.serve.api import session_call
 from tokenmill.serve.api.session_call import SessionCall
 from tokenmill.serve.api.session_steps import steps_of
+from tokenmill.serve.engine_client import sessions
 from tokenmill.serve.engine_client.sessions import Session, Sessions, State
 from tokenmill.serve.engine_client.text_pool import SHORT, TextPool
 from tokenmill.serve.errors import HttpError
@@ -34,6 +35,7 @@ class FakeService:
         self.go_on = asyncio.Event()  # answers wait for it
         self.go_on.set()
         self._made = 0
+        self.prompts = SimpleNamespace(check_params=self.check_params)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.threads[text] = threading.current_thread()
@@ -41,6 +43,8 @@ class FakeService:
 
     async def submit(self, prompt: Any, params: SamplingParams, **options: Any) -> Any:
         self._made += 1
+        if params.bad_words == ["refused later"]:
+            raise InvalidRequest("bad_words is refused")
         id, tokens = f"request {self._made}", prompt["prompt_token_ids"]
 
         async def last() -> RequestOutput:
@@ -55,6 +59,10 @@ class FakeService:
             pass
 
         return SimpleNamespace(request_id=id, last=last, aclose=aclose)
+
+    async def check_params(self, asked: list[SamplingParams]) -> None:
+        if any(one.bad_words == ["refused at once"] for one in asked):
+            raise InvalidRequest("bad_words is refused")
 
     def drop_held(self, id: str) -> None:
         self.held.discard(id)
@@ -233,3 +241,68 @@ def test_room_is_looked_at_without_a_walk_over_all_states(monkeypatch: pytest.Mo
         it.finish()
 
     run()
+
+
+@on_a_loop
+async def test_what_is_refused_leaves_the_state_as_it_was() -> None:
+    """At once, or when it was handed on already: the text before it is not there, and the state goes on."""
+    it = Opened()
+    for wrong in ({"gen": {}}, {"select": {"choices": ["a", "b"]}}, {"gen": {"bad_words": ["refused at once"]}}):
+        with pytest.raises(InvalidRequest):
+            await it.do(*(["hello"] if "bad_words" in str(wrong) else ["", wrong]), wrong)
+        assert it.size == 0 and it.session.state("main").sequence.error is None
+    await it.do("hello", GEN)
+    text = it.session.state("main").sequence.text
+    for piece in (["more", GEN, "then"], ["then"]):
+        with pytest.raises(InvalidRequest, match="refused"):
+            await it.do(*piece, {"gen": {"bad_words": ["refused later"]}})
+        done = "morexxxxx" if len(piece) > 1 else ""  # what was done before the step that is refused stays
+        text += done
+        assert it.session.state("main").sequence.text == text and it.size == len(text)
+        assert it.session.state("main").sequence.error is None
+    told = await it.do("end", GEN)
+    assert told["text"] == "endxxxxx" and it.size == len(text) + 8
+    it.finish()
+
+
+def test_states_without_text_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_TENANT_STATES", 10)
+
+    @on_a_loop
+    async def main() -> None:
+        it = Opened()
+        await it.do({"fork": [f"{number}" for number in range(8)]})
+        with pytest.raises(HttpError, match="9 states, this would add 2, and 10 are allowed"):
+            await it.do({"fork": ["a", "b"]})
+        other = it.sessions.open("ann", it.service, {}, 60.0)
+        with pytest.raises(HttpError, match="10 are allowed"):
+            it.sessions.open("ann", it.service, {}, 60.0)
+        it.sessions.open("bob", it.service, {}, 60.0)
+        await it.do({"drop": ["1", "2"]})
+        it.sessions.close(other, "closed", "it was closed")
+        await it.do({"fork": ["a", "b", "c"]})
+        assert it.sessions._states["ann"] == 10
+        it.finish()
+        assert it.sessions._states["ann"] == 0
+
+    main()
+
+
+@on_a_loop
+async def test_a_session_whose_adapter_was_unloaded_is_told_so_and_goes_on_when_it_is_back() -> None:
+    it = Opened()
+    it.service.adapters = SimpleNamespace(known={"mill": 1})
+    it.session = it.sessions.open("ann", it.service, {"adapter": "mill"}, 60.0)
+    await it.do("hello", GEN)
+    it.service.adapters.known.clear()
+    with pytest.raises(HttpError, match="'mill' of this session is not loaded any more") as told:
+        it.call("more", GEN)
+    assert told.value.status == 404
+    it.service.adapters.known["mill"] = 1
+    working = it.call("more", GEN, "end", GEN)
+    it.service.adapters.known.clear()  # after it was checked
+    with pytest.raises(HttpError, match="not loaded any more"):
+        await working.run()
+    it.service.adapters.known["mill"] = 1
+    assert (await it.do("more", GEN))["text"] == "morexxxxx"
+    it.finish()

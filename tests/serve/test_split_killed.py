@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import PATIENCE, Told, completion, free_port
+from cluster import PATIENCE, Told, continued, free_port
 from http_server import OPTIONS
 
 from tokenmill import LLM, SamplingParams
@@ -94,15 +94,12 @@ def test_nothing_is_lost_when_any_part_of_a_split_is_killed(chat_model: str, tmp
                 await asyncio.sleep(0.1)
 
         async def answer(http: httpx.AsyncClient, number: int) -> Told:
-            """A stream does not outlive its router: the client asks again, as docs/scaling.md says."""
+            """A client comes back with the id of its last event, as docs/scaling.md says, until it has the answer."""
             nonlocal again
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    told = await completion(http, router, texts()[number], temperature=0, max_tokens=OUTPUT)
-                    if told.error is None and told.done:
-                        return told
-                again += 1
-                await asyncio.sleep(0.1)
+            told = await continued(http, [router], texts()[number], temperature=0, max_tokens=OUTPUT)
+            assert told.error is None and len(told.ids) == 1, told
+            again += told.connections - 1
+            return told
 
         async def client(http: httpx.AsyncClient, first: int) -> None:
             nonlocal done
@@ -125,7 +122,7 @@ def test_nothing_is_lost_when_any_part_of_a_split_is_killed(chat_model: str, tmp
                 await all_ready(http)
             over = True
             await asyncio.gather(*clients)
-            print(json.dumps({"answers": done, "asked again": again, "killed": killed}))
+            print(json.dumps({"answers": done, "came back": again, "killed": killed}))
             assert done >= CLIENTS and set(killed) == set(found)
 
     with parts(chat_model, tmp_path) as found:

@@ -6,12 +6,14 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.model.tokenizer import Tokenizer
 
 MARK = "cache_module"  # in a part: whether it is a module
+_CLOSE = 0.8  # of a spelling; APIs have other names that begin with cache_
 MOST_MODULES = 1024  # of a prompt
 
 Spans = list[tuple[int, int]]  # first and end, in tokens
@@ -20,10 +22,20 @@ Piece = tuple[str | list[int], bool]  # text, or its tokens; and whether it is a
 
 def is_marked(part: Any) -> bool:
     """Whether a part of a content is marked. Raises InvalidRequest for a mark that is neither true nor false."""
-    mark = part.get(MARK) if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping):
+        return False
+    check_spelling(part)
+    mark = part.get(MARK)
     if mark not in (None, True, False):
         raise InvalidRequest(f"{MARK} is {mark!r:.60}; it must be true or false")
     return bool(mark)
+
+
+def check_spelling(part: Mapping[Any, Any]) -> None:
+    """Raises InvalidRequest for a mark that is nearly one: whoever wrote it meant something by it."""
+    for name in part:
+        if isinstance(name, str) and name != MARK and get_close_matches(name[:60].lower(), [MARK], cutoff=_CLOSE):
+            raise InvalidRequest(f"a part has {name[:60]!r}; did you mean {MARK!r}?")
 
 
 @dataclass

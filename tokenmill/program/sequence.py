@@ -50,6 +50,18 @@ class Call:
     continues: str | None = None  # id of the request that it begins as; its own keys and values stay, too
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What a sequence holds at one moment."""
+
+    tokens: list[int]
+    unread: str
+    text: str
+    messages: list[Message]
+    is_chat: bool
+    turn: tuple[str, str, int] | None
+
+
 class Backend(Protocol):
     """Whoever answers calls. All of it is called on the thread that answers, but for `changed`."""
 
@@ -142,6 +154,19 @@ class TokenSequence:
         if self.error is None:
             self.error = error
             self._end(error)
+
+    def mark(self) -> Mark:
+        """As it is now, where nothing is left to be done."""
+        return Mark(self.tokens, self.unread, self.text, list(self._messages), self._is_chat, self._turn)
+
+    def go_back(self, mark: Mark) -> None:
+        """To where it was: what was asked since then was refused. Keys and values are computed again."""
+        if self._closed:
+            return
+        self._end(TokenmillError("it went back"))
+        self.error = None
+        self.tokens, self.unread, self.text = mark.tokens, mark.unread, mark.text
+        self._messages, self._is_chat, self._turn = list(mark.messages), mark.is_chat, mark.turn
 
     def close(self) -> None:
         """Give back everything; results stay."""

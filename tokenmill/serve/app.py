@@ -118,8 +118,10 @@ def create_app(service: Service, settings: HttpSettings, tracing: Tracing | None
         ("/health/ready", health.ready),
         ("/metrics", health.metrics),
         ("/cluster/events", cluster.events),
+        ("/cluster/streams/{name}", cluster.stream),
     ):
         _add(app, path, "GET", read)
+    _add(app, "/cluster/cancel", "POST", cluster.cancel)
     add_pages(app)
     app.add_exception_handler(HTTPException, _not_here)
     app.add_exception_handler(Exception, _broken)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.model.marked_text import Marks
+from tokenmill.model.marked_text import MARK, Marks, is_marked
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.tool_calls.definitions import Choice
 
@@ -45,8 +45,9 @@ def _normal(number: int, message: Mapping[str, Any], marks: Marks | None) -> dic
     kept = {key: value for key, value in message.items() if value is not None}
     kept["role"] = _ROLES.get(role, role)
     content = message.get("content")
-    text_of(f"messages[{number}]", content)  # checked as it came
-    kept["content"] = text_of(f"messages[{number}]", content if marks is None else marks.take_out(content))
+    modules = marks is not None
+    text_of(f"messages[{number}]", content, modules)  # checked as it came
+    kept["content"] = text_of(f"messages[{number}]", content if marks is None else marks.take_out(content), modules)
     calls = kept.pop("tool_calls", [])
     if not isinstance(calls, list):
         raise InvalidRequest(f"tool_calls is a {type(calls).__name__}; it must be a list")
@@ -55,8 +56,8 @@ def _normal(number: int, message: Mapping[str, Any], marks: Marks | None) -> dic
     return kept
 
 
-def text_of(where: str, content: Any) -> str:
-    """The text of a content: a string, parts of text, or nothing."""
+def text_of(where: str, content: Any, modules: bool = False) -> str:
+    """The text of a content: a string, parts of text, or nothing. `modules`: some parts may be marked as such."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -69,6 +70,10 @@ def text_of(where: str, content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else part
+        if is_marked(part) and not modules:
+            raise InvalidRequest(
+                f"{where} has a part with {MARK}, which only messages of /v1/chat/completions may have"
+            )
         if not isinstance(text, str) or (kind is not None and kind not in _TEXT_PARTS):
             raise InvalidRequest(f"{where} has a part of type {kind!r:.60}; this model reads text only")
         texts.append(text)
@@ -103,7 +108,7 @@ def template_input(
     template: str | None,
     variables: dict[str, Any] | None = None,
 ) -> tuple[Messages, dict[str, Any]]:
-    """Messages and options for `Service.chat_ids`. A template that knows no tools is told of them in words."""
+    """Messages and options for `Prompts.chat_ids`. A template that knows no tools is told of them in words."""
     if len(variables or ()) > MOST_VARIABLES:
         raise InvalidRequest(f"chat_template_kwargs has more than {MOST_VARIABLES} names")
     for name in _RESERVED:

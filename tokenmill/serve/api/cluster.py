@@ -1,4 +1,4 @@
-"""GET /cluster/events: how a replica fares and what its prefix cache holds, as a stream for routers."""
+"""/cluster: what a replica tells routers: how it fares, what its prefix cache holds, whose streams it has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -16,12 +17,14 @@ from tokenmill import __version__
 from tokenmill.routing.cache_view import CacheSnapshot
 from tokenmill.serve.engine_client.service import Service
 from tokenmill.serve.errors import HttpError, openai_shape
-from tokenmill.serve.http.request_context import error_response
-from tokenmill.serve.http.routed import PROTOCOL, check_peer
+from tokenmill.serve.http.request_body import read_body
+from tokenmill.serve.http.request_context import error_response, json_response
+from tokenmill.serve.http.routed import PROTOCOL, Cancelled, check_peer
 from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http.sse import event
 
 BEAT = 0.25  # seconds between two words of a replica that has nothing new
+MOST_CANCELLED = 1000  # names that are heard at once
 TOGETHER = 0.02  # seconds in which events are collected: a step changes little
 
 
@@ -57,6 +60,32 @@ async def _told(server: ServerState) -> AsyncIterator[bytes]:
             await asyncio.sleep(TOGETHER)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), BEAT)
+
+
+async def cancel(request: Request) -> Response:
+    """Attempts at requests that a router says nobody waits for any more."""
+    server = server_of(request)
+    try:
+        check_peer(request, server.settings)
+        told = msgspec.json.decode(await read_body(request, server.settings), type=Cancelled)
+        server.routed.cancel(told.names[:MOST_CANCELLED])
+    except ValueError as error:
+        return error_response(HttpError(400, f"the body cannot be read: {error}"), openai_shape, {})
+    except HttpError as error:
+        return error_response(error, openai_shape, {})
+    return json_response({"status": "ok"})
+
+
+async def stream(request: Request) -> Response:
+    """Whether this replica has the stream of a request, or had it a moment ago."""
+    server = server_of(request)
+    try:
+        check_peer(request, server.settings)
+        if server.routed.find(request.path_params["name"]) is None:
+            raise HttpError(404, "there is no such stream here", "not_found")
+    except HttpError as error:
+        return error_response(error, openai_shape, {})
+    return json_response({"status": "ok"})
 
 
 def status(server: ServerState) -> dict[str, Any]:

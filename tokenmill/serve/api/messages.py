@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.outputs import RequestOutput
+from tokenmill.request_state import RequestState
 from tokenmill.serve.api.chat_messages import Messages, normal_messages, text_of
 from tokenmill.serve.api.content_blocks import BlockChange, ContentBlock, ContentBlocks
 from tokenmill.serve.api.output_format import DeltaTracker
@@ -187,9 +188,8 @@ class _MessageEncoder(SSEEncoder):
         self._blocks, self._tracker = ContentBlocks(tools.parser()), DeltaTracker(1)
         self._begun = False
 
-    def update(self, number: int) -> bytes:
-        state = self.streams[number].request_state
-        if state.finished:
+    def update(self, number: int, state: RequestState) -> bytes:
+        if self.ends(number, state):
             self._context.record_output(state.output())
         told = [
             _change(change)

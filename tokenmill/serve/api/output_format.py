@@ -79,9 +79,8 @@ class ChoicesEncoder(SSEEncoder):
     def choices(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
         """What there is to tell of a delta of this stream, a chunk each."""
 
-    def update(self, number: int) -> bytes:
-        state = self.streams[number].request_state
-        if state.finished:
+    def update(self, number: int, state: RequestState) -> bytes:
+        if self.ends(number, state):
             self._last[number] = self._context.record_output(state.output())
         told = [one for delta in self._trackers[number].take(state) for one in self.choices(number, delta)]
         return b"".join([b"%b%b]}\n\n" % (self._before, _encode(choice)) for choice in told])

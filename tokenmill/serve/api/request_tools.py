@@ -53,12 +53,12 @@ class RequestTools:
 
     async def prompt(self, messages: Messages, variables: dict[str, Any] | None = None) -> list[int]:
         shown, options = await self._shown(messages, variables)
-        return await self._context.service.chat_ids(shown, **options)
+        return await self._context.service.prompts.chat_ids(shown, **options)
 
     async def marked_prompt(self, messages: Messages, variables: dict[str, Any] | None, marks: Marks) -> Prompt:
         """marks: modules that have been taken out of the messages."""
         shown, options = await self._shown(messages, variables)
-        return await self._context.service.chat_prompt(shown, marks, **options)
+        return await self._context.service.prompts.chat_prompt(shown, marks, **options)
 
     async def _shown(self, messages: Messages, variables: dict[str, Any] | None) -> tuple[Messages, dict[str, Any]]:
         """What a template is given."""

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from tokenmill.outputs import RequestOutput
+from tokenmill.request_state import RequestState
 from tokenmill.serve.api.chat_messages import Messages
 from tokenmill.serve.api.content_blocks import BlockChange, ContentBlock, ContentBlocks
 from tokenmill.serve.api.output_format import DeltaTracker, encoded, token_logprobs, usage_of
@@ -282,9 +283,8 @@ class _ResponseEncoder(SSEEncoder):
         begun = self._builder.told([], None)
         return self.event("response.created", response=begun) + self.event("response.in_progress", response=begun)
 
-    def update(self, number: int) -> bytes:
-        state = self.streams[number].request_state
-        if state.finished:
+    def update(self, number: int, state: RequestState) -> bytes:
+        if self.ends(number, state):
             self._last = self._context.record_output(state.output())
         return b"".join(
             self.change(change)

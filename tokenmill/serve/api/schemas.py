@@ -143,6 +143,7 @@ class Sampling(CommonOptions, kw_only=True):
     bad_words: list[str] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    resume_token_ids: list[_TokenIds] | None = None  # with Last-Event-ID: what each choice had said
     response_format: ResponseFormat | None = None
     regex: str | None = None
     grammar: str | None = None

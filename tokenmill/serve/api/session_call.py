@@ -35,6 +35,8 @@ class SessionCall:
             raise HttpError(409, f"state {state.name!r} has ended: {why}; go on from another one", "state_ended")
         self._check_texts(state.backend.tokenizer)
         self._check_names()
+        self._check_behind_text()
+        state.backend.check_adapter()
 
     def _check_idle(self) -> None:
         if self._state.busy:
@@ -49,6 +51,8 @@ class SessionCall:
         """Everything, and what is told at the end. `tell` hears of results as they come. Cancelling ends the state."""
         self._check_idle()  # again: another one may have begun meanwhile
         session, state = self._session, self._state
+        await self._check_params()
+        self._check_idle()
         self._check_open()
         if session.states.get(state.name) is not state:
             raise HttpError(404, f"state {state.name!r} was dropped meanwhile", "state_not_found", "state")
@@ -91,6 +95,22 @@ class SessionCall:
                     f"do has a text of {len(text)} characters, but the model reads {most} tokens at most"
                 )
 
+    def _check_behind_text(self) -> None:
+        """A model says nothing behind nothing."""
+        sequence = self._state.sequence
+        there = bool(sequence.tokens or sequence.unread)
+        for step in self._steps:
+            if isinstance(step, Generate | Choose) and not there:
+                name = "gen" if isinstance(step, Generate) else "select"
+                raise InvalidRequest(f"do has a {name} behind no text, and a model goes on from one; append it first")
+            there |= isinstance(step, OpenTurn) or (isinstance(step, str) and step != "")
+
+    async def _check_params(self) -> None:
+        """Before anything is done, what would be refused of the last step only."""
+        asked = [step.part.params for step in self._steps if isinstance(step, Generate)]
+        if asked:
+            await self._session.service.prompts.check_params(asked)
+
     def _check_names(self) -> None:
         known, size = set(self._session.states), len(self._state.sequence.tokens)
         more = sum(len(step) for step in self._steps if isinstance(step, str))
@@ -125,6 +145,17 @@ class SessionCall:
         return []
 
     async def _ask(self, piece: list[Step], tell: Tell | None) -> list[dict[str, Any]]:
+        """What is refused after all leaves the state as it was before this piece."""
+        sequence = self._state.sequence
+        before = sequence.mark()
+        try:
+            return await self._ask_all(piece, tell)
+        except (InvalidRequest, HttpError) as error:
+            if sequence.error is error and (isinstance(error, InvalidRequest) or error.code == "model_not_found"):
+                sequence.go_back(before)
+            raise
+
+    async def _ask_all(self, piece: list[Step], tell: Tell | None) -> list[dict[str, Any]]:
         sequence, last, said = self._state.sequence, piece[-1], 0
         operations: list[Operation] = [one for one in piece if not isinstance(one, Fork | Drop)]
         self._check_room(sum(len(one) for one in operations if isinstance(one, str)))
@@ -178,7 +209,8 @@ class SessionCall:
         await self._wait(lambda: None)
         _check_new(session.states.keys(), fork)
         self._check_room(len(fork.names) * self._state.size)
-        children = [session.add(name) for name in fork.names]
+        self._sessions.check_states(session.tenant, len(fork.names))
+        children = [self._sessions.add(session, name) for name in fork.names]
         for child in children:
             child.sequence.await_parent()
         sequence.fork([child.sequence for child in children])

@@ -67,7 +67,7 @@ async def tokenize(context: RequestContext, body: TokenizeRequest) -> Response:
     if body.messages is not None:
         messages = await context.in_thread(normal_messages, body.messages)
         shown, options = await context.in_thread(template_input, messages, None, "none", tokenizer.chat_template)
-        ids = await context.service.chat_ids(shown, add_generation_prompt=body.add_generation_prompt, **options)
+        ids = await context.service.prompts.chat_ids(shown, add_generation_prompt=body.add_generation_prompt, **options)
     else:
         text, most = body.prompt or "", context.service.facts.max_len if hasattr(context.service, "facts") else None
         ids = await context.service.texts.run(len(text), tokenizer.encode, text, body.add_special_tokens, most)

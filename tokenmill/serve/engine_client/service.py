@@ -7,16 +7,14 @@ import contextlib
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.request import Finish, Request
 from tokenmill.errors import ConfigError, TokenmillError
-from tokenmill.kv.prefix import IdentityChains
-from tokenmill.model.marked_text import Marks
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.params import SamplingParams
-from tokenmill.processor import NO_ANSWER, Message, Processor, Prompt
+from tokenmill.processor import NO_ANSWER, Processor, Prompt
 from tokenmill.request_state import RequestState
 from tokenmill.serve.engine import wire
 from tokenmill.serve.engine.startup import StartupProgress
@@ -24,17 +22,16 @@ from tokenmill.serve.engine_client.adapters import RemoteAdapters
 from tokenmill.serve.engine_client.admission import AdmissionControl, Backlog, CircuitBreaker, Unavailable
 from tokenmill.serve.engine_client.cache_feed import CacheFeed
 from tokenmill.serve.engine_client.events import EngineEvent, EventBus, RequestEvent, StatsEvent, StepEvent
+from tokenmill.serve.engine_client.prompts import Prompts
 from tokenmill.serve.engine_client.remote_engine import EngineLoss, RemoteEngine
 from tokenmill.serve.engine_client.remote_model import Progress, load_tokenizer
-from tokenmill.serve.engine_client.resume import ResumedSequence, resume
+from tokenmill.serve.engine_client.resume import ResumedSequence
 from tokenmill.serve.engine_client.stats import ServiceCounters, ServiceStats
 from tokenmill.serve.engine_client.streams import Dispatcher, Stream, StreamState
 from tokenmill.serve.engine_client.supervisor import Supervisor
-from tokenmill.serve.engine_client.text_pool import SHORT, TextPool, size_of
+from tokenmill.serve.engine_client.text_pool import TextPool
 from tokenmill.serve.settings import ServeSettings
 from tokenmill.step_time import Facts
-
-T = TypeVar("T")
 
 
 class Service:
@@ -63,6 +60,7 @@ class Service:
         self._remote.on_work = lambda: self._supervisor.expect_work(True)
         self.adapters = RemoteAdapters()
         self._remote.adapter_key = self.adapters.key_of
+        self.prompts = Prompts(self.texts, self.adapters, self.check_open, self.check_started)
         self._modules = self.settings.lora_modules if config.enable_lora else ()  # to be loaded before all requests
         self._admission = AdmissionControl(self.settings)
         self._breaker = CircuitBreaker(self.settings)
@@ -162,21 +160,6 @@ class Service:
         two with `.retry_after` in seconds (admission.py)."""
         return (await self._accept([prompt], params, request_id, options, resumed))[0]
 
-    async def identities(self, prompt: Prompt, salt: str, adapter: str = "") -> tuple[int, list[bytes]]:
-        """How many tokens a prompt has, and the names of its full blocks in the prefix cache. Raises InvalidRequest."""
-        self.check_open()
-        block, chain = self.facts.block_size, list[bytes]()
-
-        def name() -> int:
-            ids = self._processor.encode(prompt)["prompt_token_ids"]
-            if block:
-                known = self.adapters.known.get(adapter)
-                key = "" if known is None else known.key
-                IdentityChains(block, self.facts.pruning).extend(chain, salt, ids, (len(ids) - 1) // block, key)
-            return len(ids)
-
-        return await self.texts.run(max(SHORT + 1, size_of(prompt)), name), chain
-
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "mean", *, request_id: str | None = None, **options: Any
     ) -> list[Stream]:
@@ -197,12 +180,8 @@ class Service:
             self.check_open()
             request_states, first = [], request_id or uuid.uuid4().hex
             for number, prompt in enumerate(prompts):
-                size = max(size_of(prompt), 0 if params.structured is None else SHORT + 1)  # grammars may take seconds
                 id = f"{first}-{number}" if number else first
-                prepare = self._processor.prepare
-                request_states.append(await self.texts.run(size, prepare, prompt, params, request_id=id, **options))
-                if resumed is not None:
-                    await self.texts.run(SHORT + 1, resume, request_states[-1], resumed, self.facts.vocab_size)
+                request_states.append(await self.prompts.prepare(prompt, params, resumed, request_id=id, **options))
             self.check_open()  # again: that may have taken its time
             for request_state in request_states:
                 if request_state.timeout is not None:
@@ -252,24 +231,6 @@ class Service:
         """Forget what was cached for requests with this salt, before any that is submitted after this."""
         for one in self.and_degrade():
             one._remote.reset_prefix_cache(cache_salt)
-
-    async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The token ids of a conversation; options are those of Processor.chat_ids (chat_template, tools, ...)."""
-        return await self._rendered(self._processor.chat_ids, messages, options)
-
-    async def chat_prompt(self, messages: Sequence[Message], marks: Marks, **options: Any) -> Prompt:
-        """The same with its modules, which have been taken out of the messages."""
-        more = sum(map(len, marks.texts))
-        return await self._rendered(self._processor.chat_prompt, messages, options | {"marks": marks}, more)
-
-    async def _rendered(
-        self, render: Callable[..., T], messages: Sequence[Message], options: dict[str, Any], more: int = 0
-    ) -> T:
-        """`more` is how many characters there are beside the messages."""
-        self.check_started()
-        size = more + sum(size_of(one.get("content")) for one in messages)
-        size = max(SHORT + 1, size)  # templates may take their time
-        return await self.texts.run(size, render, messages, **options)
 
     # -- to watch -------------------------------------------------------------------------------------------
 
@@ -325,12 +286,12 @@ class Service:
             self.startup.report(message.done, message.total, message.what)
 
     def engine_ready(self, facts: wire.EngineReady, send: Callable[[wire.ToEngine], None]) -> None:
-        self.facts = facts
+        self.facts = self.prompts.facts = facts
         self._admission.max_step_tokens = facts.max_step_tokens
         if self._state == "starting":
             vocabulary = facts.vocab_size, facts.eos_ids
             self._processor = Processor(self._remote, self.tokenizer, *vocabulary, facts.max_len, seed=self.config.seed)
-            self._dispatcher.processor = self._processor
+            self._dispatcher.processor = self.prompts.processor = self._processor
         if self._state != "starting" or not self._modules:
             self._open()
         self._last_step = self._remote.clock()

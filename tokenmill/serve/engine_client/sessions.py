@@ -16,6 +16,7 @@ from tokenmill.serve.engine_client.state_backend import StateBackend
 from tokenmill.serve.errors import HttpError
 
 MOST_STATES = 1024  # of a session
+MOST_TENANT_STATES = 16_384  # of all sessions of a tenant: one without any text takes memory, too
 MAIN = "main"  # the state that a session begins with
 _REMEMBERED = 10_000  # sessions that have ended, for the sake of a better sentence
 
@@ -56,10 +57,6 @@ class Session:
             raise HttpError(404, f"this session has no state {name[:60]!r}; it has {known}", "state_not_found", "state")
         return found
 
-    def add(self, name: str) -> State:
-        made = self.states[name] = State(name, StateBackend(self.service, self.options))
-        return made
-
     @property
     def usage(self) -> Usage:
         whole = replace(self.spent)
@@ -77,6 +74,7 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._count: Counter[str] = Counter()  # by tenant
         self._tokens: Counter[str] = Counter()  # by tenant, as last counted
+        self._states: Counter[str] = Counter()  # by tenant
         self._gone: OrderedDict[str, tuple[str, str]] = OrderedDict()  # tenant, why
 
     def __len__(self) -> int:
@@ -92,8 +90,9 @@ class Sessions:
                 "too_many_sessions",
                 retry_after=1.0,
             )
+        self.check_states(tenant, 1)
         session = Session(f"sess_{secrets.token_hex(16)}", tenant, service, options, lease)
-        session.add(MAIN)
+        self.add(session, MAIN)
         self._open[session.id] = session
         self._count[tenant] += 1
         self.renew(session)
@@ -125,9 +124,26 @@ class Sessions:
             self._tokens[session.tenant] += size - state.counted
             state.counted = size
 
+    def add(self, session: Session, name: str) -> State:
+        """One more state of a session, for which `check_states` found room."""
+        made = session.states[name] = State(name, StateBackend(session.service, session.options))
+        self._states[session.tenant] += 1
+        return made
+
+    def check_states(self, tenant: str, more: int) -> None:
+        """Raises HttpError 429 where so many states more are too many."""
+        if self._states[tenant] + more > MOST_TENANT_STATES:
+            raise HttpError(
+                429,
+                f"your sessions have {self._states[tenant]} states, this would add {more}, and {MOST_TENANT_STATES} "
+                "are allowed; close sessions or drop states that nobody goes on from",
+                "too_many_session_states",
+            )
+
     def drop(self, session: Session, state: State) -> None:
         """Of a session that is open; nobody goes on from this state."""
         del session.states[state.name]
+        self._states[session.tenant] -= 1
         self._tokens[session.tenant] -= state.counted
         session.spent.add(state.backend.usage)
         state.sequence.close()
@@ -149,6 +165,7 @@ class Sessions:
             return
         session.ended = why
         self._count[session.tenant] -= 1
+        self._states[session.tenant] -= len(session.states)
         self._gone[session.id] = session.tenant, why
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)

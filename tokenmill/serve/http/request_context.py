@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 import time
@@ -22,13 +21,18 @@ from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.outputs import RequestOutput
 from tokenmill.params import SamplingParams
 from tokenmill.processor import Prompt
+from tokenmill.request_state import RequestState
+from tokenmill.serve.engine_client.resume import ResumedSequence
 from tokenmill.serve.engine_client.streams import Stream
 from tokenmill.serve.engine_client.text_pool import LONG
 from tokenmill.serve.errors import GONE, HttpError, Shape, openai_shape
 from tokenmill.serve.http.access_log import AccessRecord
+from tokenmill.serve.http.asked_by_router import answer_router
+from tokenmill.serve.http.continued import Continued
 from tokenmill.serve.http.error_mapping import http_error_of
 from tokenmill.serve.http.request_body import RequestBody, read_request
-from tokenmill.serve.http.routed import Probed, Progress, Prompted, Route, progress_of, route_of
+from tokenmill.serve.http.routed import Probed, Progress, Route, progress_of, route_of
+from tokenmill.serve.http.routed_streams import RoutedStream
 from tokenmill.serve.http.server_state import ServerState, server_of
 from tokenmill.serve.http.tenants import Tenant
 
@@ -62,6 +66,7 @@ class RequestContext:
         self.id = record.id
         self.route: Route | None = request.scope.get("tokenmill.route")
         self.progress: Progress | None = None  # what a router says that was sent already
+        self.continued: Continued | None = None  # where the client itself says so
         self.problem: HttpError | None = None  # what the client was told of
         self.said: list[dict[str, Any]] = []  # prompts and answers, where the log wants them
         self.created = int(time.time()) if self.route is None else self.route.created
@@ -95,56 +100,50 @@ class RequestContext:
 
     async def submit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
         """Hand a prompt to the engine. Raises what `Service.submit` raises."""
-        await self._answer_probe(prompt, options)
-        if self.route is not None and self.route.prefill:
-            await self._prefill(prompt, options)
+        await answer_router(self, prompt, options)
         if self.record.trace is not None:
             self.record.trace.asked(params, self.model)
-        number, resumed = len(self._streams), None
+        number = len(self._streams)
+        resumed: list[ResumedSequence | None] | None = None
         if self.route is not None and params.seed is None:
             params = replace(params, seed=(self.route.seed + number * SEED_STEP) & (2**63 - 1))
-        if self.progress is not None:
+        scheduling = self.scheduling(options)
+        if self.continued is not None:
+            resumed = [*await self.continued.go_on(self, prompt, params, options, scheduling)]
+        elif getattr(options, "resume_token_ids", None) is not None:
+            why = "resume_token_ids says what was sent of a stream; send the id of its last event as Last-Event-ID, too"
+            raise HttpError(400, why, "invalid_value", "resume_token_ids")
+        elif self.progress is not None:
             said = self.progress.sequences
             resumed = [said.get(self._sequences + index) for index in range(params.num_sequences)]
         self._sequences += params.num_sequences
-        stream = await self.service.submit(
-            prompt,
-            params,
-            request_id=f"{self._engine_id}-{number}" if number else self._engine_id,
-            resumed=resumed,
-            **self.scheduling(options),
-        )
+        name = f"{self._engine_id}-{number}" if number else self._engine_id
+        stream = await self.service.submit(prompt, params, request_id=name, resumed=resumed, **scheduling)
         self._streams.append(stream)
         return stream
 
     @property
     def _engine_id(self) -> str:
-        """Another attempt of a router's may come before the last one is over."""
-        return f"{self.id}.{self.route.attempt}" if self.route is not None and self.route.attempt else self.id
+        return self.id if self.route is None else self.route.name
 
-    async def _answer_probe(self, prompt: Prompt, options: RequestOptions) -> None:
-        """Raises Probed where only the prompt's identities are wanted."""
-        if self.route is not None and self.route.probe:
-            salt = self.tenant.salt(options.cache_salt)
-            tokens, chain = await self.service.identities(prompt, salt, self.adapter)
-            told = base64.b64encode(b"".join(chain)).decode()
-            raise Probed(Prompted(tokens, self.service.facts.block_size, told))
-
-    async def _prefill(self, prompt: Prompt, options: RequestOptions) -> None:
-        """Read a prompt for another server, which has its blocks when this is over. Raises Probed."""
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
-        id = f"{self._engine_id}-prefill"
-        stream = await self.service.submit(prompt, params, request_id=id, pushes=True, **self.scheduling(options))
+    async def complete(
+        self, prompt: Prompt, params: SamplingParams, name: str, scheduling: dict[str, Any], **more: Any
+    ) -> tuple[RequestState, RequestOutput]:
+        """An answer of which the client is not told."""
+        number = len(self._streams)
+        id = f"{self._engine_id}-{number}-{name}"
+        stream = await self.service.submit(prompt, params, request_id=id, **more, **scheduling)
         self._streams.append(stream)
-        async with self.cancel_on_disconnect(self.request.receive):
-            output = await stream.last()
-        if output.error is not None:
-            raise HttpError(503, output.error, "unavailable")
-        raise Probed(Prompted(len(output.prompt_token_ids), self.service.facts.block_size, ""))
+        try:
+            async with self.cancel_on_disconnect(self.request.receive):
+                output = await stream.last()
+        finally:
+            self._streams.remove(stream)
+        return stream.request_state, output
 
     async def embed(self, prompts: Sequence[Prompt], pooling: str, options: RequestOptions) -> list[Stream]:
         """Ask the engine for vectors of prompts. Raises what `Service.embed` raises."""
-        await self._answer_probe(prompts[0], options)
+        await answer_router(self, prompts[0], options)
         self._streams = await self.service.embed(
             prompts, pooling, request_id=self._engine_id, **self.scheduling(options)
         )
@@ -183,7 +182,7 @@ class RequestContext:
         self.cached_tokens += output.num_cached_tokens
         self.output_tokens += sum(len(one.token_ids) for one in output.outputs)
         if output.error is not None or self.finish not in ("stop", "length"):
-            raise self._failure(output)
+            raise self.failure(output)
         return output
 
     async def all_outputs(self, streams: list[Stream]) -> list[RequestOutput]:
@@ -192,23 +191,47 @@ class RequestContext:
             return [self.record_output(await stream.last()) for stream in streams]
 
     @contextlib.asynccontextmanager
-    async def cancel_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
-        """Cancel what runs as soon as the client is gone; its streams then end by themselves."""
-        watch = asyncio.create_task(self._watch(receive))
+    async def cancel_on_disconnect(
+        self, receive: Receive, gone: Callable[[], object] | None = None
+    ) -> AsyncIterator[None]:
+        """Cancel what runs, or do what `gone` does, as soon as the client is gone; its streams then end by
+        themselves."""
+        watch = asyncio.create_task(self._watch(receive, gone or self.cancel))
         try:
             yield
         finally:
             watch.cancel()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch(self, receive: Receive, gone: Callable[[], object]) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.cancel()
+        gone()
 
     def cancel(self) -> None:
         self.on_cancel()
         for stream in self._streams:
             self.service.cancel(stream.request_id)
+
+    def enter_routed(self) -> RoutedStream | None:
+        """The streams of this request, where they are a router's, so that they may outlive it."""
+        if self.route is None:
+            return None
+        streams, service = list(self._streams), self.service
+
+        def give_up() -> None:
+            for stream in streams:
+                service.cancel(stream.request_id)
+
+        one = RoutedStream(self.tenant.name, self.id, self.route.name, streams, give_up)
+        self.server.routed.enter(one)
+        return one
+
+    def leave_routed(self, one: RoutedStream) -> bool:
+        """Its router is gone. Returns whether the streams are kept, which are this request's no more."""
+        if not self.server.routed.leave(one):
+            return False
+        self._streams = []
+        return True
 
     def close(self, status: int) -> None:
         """The answer has been sent, or will not be."""
@@ -248,7 +271,8 @@ class RequestContext:
     def answer(self, content: Any) -> Response:
         return json_response(content, 200, self.headers())
 
-    def _failure(self, output: RequestOutput) -> HttpError:
+    def failure(self, output: RequestOutput) -> HttpError:
+        """What its client is told of an answer that has failed."""
         said = output.error
         if self.finish == "cancelled" and said is None:
             return HttpError(GONE, "the request was cancelled", "cancelled")
@@ -276,7 +300,9 @@ def endpoint(
             context = RequestContext(server, request, server.tenant_of(request), shape, record)
             body, context.ignored = await read_request(request, kind, server.settings)
             if (state := request.scope.get("tokenmill.state")) is not None:
-                context.progress = progress_of(state)
+                context.progress = progress = progress_of(state)
+                if progress.sent:
+                    context.continued = Continued(progress, server.routed.find(context.id, context.tenant.name))
             context.ask_for(getattr(body, "model", None))
             response = await handler(context, body)
         except Probed as probed:

@@ -23,11 +23,12 @@ from tokenmill.request_state import RequestState
 from tokenmill.sampling.records import TokenLogprobs
 from tokenmill.serve.engine_client.resume import ResumedSequence
 from tokenmill.serve.errors import HttpError
+from tokenmill.serve.http.event_ids import LAST_EVENT_ID, MOST_SEQUENCES, EventIds, Mark, is_event_id
 from tokenmill.serve.settings import HttpSettings
 
 ROUTE = "x-tokenmill-route"
 SECRET = "x-tokenmill-cluster"
-PROTOCOL = 1  # of all that routers and replicas say to each other
+PROTOCOL = 2  # of all that routers and replicas say to each other
 
 
 class Route(msgspec.Struct, omit_defaults=True):
@@ -40,6 +41,12 @@ class Route(msgspec.Struct, omit_defaults=True):
     state: int = 0  # bytes at the beginning of the body that are a `Progress`
     probe: bool = False  # only the identities of the prompt are wanted
     prefill: bool = False  # only its keys and values are wanted, which this server pushes to another one
+    home: int = 0  # what the router calls this replica in the ids of events
+
+    @property
+    def name(self) -> str:
+        """Of this attempt: another one may come before the last one is over."""
+        return f"{self.id}.{self.attempt}" if self.attempt else self.id
 
 
 class Progress(msgspec.Struct, omit_defaults=True):
@@ -48,6 +55,7 @@ class Progress(msgspec.Struct, omit_defaults=True):
     started: bool = False
     numbered: int = 0  # events that have a number
     sequences: dict[int, ResumedSequence] = {}
+    sent: str = ""  # the id of the last event that the client has, where it came with one
 
 
 class Told(msgspec.Struct, omit_defaults=True):
@@ -67,6 +75,12 @@ class Prompted(msgspec.Struct):
     tokens: int
     block_size: int
     chain: str  # identities of full blocks, one behind the other, in base64
+
+
+class Cancelled(msgspec.Struct):
+    """What a router posts to `/cluster/cancel`: attempts at requests that nobody waits for any more."""
+
+    names: list[str]
 
 
 _encode = msgspec.json.Encoder().encode
@@ -106,6 +120,9 @@ def route_of(request: Request, settings: HttpSettings) -> Route | None:
     """What a router says of this request; None where it comes from a client. Raises HttpError."""
     header = request.headers.get(ROUTE)
     if header is None:
+        if is_event_id(request.headers.get(LAST_EVENT_ID, "")):
+            why = "Last-Event-ID names a stream that came through a router; send it to a router of that cluster"
+            raise HttpError(400, why, "invalid_value")
         return None
     check_peer(request, settings)
     try:
@@ -126,20 +143,32 @@ def progress_of(data: bytes) -> Progress:
 
 
 class FrameWriter:
-    """Cuts a stream into frames."""
+    """Cuts a stream into frames, and gives its events ids."""
 
-    def __init__(self, states: Sequence[RequestState]) -> None:
-        self._states = states
+    def __init__(self, route: Route, states: Sequence[RequestState]) -> None:
         first, self._first = 0, []
         for state in states:
             self._first.append(first)
             first += len(state.sequences)
         self._tokens = [0] * first  # told of each sequence
         self._ended = [False] * first
+        self._ids: EventIds | None = None
+        if first <= MOST_SEQUENCES:
+            self._ids = EventIds(route.id, route.home, route.created, route.seed, first)
 
-    def update(self, number: int, part: bytes, numbered: int = 0) -> bytes:
+    @property
+    def has_ids(self) -> bool:
+        return self._ids is not None
+
+    def start(self, part: bytes, first: int, numbered: int) -> bytes:
+        """What comes before the first token; `first` events of it were told before and are not there."""
+        if self._ids is not None:
+            part = self._ids.stamp_start(part, first, numbered)
+        return framed(part, Told(start=True, numbered=numbered))
+
+    def update(self, number: int, state: RequestState, part: bytes, numbered: int = 0, first: int = 0) -> bytes:
         """What a stream brought; part may be empty, where what it brought has no text yet."""
-        state, found = self._states[number], {}
+        found, news = {}, {}
         for index, one in enumerate(state.sequences):
             at = self._first[number] + index
             ended = one.finish is not None
@@ -151,9 +180,18 @@ class FrameWriter:
                 logprobs = request.logprobs[before : one.num_tokens]
             finish = str(one.finish) if ended else None
             found[at] = ResumedSequence(one.tokens_from(before), logprobs, finish)
+            news[at] = found[at].tokens, Mark(one.num_tokens, ended)
             self._tokens[at], self._ended[at] = one.num_tokens, ended
+        if self._ids is not None:
+            part = self._ids.stamp_step(part, news, first, numbered)
         cached = state.leader.metrics.reused_tokens
         return framed(part, Told(found, numbered, cached=cached)) if part or found else b""
+
+    def end(self, part: bytes, first: int, numbered: int) -> bytes:
+        """What comes behind the last token; `first` as above."""
+        if self._ids is not None:
+            part = self._ids.stamp_end(part, first, numbered)
+        return framed(part, Told(numbered=numbered, end=True))
 
 
 def framed(part: bytes, told: Told) -> bytes:

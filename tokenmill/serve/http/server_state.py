@@ -13,6 +13,7 @@ from tokenmill.serve.engine_client.sessions import Sessions
 from tokenmill.serve.errors import HttpError
 from tokenmill.serve.http.api_keys import ApiKeys
 from tokenmill.serve.http.batch_runner import BatchRunner
+from tokenmill.serve.http.routed_streams import RoutedStreams
 from tokenmill.serve.http.tenants import Tenant
 from tokenmill.serve.observe.metrics import ServerMetrics
 from tokenmill.serve.settings import HttpSettings
@@ -32,6 +33,7 @@ class ServerState:
     responses: StoredResponses
     sessions: Sessions
     tracing: Tracing | None = None
+    routed: RoutedStreams = field(default_factory=RoutedStreams)
     started: float = field(default_factory=time.time)
 
     def tenant_of(self, request: Request) -> Tenant:

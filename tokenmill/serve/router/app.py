@@ -17,9 +17,11 @@ from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.serve.errors import GONE, HttpError
 from tokenmill.serve.http.request_body import read_body
 from tokenmill.serve.http.routed import check_peer
+from tokenmill.serve.router.exchange import BrokenOff, error_body
 from tokenmill.serve.router.fleet import Fleet
-from tokenmill.serve.router.forward import BrokenOff, Forwarder, error_body
+from tokenmill.serve.router.forward import Forwarder
 from tokenmill.serve.router.metrics import RouterMetrics
+from tokenmill.serve.router.plain import Homes, PlainForwarder
 from tokenmill.serve.router.settings import RouterSettings
 
 log = logging.getLogger("tokenmill.router")
@@ -60,7 +62,9 @@ class RouterApp:
         self.active = 0
         self.leaving = False
         self.cluster: Cluster | None = None  # who starts replicas, if anybody does
-        self._forwarder = Forwarder(self.fleet, self.metrics)
+        self.homes = Homes()
+        self._forwarder = Forwarder(self.fleet, self.metrics, self.homes)
+        self._plain = PlainForwarder(self.fleet, self.homes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,11 +121,11 @@ class RouterApp:
         if request.method == "POST" and path in GENERATING:
             work = self._forwarder.generate(request, body, send)
         elif path == SESSIONS and request.method == "POST":
-            work = self._forwarder.open_session(request, body, send)
+            work = self._plain.open_session(request, body, send)
         elif path in EVERYWHERE:
-            work = self._forwarder.everywhere(request, body, send)
+            work = self._plain.everywhere(request, body, send)
         else:
-            work = self._forwarder.plain(request, body, send, home=path.startswith(KEPT))
+            work = self._plain.plain(request, body, send, home=path.startswith(KEPT))
         doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -212,6 +212,16 @@ class ReplicaPool:
                 raise StaleConnection(str(error)) from None
         return await self._over(await self._open(), head + body)
 
+    async def unreachable(self, seconds: float) -> str | None:
+        """Why no connection can be made, if none can."""
+        try:
+            async with asyncio.timeout(seconds):
+                _, writer = await asyncio.open_connection(self._host, self._port)
+        except (OSError, TimeoutError) as error:
+            return f"{self._host}:{self._port} takes no connection ({error or 'no answer'})"
+        writer.close()
+        return None
+
     def abort_all(self, why: str) -> None:
         """The replica is taken for dead: nobody waits for it any longer."""
         for connection in list(self._all):

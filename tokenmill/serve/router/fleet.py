@@ -10,11 +10,14 @@ from collections.abc import Collection
 from typing import Any
 
 from tokenmill.errors import ConfigError
+from tokenmill.routing.prices import evened
 from tokenmill.routing.routers import Ask, CacheAware, Choice, NobodyOpen, RoundRobin, policy_named
+from tokenmill.serve.http.event_ids import Position
 from tokenmill.serve.router.replica import Replica
 from tokenmill.serve.router.settings import RouterSettings, address_of
 
 DRAIN_LOOK = 0.05  # seconds
+SETTLE = 1.0  # seconds that a client who comes back waits for replicas of which nothing was heard yet
 SLACK = 0.05  # seconds: what replicas say of their queues is older than that
 
 
@@ -35,8 +38,8 @@ class Fleet:
         for url in self.settings.replicas:
             self.add(url)
         for number, (url, replica) in enumerate(self.settings.prefill, 1):
-            judge, others = self._judge, self._others
-            worker = Replica(-number, url, self.settings, None, lambda number: None, judge, others)
+            judge, others, measured = self._judge, self._others, self._measured
+            worker = Replica(-number, url, self.settings, None, lambda number: None, judge, others, measured)
             self.prefill.setdefault(replica, []).append(worker)
             self._tasks[-number] = asyncio.create_task(worker.watch(), name=f"tokenmill-watch-prefill-{number}")
 
@@ -45,7 +48,23 @@ class Fleet:
         found = [one for one in self.prefill.get(replica.url, ()) if one.open]
         return min(found, key=lambda one: one.load, default=None)
 
+    async def holder(self, position: Position) -> str | None:
+        """The address of the replica that has a stream, if one does: first the one that told it last is asked. A
+        router that has just started hears of them first."""
+        until = time.monotonic() + SETTLE
+        while any(one.state == "connecting" for one in self.replicas) and time.monotonic() < until:
+            await self.turn(DRAIN_LOOK)
+        there = [one for one in self.replicas if one.open]
+        told = [one for one in there if one.home == position.home]
+        for some in (told, [one for one in there if one not in told]):
+            answers = await asyncio.gather(*(one.has_stream(position.request) for one in some))
+            for one, has in zip(some, answers):
+                if has:
+                    return one.url
+        return None
+
     async def stop(self) -> None:
+        await asyncio.gather(*(one.withdrawals.stop() for one in self.replicas))
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -61,7 +80,8 @@ class Fleet:
         taken = {one.number for one in self.replicas}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         view = self.router.view(number) if isinstance(self.router, CacheAware) else None
-        replica = Replica(number, url, self.settings, view, self.router.forget, self._judge, self._others)
+        forget, judge, others = self.router.forget, self._judge, self._others
+        replica = Replica(number, url, self.settings, view, forget, judge, others, self._measured)
         replica.turned = self._changed
         self.replicas.append(replica)
         self._tasks[number] = asyncio.create_task(replica.watch(), name=f"tokenmill-watch-{number}")
@@ -122,6 +142,12 @@ class Fleet:
 
     def _numbered(self, number: int) -> Replica:
         return next(one for one in self.replicas if one.number == number)
+
+    def _measured(self) -> None:
+        for some in (self.replicas, [one for found in self.prefill.values() for one in found]):
+            prices = evened({one.number: one.measured for one in some})
+            for one in some:
+                one.seconds_per_token = prices.get(one.number, one.seconds_per_token)
 
     def _others(self, replica: Replica) -> bool:
         return any(one.open for one in self.replicas if one is not replica)

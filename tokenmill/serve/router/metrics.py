@@ -28,6 +28,7 @@ class RouterMetrics:
         self.requests = counter("requests", "Requests that were answered, by replica and status", "replica", "status")
         self.retries = counter("retries", "Requests that were sent again, by reason", "reason")
         self.resumed = counter("resumed_streams", "Streams that went on elsewhere in the middle")
+        self.continued = counter("continued_streams", "Streams with which a client came back, by an event's id")
         self.cancelled = counter("cancelled", "Requests whose client left")
         self.prompt = counter("prompt_tokens", "Tokens of prompts whose identities are known", "replica")
         self.expected = counter("expected_cached_tokens", "Of these, believed to be cached there", "replica")

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,13 @@ from tokenmill.routing.routers import TYPICAL_OUTPUT
 from tokenmill.serve.http.routed import PROTOCOL, SECRET
 from tokenmill.serve.router.client import Headers, ReplicaLost, ReplicaPool, Reply
 from tokenmill.serve.router.settings import RouterSettings
+from tokenmill.serve.router.withdrawals import Withdrawals
 
 log = logging.getLogger("tokenmill.router")
 
-AGAIN_LEAST, AGAIN_MOST = 0.1, 2.0  # seconds between two tries to reach a replica
+AGAIN_LEAST, AGAIN_MOST = 0.1, 0.5  # seconds between two tries to reach a replica: one that is back is wanted at once
+QUIET = 1.0  # seconds without a word after which one looks whether its machine still takes connections
+REACH = 1.0  # seconds for that: it is the kernel that answers, however busy the replica is
 USUAL_SECONDS_PER_TOKEN = 1e-4  # as long as nothing was measured
 MOST_EVENT = 256 << 20  # bytes of one event: a snapshot of four million blocks has 85 MB
 
@@ -53,20 +57,25 @@ class Replica:
         forget: Callable[[int], None],
         judge: Callable[[Replica, dict[str, Any]], str | None],
         others: Callable[[Replica], bool],
+        measured: Callable[[], None],
     ) -> None:
         """`view` is where its events go; `forget` is told that it lost all that it had; `judge` says what is wrong
-        with a replica of this kind, if anything; `others` whether another one takes work."""
+        with a replica of this kind, if anything; `others` whether another one takes work; `measured` is told
+        that it said how fast it is."""
         self.number = number
         self.url = url
+        self.home = zlib.crc32(url.encode())  # its name in the ids of events, the same for all routers
         self.pool = ReplicaPool(url, settings.connect_seconds)
         self._events = ReplicaPool(url, settings.connect_seconds)
+        self.withdrawals = Withdrawals(ReplicaPool(url, settings.connect_seconds), self._headers)
         self.state = "connecting"
         self.why = ""
         self.model: str | None = None
         self.same: str | None = None
         self.version = ""
         self.draining = False  # wanted by somebody
-        self.seconds_per_token = USUAL_SECONDS_PER_TOKEN
+        self.seconds_per_token = USUAL_SECONDS_PER_TOKEN  # as its fleet counts with it
+        self.measured: float | None = None  # the same, as it says
         self.bookings: set[Booking] = set()
         self.turned = asyncio.Event()  # set whenever its state has changed
         self._told: dict[str, Any] = {}
@@ -75,6 +84,7 @@ class Replica:
         self._forget = forget
         self._judge = judge
         self._others = others
+        self._measured = measured
 
     @property
     def open(self) -> bool:
@@ -99,6 +109,23 @@ class Replica:
             "active": self._told.get("active"),
         }
 
+    def cancel(self, name: str) -> None:
+        """Nobody waits for this attempt at a request any more."""
+        self.withdrawals.add(name)
+
+    async def has_stream(self, request: str) -> bool:
+        """Whether it has the stream of a request, or had it a moment ago."""
+        try:
+            async with asyncio.timeout(self._settings.probe_seconds):
+                reply = await self.pool.request(
+                    b"GET", b"/cluster/streams/" + request.encode(), self._headers(), b"", fresh=True
+                )
+                with contextlib.closing(reply):
+                    await reply.whole()
+                    return reply.status == 200
+        except (ReplicaLost, TimeoutError):
+            return False
+
     async def watch(self) -> None:
         """Follow its events for as long as it is one of the cluster; reconnect whenever they end."""
         pause = AGAIN_LEAST
@@ -116,6 +143,9 @@ class Replica:
                 why = f"it said nothing for {self._settings.hang_seconds:g} s"
                 self._set("lost", why)
                 self.pool.abort_all(why)  # it hangs: what it was to answer is asked elsewhere
+            except _Unreachable as error:
+                self._set("lost", str(error))
+                self.pool.abort_all(str(error))
             except (ReplicaLost, ValueError, KeyError) as error:
                 self._set("lost", str(error))
             if self._view is not None:
@@ -128,9 +158,7 @@ class Replica:
         data = bytearray()
         with contextlib.closing(reply):
             while True:
-                async with asyncio.timeout(self._settings.hang_seconds):
-                    part = await reply.read()
-                if not part:
+                if not (part := await self._heard(reply)):
                     return
                 before = max(0, len(data) - 1)
                 data += part
@@ -141,6 +169,21 @@ class Replica:
                     data = bytearray(rest)
                 if len(data) > MOST_EVENT:
                     raise ReplicaLost("an event of it does not end")
+
+    async def _heard(self, reply: Reply) -> bytes:
+        """Its next words. Raises TimeoutError where it hangs, and _Unreachable where its machine is gone: that is known
+        sooner, because a machine that is there takes connections even for a process that is busy or stopped."""
+        reading = asyncio.ensure_future(reply.read())
+        try:
+            async with asyncio.timeout(self._settings.hang_seconds):
+                while True:
+                    await asyncio.wait({reading}, timeout=QUIET)
+                    if reading.done():
+                        return await reading
+                    if (problem := await self._events.unreachable(REACH)) is not None and not reading.done():
+                        raise _Unreachable(f"it said nothing, and {problem}")
+        finally:
+            reading.cancel()
 
     def _take(self, told: dict[str, Any]) -> None:
         if "epoch" not in told:
@@ -159,7 +202,8 @@ class Replica:
     def _fares(self, told: dict[str, Any]) -> None:
         self._told = told
         self.version = str(told.get("version", ""))
-        self.seconds_per_token = told.get("seconds_per_token") or self.seconds_per_token
+        self.measured = told.get("seconds_per_token") or self.measured
+        self._measured()
         if told.get("protocol") != PROTOCOL:
             speaks = told.get("protocol")
             self._set("unfit", f"it speaks version {speaks} of the protocol, the router {PROTOCOL}; use one tokenmill")
@@ -189,6 +233,10 @@ class Replica:
         log.log(level, "replica %s is %s%s", self.url, said, f": {why}" if why else "")
         self.state, self.why = state, why
         self.turned.set()
+
+
+class _Unreachable(Exception):
+    """The machine of a replica takes no connections any more."""
 
 
 async def _refusal(reply: Reply) -> str:

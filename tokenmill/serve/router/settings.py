@@ -22,7 +22,7 @@ class RouterSettings:
     seed: int = 0  # routers with the same seed and replicas send sessions to the same places
     imbalance: float = 5.0  # a replica whose queue is longer than the shortest by more than this gets nothing
     hang_seconds: float = 10.0  # a replica that says nothing for this long is taken for dead
-    connect_seconds: float = 3.0
+    connect_seconds: float = 1.5  # long enough for a first packet that was lost
     probe_seconds: float = 2.0  # for the identities of a prompt; then it is sent without
     patience_seconds: float = 60.0  # how long an accepted request waits for a replica that takes it
 
