@@ -30,21 +30,30 @@ _VNNI = (*_AVX2, *_AVX512, "-mavx512vnni")
 class Level:
     """What a CPU level is compiled with. Kernels that it does not name are served by the level below."""
 
+    name: str
     flags: tuple[str, ...] = ()
     kernels: tuple[str, ...] | None = None  # None: all of them
     instruction: str | None = None  # which old assemblers do not know: they leave the level out
 
 
+_BASELINE = Level("baseline")
+_ARM = (
+    _BASELINE,
+    Level("NEON"),  # which every ARM CPU of 64 bits has
+    Level("NEON dot product", ("-march=armv8-a+dotprod",), ("matrix", "ceilings"), "sdot v0.4s, v1.16b, v2.4b[0]"),
+)
 # The levels of src/ops.h, lowest first. Those that only add integer products are of use to few kernels.
 LEVELS = {
     "x86_64": (
-        Level(),
-        Level(_AVX2),
-        Level(_AVX2, ("matrix",), "{vex} vpdpbusd %ymm0, %ymm1, %ymm2"),
-        Level((*_AVX2, *_AVX512)),
-        Level(_VNNI, ("matrix", "ceilings")),
-        Level(_VNNI, ("matrix",), "tdpbssd %tmm0, %tmm1, %tmm2"),
+        _BASELINE,
+        Level("AVX2", _AVX2),
+        Level("AVX-VNNI", _AVX2, ("matrix",), "{vex} vpdpbusd %ymm0, %ymm1, %ymm2"),
+        Level("AVX-512", (*_AVX2, *_AVX512)),
+        Level("AVX-512 VNNI", _VNNI, ("matrix", "ceilings")),
+        Level("AMX", _VNNI, ("matrix",), "tdpbssd %tmm0, %tmm1, %tmm2"),
     ),
+    "aarch64": _ARM,
+    "arm64": _ARM,  # the same CPUs, as macOS calls them
 }
 
 UNUSED_DAYS = 30  # after which a build is forgotten
@@ -61,6 +70,11 @@ class _Unit:
     source: Path
     flags: tuple[str, ...]
     output: str
+
+
+def levels() -> tuple[Level, ...]:
+    """Those of this kind of CPU."""
+    return LEVELS.get(platform.machine(), (_BASELINE,))
 
 
 def find_compiler() -> str | None:
@@ -88,7 +102,7 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
         folder = Path(scratch)
-        units = _units(lambda instruction: _assembles(compiler, instruction, folder))
+        units = _units(lambda level: _assembles(compiler, level, folder))
 
         def compile_one(unit: _Unit) -> None:
             flags = [*FLAGS, *_MATH, *extra, *unit.flags]
@@ -119,17 +133,13 @@ def forget_unused(folder: Path, keep: Path) -> None:
                 shutil.rmtree(build, ignore_errors=True)
 
 
-def _units(assembles: Callable[[str], bool]) -> list[_Unit]:
+def _units(assembles: Callable[[Level], bool]) -> list[_Unit]:
     kernels = sorted((SOURCES / "kernels").glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    levels = {
-        number: level
-        for number, level in enumerate(LEVELS.get(platform.machine(), (Level(),)))
-        if level.instruction is None or assembles(level.instruction)
-    }
+    known = {number: level for number, level in enumerate(levels()) if level.instruction is None or assembles(level)}
     # The largest files first, so that no core waits for the last one.
     units, listed = [], ""
     for kernel in kernels:
-        for number, level in levels.items():
+        for number, level in known.items():
             if level.kernels is None or kernel.stem in level.kernels:
                 flags = (f"-DTM_LEVEL={number}", f"-I{SOURCES}", *level.flags)
                 units.append(_Unit(kernel, flags, f"{kernel.stem}_{number}.o"))
@@ -138,10 +148,10 @@ def _units(assembles: Callable[[str], bool]) -> list[_Unit]:
     return units + [_Unit(source, (f"-DTM_COMPILED={listed}",), f"{source.stem}.o") for source in plain]
 
 
-def _assembles(compiler: str, instruction: str, folder: Path) -> bool:
+def _assembles(compiler: str, level: Level, folder: Path) -> bool:
     source = folder / "instruction.cpp"
-    source.write_text(f'__asm__("{instruction}");\n')
-    command = [compiler, "-c", str(source), "-o", str(folder / "instruction.o")]
+    source.write_text(f'__asm__("{level.instruction}");\n')
+    command = [compiler, *level.flags, "-c", str(source), "-o", str(folder / "instruction.o")]
     return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
 
 

@@ -7,7 +7,7 @@ namespace mill {
 namespace TM_NS {
 
 constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers; rows: at most W
-constexpr int kBlockColumns = W == 16 ? 4 : 2;
+constexpr int kBlockColumns = REGISTERS == 32 ? 4 : 2;
 
 // c[R, C * W] (+)= a[R, depth] b[depth, C * W]
 template <int R, int C>
@@ -73,16 +73,16 @@ template <class T>
 void pack_keys(const T* const* keys, [[maybe_unused]] const float* scales, int64_t n, int64_t dim,
                float* packed) {  // packed: [dim, kTile]
     int64_t j = 0;
-#if defined(__SSE__)
+#if defined(TM_FOUR)
     for (; j + 4 <= n; j += 4) {
         int64_t d = 0;
         for (; d + 4 <= dim; d += 4) {
-            __m128 r[4];
+            Four r[4];
             for (int i = 0; i < 4; i++) r[i] = load4(keys[j + i] + d);
             if constexpr (scaled<T>)
-                for (int i = 0; i < 4; i++) r[i] = _mm_mul_ps(r[i], _mm_set1_ps(scales[j + i]));
-            _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
-            for (int i = 0; i < 4; i++) _mm_storeu_ps(packed + (d + i) * kTile + j, r[i]);
+                for (int i = 0; i < 4; i++) r[i] *= scales[j + i];
+            transpose4(r);
+            for (int i = 0; i < 4; i++) std::memcpy(packed + (d + i) * kTile + j, &r[i], sizeof r[i]);
         }
         for (; d < dim; d++)
             for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = read(keys, scales, j + i, d);
