@@ -40,7 +40,7 @@ _BASELINE = Level("baseline")
 _ARM = (
     _BASELINE,
     Level("NEON"),  # which every ARM CPU of 64 bits has
-    Level("NEON dot product", ("-march=armv8-a+dotprod",), ("matrix", "ceilings"), "sdot v0.4s, v1.16b, v2.4b[0]"),
+    Level("NEON dot product", ("-march=armv8.2-a+dotprod",), ("matrix", "ceilings"), "sdot v0.4s, v1.16b, v2.4b[0]"),
 )
 # The levels of src/ops.h, lowest first. Those that only add integer products are of use to few kernels.
 LEVELS = {

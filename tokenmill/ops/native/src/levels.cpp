@@ -62,15 +62,16 @@ struct Leaf {
 #endif
 }
 #elif defined(__aarch64__)
-// Signed products of bytes, four of them added in 32 bits.
+// Signed products of bytes, four of them added in 32 bits; and the atomic instructions of ARMv8.1, which the compiler may use
+// where it may use those.
 bool has_dotprod() {
 #if defined(__APPLE__)
     int there = 0;
     size_t size = sizeof there;
     return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there;
 #elif defined(__linux__)
-    constexpr unsigned long DOT_PRODUCTS = 1ul << 20;  // HWCAP_ASIMDDP
-    return getauxval(AT_HWCAP) & DOT_PRODUCTS;
+    constexpr unsigned long DOT_PRODUCTS = 1ul << 20, ATOMICS = 1ul << 8;  // HWCAP_ASIMDDP, HWCAP_ATOMICS
+    return (getauxval(AT_HWCAP) & (DOT_PRODUCTS | ATOMICS)) == (DOT_PRODUCTS | ATOMICS);
 #else
     return false;
 #endif
