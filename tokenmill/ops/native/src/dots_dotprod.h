@@ -17,10 +17,9 @@ constexpr int quarters_at_once(int rows) {
     return most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
-// sums[part][row][quarter], over the whole group or each of its halves.
+// sums[part][row][quarter] of the quarters from `from` on, over the whole group or each of its halves.
 template <class C, int ROWS, int COUNT>
-static inline void dots(const uint8_t* at, const uint8_t* fifth, const InputBlock* blocks,
-                        int32x4_t sums[PARTS<C>][ROWS][COUNT]) {
+static inline void dots(const uint8_t* group, int from, const InputBlock* blocks, int32x4_t sums[PARTS<C>][ROWS][COUNT]) {
     int8x16_t x[ROWS][2];
     for (int row = 0; row < ROWS; ++row) {
         for (int half = 0; half < 2; ++half) x[row][half] = vld1q_s8(blocks[row].q + 16 * half);
@@ -33,12 +32,13 @@ static inline void dots(const uint8_t* at, const uint8_t* fifth, const InputBloc
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < COUNT; ++quarter) {
             int8x16_t low, high;
-            unpack<C::BITS, J>(at + 16 * quarter, fifth + 2 * quarter, low, high);
+            unpack<C::BITS, J>(group, from + quarter, low, high);
 #pragma GCC unroll 4
             for (int row = 0; row < ROWS; ++row) {
                 int32x4_t &first = sums[0][row][quarter], &second = sums[PARTS<C> - 1][row][quarter];
                 first = vdotq_laneq_s32(first, low, x[row][0], J);
                 second = vdotq_laneq_s32(second, high, x[row][1], J);
+                if (ROWS > 2) now(first), now(second);
             }
         }
     });

@@ -28,29 +28,40 @@ static inline void four_times(Body body) {
     body(Number<0>{}), body(Number<1>{}), body(Number<2>{}), body(Number<3>{});
 }
 
-// Sixteen bits at `at` become the fifth of each code.
-static inline uint8x16_t with_fifth(uint8x16_t codes, const uint8_t* at) {
-    const uint8x16_t spread = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
-    const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    const uint8x16_t both = vreinterpretq_u8_u16(vdupq_n_u16(static_cast<uint16_t>(at[0] | at[1] << 8)));
-    return vbslq_u8(vdupq_n_u8(16), vtstq_u8(vqtbl1q_u8(both, spread), bit), codes);
+// The compiler would multiply in another order, keep codes and products until the end, and run out of registers.
+template <class T>
+static inline void now(T& sum) {
+    __asm__("" : "+w"(sum));
 }
 
-// The code vectors J and J + 4 of a quarter, signed where they have 8 bits; `at` is where the group's bytes of it begin, and
-// `fifth` where its fifth bits do.
+// The fifth bits of a quarter's codes, which are the quarter's 16 bits of the word at `at`, are put to the others.
+static inline uint8x16_t with_fifth(uint8x16_t codes, const uint8_t* at, int quarter) {
+    const uint8x16_t spread = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+    const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t here = vaddq_u8(spread, vdupq_n_u8(static_cast<uint8_t>(2 * quarter)));
+    const uint8x16_t word = vcombine_u8(vld1_u8(at), vdup_n_u8(0));
+    return vbslq_u8(vdupq_n_u8(16), vtstq_u8(vqtbl1q_u8(word, here), bit), codes);
+}
+
+// The code vector j of a quarter, of codes of eight bits.
+static inline int8x16_t signed_codes(const uint8_t* group, int quarter, int j) {
+    return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(group + 64 * j + 16 * quarter), vdupq_n_u8(0x80)));
+}
+
+// The code vectors J and J + 4 of a quarter, signed where they have 8 bits; `group` is the group's first byte.
 template <int BITS, int J>
-static inline void unpack(const uint8_t* at, const uint8_t* fifth, int8x16_t& low, int8x16_t& high) {
+static inline void unpack(const uint8_t* group, int quarter, int8x16_t& low, int8x16_t& high) {
+    const uint8_t* const at = group + 16 * quarter;
     if constexpr (BITS == 8) {
-        const uint8x16_t flip = vdupq_n_u8(0x80);
-        low = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(at + 64 * J), flip));
-        high = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(at + 64 * (J + 4)), flip));
+        low = signed_codes(group, quarter, J);
+        high = signed_codes(group, quarter, J + 4);
         return;
     }
     const uint8x16_t both = vld1q_u8(at + 64 * J);
     uint8x16_t first = vandq_u8(both, vdupq_n_u8(15)), second = vshrq_n_u8(both, 4);
     if constexpr (BITS == 5) {
-        first = with_fifth(first, fifth + 8 * J);
-        second = with_fifth(second, fifth + 8 * (J + 4));
+        first = with_fifth(first, group + 256 + 8 * J, quarter);
+        second = with_fifth(second, group + 256 + 8 * (J + 4), quarter);
     }
     if constexpr (BITS == 6) {
         const uint8x16_t two = vdupq_n_u8(48);
@@ -178,7 +189,7 @@ static inline void add_group(const uint8_t* chunk, int g, const InputBlock* bloc
         // are the same.
         if constexpr (COUNT < QUARTERS) __asm__("" : "+r"(blocks));
         int32x4_t sums[PARTS<C>][ROWS][COUNT];
-        dots<C, ROWS, COUNT>(codes + 16 * first, codes + 256 + 2 * first, blocks, sums);
+        dots<C, ROWS, COUNT>(codes, first, blocks, sums);
         const GroupScales<C, COUNT> scales(chunk, g, first);
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; ++row)
