@@ -37,10 +37,16 @@ class Level:
 
 
 _BASELINE = Level("baseline")
+_IN_ORDER = "-fno-schedule-insns"  # GCC would move loads up until the sums no longer fit in the registers
 _ARM = (
     _BASELINE,
-    Level("NEON"),  # which every ARM CPU of 64 bits has
-    Level("NEON dot product", ("-march=armv8.2-a+dotprod",), ("matrix", "ceilings"), "sdot v0.4s, v1.16b, v2.4b[0]"),
+    Level("NEON", (_IN_ORDER,)),  # which every ARM CPU of 64 bits has
+    Level(
+        "NEON dot product",
+        ("-march=armv8.2-a+dotprod", _IN_ORDER),
+        ("matrix", "ceilings"),
+        "sdot v0.4s, v1.16b, v2.4b[0]",
+    ),
 )
 # The levels of src/ops.h, lowest first. Those that only add integer products are of use to few kernels.
 LEVELS = {
