@@ -78,9 +78,9 @@ class _Unit:
     output: str
 
 
-def levels() -> tuple[Level, ...]:
-    """Those of this kind of CPU."""
-    return LEVELS.get(platform.machine(), (_BASELINE,))
+def levels(machine: str | None = None) -> tuple[Level, ...]:
+    """Those of a kind of CPU, or of this one."""
+    return LEVELS.get(machine or platform.machine(), (_BASELINE,))
 
 
 def find_compiler() -> str | None:
@@ -100,19 +100,29 @@ def fingerprint(extra: tuple[str, ...] = ()) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ...] = ()) -> None:
-    """Build into `target`, which appears complete or not at all: several processes may do this at once."""
-    compiler = find_compiler()
-    if compiler is None:
+def compile_library(
+    target: Path,
+    tell: Tell | None = None,
+    extra: tuple[str, ...] = (),
+    cross: tuple[str, ...] = (),
+    machine: str | None = None,
+) -> None:
+    """Build into `target`, which appears complete or not at all: several processes may do this at once.
+
+    For another kind of CPU: `machine` names it, and `cross` is the compiler's command.
+    """
+    here = find_compiler()
+    compiler = cross or ((here,) if here else ())
+    if not compiler:
         raise BuildError(f"there is no C++ compiler (looked for {', '.join(COMPILERS)})")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
         folder = Path(scratch)
-        units = _units(lambda level: _assembles(compiler, level, folder))
+        units = _units(levels(machine), lambda level: _assembles(compiler, level, folder))
 
         def compile_one(unit: _Unit) -> None:
             flags = [*FLAGS, *_MATH, *extra, *unit.flags]
-            _call([compiler, *flags, "-c", str(unit.source), "-o", str(folder / unit.output)])
+            _call([*compiler, *flags, "-c", str(unit.source), "-o", str(folder / unit.output)])
 
         if tell is not None:
             tell(0, len(units))
@@ -123,7 +133,7 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
                     tell(done, len(units))
         linked = folder / LIBRARY
         objects = [str(folder / unit.output) for unit in units]
-        _call([compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)])
+        _call([*compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)])
         os.replace(linked, target)
 
 
@@ -139,9 +149,9 @@ def forget_unused(folder: Path, keep: Path) -> None:
                 shutil.rmtree(build, ignore_errors=True)
 
 
-def _units(assembles: Callable[[Level], bool]) -> list[_Unit]:
+def _units(all_levels: tuple[Level, ...], assembles: Callable[[Level], bool]) -> list[_Unit]:
     kernels = sorted((SOURCES / "kernels").glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    known = {number: level for number, level in enumerate(levels()) if level.instruction is None or assembles(level)}
+    known = {number: level for number, level in enumerate(all_levels) if level.instruction is None or assembles(level)}
     # The largest files first, so that no core waits for the last one.
     units, listed = [], ""
     for kernel in kernels:
@@ -154,10 +164,10 @@ def _units(assembles: Callable[[Level], bool]) -> list[_Unit]:
     return units + [_Unit(source, (f"-DTM_COMPILED={listed}",), f"{source.stem}.o") for source in plain]
 
 
-def _assembles(compiler: str, level: Level, folder: Path) -> bool:
+def _assembles(compiler: tuple[str, ...], level: Level, folder: Path) -> bool:
     source = folder / "instruction.cpp"
     source.write_text(f'__asm__("{level.instruction}");\n')
-    command = [compiler, *level.flags, "-c", str(source), "-o", str(folder / "instruction.o")]
+    command = [*compiler, *level.flags, "-c", str(source), "-o", str(folder / "instruction.o")]
     return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
 
 

@@ -81,8 +81,8 @@ void pack_keys(const T* const* keys, [[maybe_unused]] const float* scales, int64
             for (int i = 0; i < 4; i++) r[i] = load4(keys[j + i] + d);
             if constexpr (scaled<T>)
                 for (int i = 0; i < 4; i++) r[i] *= scales[j + i];
-            transpose4(r);
-            for (int i = 0; i < 4; i++) std::memcpy(packed + (d + i) * kTile + j, &r[i], sizeof r[i]);
+            TM_TRANSPOSE4(r[0], r[1], r[2], r[3]);
+            for (int i = 0; i < 4; i++) store4(packed + (d + i) * kTile + j, r[i]);
         }
         for (; d < dim; d++)
             for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = read(keys, scales, j + i, d);

@@ -225,7 +225,9 @@ inline __m128 load4(const int8_t* p) {
 #endif
 }
 
-inline void transpose4(Four* r) { _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]); }
+inline void store4(float* p, Four x) { _mm_storeu_ps(p, x); }
+
+#define TM_TRANSPOSE4 _MM_TRANSPOSE4_PS
 #elif TM_LEVEL >= TM_NEON
 #define TM_FOUR
 typedef Vec Four;
@@ -235,14 +237,16 @@ inline Four load4(const T* p) {
     return load_wide(p);
 }
 
-inline void transpose4(Four* r) {
-    const float32x4x2_t low = vtrnq_f32((float32x4_t)r[0], (float32x4_t)r[1]);
-    const float32x4x2_t high = vtrnq_f32((float32x4_t)r[2], (float32x4_t)r[3]);
-    r[0] = (Vec)vcombine_f32(vget_low_f32(low.val[0]), vget_low_f32(high.val[0]));
-    r[1] = (Vec)vcombine_f32(vget_low_f32(low.val[1]), vget_low_f32(high.val[1]));
-    r[2] = (Vec)vcombine_f32(vget_high_f32(low.val[0]), vget_high_f32(high.val[0]));
-    r[3] = (Vec)vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
+inline void store4(float* p, Four x) { store(p, x); }
+
+inline void transpose4(Four& a, Four& b, Four& c, Four& d) {
+    const float32x4x2_t low = vtrnq_f32((float32x4_t)a, (float32x4_t)b), high = vtrnq_f32((float32x4_t)c, (float32x4_t)d);
+    a = (Vec)vcombine_f32(vget_low_f32(low.val[0]), vget_low_f32(high.val[0]));
+    b = (Vec)vcombine_f32(vget_low_f32(low.val[1]), vget_low_f32(high.val[1]));
+    c = (Vec)vcombine_f32(vget_high_f32(low.val[0]), vget_high_f32(high.val[0]));
+    d = (Vec)vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
 }
+#define TM_TRANSPOSE4 transpose4
 #endif
 
 // Sums and maxima over the lanes, always in the same order.
