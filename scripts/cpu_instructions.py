@@ -1,7 +1,7 @@
 """Counts the instructions of packed products on AVX2 and on ARM, by emulators: `python scripts/cpu_instructions.py`.
 
-Counts are no times: they say what the inner loop costs beside another one's, on no CPU in particular. Needs qemu-user, which
-runs one instruction at a time here, and g++-aarch64-linux-gnu; minutes of time.
+Counts are no times: they say how much work a product is beside another level's, on no CPU in particular. Needs g++,
+g++-aarch64-linux-gnu and qemu-user, which notes every instruction; takes minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from tokenmill.ops.native import build
 
 COLUMNS = 1024
 GROUPS = COLUMNS // 32
-FORMS = {"Q4_0": 3, "Q4_1": 4, "Q4_K": 5, "Q5_0": 6, "Q5_1": 7, "Q5_K": 8, "Q6_K": 9, "Q8_0": 10, "f32": 0, "f16": 1, "bf16": 2}
+FORMS = {  # of src/formats.h
+    **{"f32": 0, "f16": 1, "bf16": 2},
+    **{"Q4_0": 3, "Q4_1": 4, "Q4_K": 5, "Q5_0": 6, "Q5_1": 7, "Q5_K": 8, "Q6_K": 9, "Q8_0": 10},
+}
 # The product of some panels of zeros with some rows.
 PROGRAM = """
 #include <cstdlib>

@@ -16,7 +16,11 @@ from tokenmill.ops.native import build, library
 pytestmark = pytest.mark.slow  # a minute of compiling
 
 HERE = Path(__file__).parent
-EMULATOR, GCC, CLANG = "qemu-aarch64", "aarch64-linux-gnu-g++", ("clang++", *(f"clang++-{n}" for n in range(22, 12, -1)))
+EMULATOR, GCC, CLANG = (
+    "qemu-aarch64",
+    "aarch64-linux-gnu-g++",
+    ("clang++", *(f"clang++-{n}" for n in range(22, 12, -1))),
+)
 BASELINE, NEON, DOT_PRODUCT = range(3)  # of src/ops.h
 OLD, NEW = "cortex-a53", "neoverse-n1"  # a CPU without dot products and one with them
 TYPES = {name: np.dtype(name) for name in ("f4", "f2", "u2", "u1", "u4", "i1", "i4", "i8")} | {"b2": np.dtype("u2")}
@@ -64,7 +68,9 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.skip(f"there is no {EMULATOR} (Debian: qemu-user)")
     folder = tmp_path_factory.mktemp(request.param)
     build.compile_library(folder / build.LIBRARY, cross=compiler, machine="aarch64")
-    libc = subprocess.run([GCC, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True).stdout.strip()
+    libc = subprocess.run(
+        [GCC, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     yield Arm(folder, compiler, Path(libc).resolve().parents[1])
 
 
@@ -86,7 +92,9 @@ def here(native: library.Library, tmp_path_factory: pytest.TempPathFactory) -> C
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    program = link((compiler,), HERE / "level_results.cpp", native.path, tmp_path_factory.mktemp("here") / "level_results")
+    program = link(
+        (compiler,), HERE / "level_results.cpp", native.path, tmp_path_factory.mktemp("here") / "level_results"
+    )
     return lambda level: read(subprocess.run([program, str(level), "1"], capture_output=True, check=True).stdout)
 
 

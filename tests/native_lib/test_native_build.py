@@ -153,9 +153,7 @@ def test_a_process_has_one_library(quick_build: list[Path], tmp_path: Path) -> N
         ("arm64", ("NEON dot product",), "NEON"),
     ],
 )
-def test_levels_that_the_assembler_does_not_know_are_left_out(
-    machine: str, new: tuple[str, ...], kept: str
-) -> None:
+def test_levels_that_the_assembler_does_not_know_are_left_out(machine: str, new: tuple[str, ...], kept: str) -> None:
     levels = build.levels(machine)
     numbers = {level.name: number for number, level in enumerate(levels)}
     all_units, known = build._units(levels, lambda level: True), build._units(levels, lambda level: False)
