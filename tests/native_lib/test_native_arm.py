@@ -1,10 +1,10 @@
-"""The levels of ARM CPUs: cross-compiled, run by an emulator, and compared with what this CPU gives for the same inputs."""
+"""The levels of ARM CPUs: cross-compiled, run by an emulator, compared with what this CPU gives for the same inputs."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,8 @@ from tokenmill.ops.native import build, library
 pytestmark = pytest.mark.slow  # a minute of compiling
 
 HERE = Path(__file__).parent
-EMULATOR, GCC, CLANG = (
-    "qemu-aarch64",
-    "aarch64-linux-gnu-g++",
-    ("clang++", *(f"clang++-{n}" for n in range(22, 12, -1))),
-)
+EMULATOR, GCC = "qemu-aarch64", "aarch64-linux-gnu-g++"
+CLANG = ("clang++", *(f"clang++-{version}" for version in range(22, 12, -1)))
 BASELINE, NEON, DOT_PRODUCT = range(3)  # of src/ops.h
 OLD, NEW = "cortex-a53", "neoverse-n1"  # a CPU without dot products and one with them
 TYPES = {name: np.dtype(name) for name in ("f4", "f2", "u2", "u1", "u4", "i1", "i4", "i8")} | {"b2": np.dtype("u2")}
@@ -57,7 +54,7 @@ def find(kind: str) -> tuple[str, ...] | None:
 
 
 @pytest.fixture(scope="module", params=["gcc", "clang"])
-def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arm]:
+def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Arm:
     """The library as build.py makes it on an ARM machine."""
     compiler = find(request.param)
     if build.platform.machine() in ("aarch64", "arm64"):
@@ -68,10 +65,8 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.skip(f"there is no {EMULATOR} (Debian: qemu-user)")
     folder = tmp_path_factory.mktemp(request.param)
     build.compile_library(folder / build.LIBRARY, cross=compiler, machine="aarch64")
-    libc = subprocess.run(
-        [GCC, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    yield Arm(folder, compiler, Path(libc).resolve().parents[1])
+    asked = subprocess.run([GCC, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True)
+    return Arm(folder, compiler, Path(asked.stdout.strip()).resolve().parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +141,7 @@ def test_every_op_gives_what_it_gives_here(
 def test_packed_and_dense_products_have_the_bits_of_avx2(
     arm: Arm, results: Callable[[str, int], Results], here: Callable[[int], Results], native: library.Library
 ) -> None:
-    """The same steps in floats. Around them, compilers choose themselves what they contract: so only where it is the same."""
+    """The same steps in floats. Around them, compilers choose what they contract: so only where it is the same one."""
     compiler = build.find_compiler()
     said = subprocess.run([str(compiler), "--version"], capture_output=True, text=True).stdout
     if "Free Software Foundation" not in said or arm.compiler != (GCC,):
