@@ -8,104 +8,118 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.ops.native import build
 
-COLUMNS = 1024
-GROUPS = COLUMNS // 32
+COLUMNS = 512
+PANELS = (2, 4)  # of a matrix: the difference is what two panels cost
 FORMS = {  # of src/formats.h
     **{"f32": 0, "f16": 1, "bf16": 2},
     **{"Q4_0": 3, "Q4_1": 4, "Q4_K": 5, "Q5_0": 6, "Q5_1": 7, "Q5_K": 8, "Q6_K": 9, "Q8_0": 10},
 }
-# The product of some panels of zeros with some rows.
+# Products of panels of zeros, for each form, number of rows and number of panels; `mark` stands before and
+# behind each of them.
 PROGRAM = """
 #include <cstdlib>
 #include "matrix.h"
 extern "C" { int tm_run(uint32_t, const void*); int tm_set_level(int); }
 using namespace mill;
-int main(int, char** given) {
-    const int level = atoi(given[1]), form = atoi(given[2]), rows = atoi(given[3]), panels = atoi(given[4]);
+extern "C" __attribute__((noinline)) void mark() { __asm__ volatile(""); }
+int main(int count, char** given) {
+    const int level = atoi(given[1]), columns = atoi(given[2]);
     if (tm_set_level(level) != level) return 3;
-    const size_t bytes = size_t(8 * panel_bytes(form, COLUMNS));
-    uint8_t* memory = static_cast<uint8_t*>(aligned_alloc(64, bytes));
-    for (size_t i = 0; i < bytes; ++i) memory[i] = 0;
-    float* x = static_cast<float*>(calloc(size_t(rows * COLUMNS), 4));
-    float* out = static_cast<float*>(calloc(size_t(rows * 8 * PANEL), 4));
-    for (int i = 0; i < rows * COLUMNS; ++i) x[i] = 1;
-    MatmulArgs a{x, COLUMNS, out, 8 * PANEL, nullptr, rows, COLUMNS, 1, {{memory, panels * PANEL, form}}};
-    return tm_run(MATMUL, &a);
+    uint8_t* memory = static_cast<uint8_t*>(aligned_alloc(64, size_t(4 * panel_bytes(F32, columns))));
+    for (int64_t i = 0; i < 4 * panel_bytes(F32, columns); ++i) memory[i] = 0;
+    float* out = static_cast<float*>(calloc(16 * 4 * PANEL, 4));
+    float* x = static_cast<float*>(calloc(size_t(16 * columns), 4));
+    for (int i = 0; i < 16 * columns; ++i) x[i] = 1;
+    for (int i = 3; i + 2 < count; i += 3) {
+        const int form = atoi(given[i]), rows = atoi(given[i + 1]), panels = atoi(given[i + 2]);
+        MatmulArgs a{x, columns, out, 4 * PANEL, nullptr, rows, columns, 1, {{memory, panels * PANEL, form}}};
+        tm_run(MATMUL, &a);  // memory that is needed is there afterwards
+        mark();
+        tm_run(MATMUL, &a);
+        mark();
+    }
 }
 """
+PLAIN = ("levels", "pool", "thread_scratch")
 
 
 @dataclass(frozen=True)
 class Target:
-    name: str
-    machine: str
-    compiler: tuple[str, ...]
-    emulator: tuple[str, ...]
     level: str
+    machine: str
+    compiler: str
+    emulator: str
 
     @property
     def number(self) -> int:
         return [level.name for level in build.levels(self.machine)].index(self.level)
 
 
-ARM = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max")
 TARGETS = (
-    Target("AVX2", "x86_64", ("g++",), ("qemu-x86_64", "-cpu", "max"), "AVX2"),
-    Target("NEON", "aarch64", ("aarch64-linux-gnu-g++",), ARM, "NEON"),
-    Target("NEON dot product", "aarch64", ("aarch64-linux-gnu-g++",), ARM, "NEON dot product"),
+    Target("AVX2", "x86_64", "g++", "qemu-x86_64"),
+    Target("NEON", "aarch64", "aarch64-linux-gnu-g++", "qemu-aarch64"),
+    Target("NEON dot product", "aarch64", "aarch64-linux-gnu-g++", "qemu-aarch64"),
 )
 
 
 def compiled(target: Target, folder: Path) -> Path:
-    place = folder / target.machine
-    program = place / "product"
-    if not program.exists():
-        build.compile_library(place / build.LIBRARY, cross=target.compiler, machine=target.machine)
-        source = place / "product.cpp"
-        source.write_text(PROGRAM.replace("COLUMNS", str(COLUMNS)))
-        flags = ["-std=c++17", "-O2", f"-I{build.SOURCES}", f"-Wl,-rpath,{place}"]
-        command = [*target.compiler, *flags, str(source), str(place / build.LIBRARY), "-o", str(program)]
-        subprocess.run(command, check=True)
+    """A program of the matrix kernels of one level and what they need."""
+    kernel, source, program = folder / "matrix.o", folder / "program.cpp", folder / "program"
+    source.write_text(PROGRAM)
+    flags = [target.compiler, *build.FLAGS, *build.MATH, f"-I{build.SOURCES}"]
+    own = [f"-DTM_LEVEL={target.number}", *build.levels(target.machine)[target.number].flags]
+    subprocess.run([*flags, *own, "-c", str(build.SOURCES / "kernels" / "matrix.cpp"), "-o", str(kernel)], check=True)
+    plain = [str(build.SOURCES / f"{name}.cpp") for name in PLAIN]
+    listed = f"-DTM_COMPILED=TM_SOURCE(matrix, {target.number})"
+    subprocess.run([*flags, "-static", listed, str(source), *plain, str(kernel), "-o", str(program)], check=True)
     return program
 
 
-def count(target: Target, program: Path, form: int, rows: int, panels: int) -> int:
-    said = subprocess.run([target.emulator[0], "-h"], capture_output=True, text=True).stdout
+def counted(target: Target, program: Path, cases: list[tuple[int, int, int]]) -> list[int]:
+    """The instructions of each case."""
+    said = subprocess.run([target.emulator, "-h"], capture_output=True, text=True).stdout
     single = "-one-insn-per-tb" if "one-insn-per-tb" in said else "-singlestep"
     log = program.parent / "log"
-    command = [*target.emulator, single, "-d", "exec,nochain", "-D", str(log), str(program)]
-    subprocess.run([*command, *map(str, (target.number, form, rows, panels))], check=True)
+    command = [target.emulator, "-cpu", "max", single, "-d", "exec,nochain", "-D", str(log), str(program)]
+    numbers = [target.number, COLUMNS, *(number for case in cases for number in case)]
+    subprocess.run([*command, *map(str, numbers)], check=True)
+    counts, marked = [0], False
     with log.open("rb") as lines:
-        found = sum(line.startswith(b"Trace") for line in lines)
+        for line in lines:
+            if not line.startswith(b"Trace"):
+                continue
+            here = line.endswith(b" mark\n")
+            if here and not marked:
+                counts.append(0)
+            marked = here
+            counts[-1] += 1
     log.unlink()
-    return found
+    return counts[1::2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forms", default="Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0,f32,bf16")
-    parser.add_argument("--rows", default="1,4", help="of inputs; dense forms take 6 in the place of 4")
+    parser.add_argument("--rows", default="1,4", help="of inputs")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        programs = {target: compiled(target, Path(folder)) for target in TARGETS}
-        print("instructions for 32 columns of 16 outputs")
-        print(f"{'form':6} {'rows':>4}" + "".join(f"{target.name:>18}" for target in TARGETS))
-        for name in given.forms.split(","):
-            for rows in map(int, given.rows.split(",")):
-                rows = 6 if rows == 4 and FORMS[name] <= 2 else rows
-                cells = []
-                for target, program in programs.items():
-                    few, many = (count(target, program, FORMS[name], rows, panels) for panels in (4, 8))
-                    cells.append(f"{(many - few) / 4 / GROUPS:18.1f}")
-                print(f"{name:6} {rows:4}" + "".join(cells), flush=True)
+    chosen = [(name, rows) for name in given.forms.split(",") for rows in map(int, given.rows.split(","))]
+    cases = [(FORMS[name], rows, panels) for name, rows in chosen for panels in PANELS]
+    table = []
+    for target in TARGETS:
+        with tempfile.TemporaryDirectory() as folder:
+            counts = counted(target, compiled(target, Path(folder)), cases)
+        table.append([(many - few) / 2 / (COLUMNS / 32) for few, many in zip(counts[::2], counts[1::2], strict=True)])
+    print("instructions of 32 columns of 16 outputs")
+    print("| form | rows |" + "".join(f" {target.level} |" for target in TARGETS))
+    for number, (name, rows) in enumerate(chosen):
+        print(f"| {name} | {rows} |" + "".join(f" {column[number]:.0f} |" for column in table))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

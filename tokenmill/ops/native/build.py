@@ -20,7 +20,7 @@ SOURCES = Path(__file__).parent / "src"
 LIBRARY = "libtokenmill_native.so"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
-_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")  # but no -ffast-math: NaN must stay NaN
+MATH = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")  # but no -ffast-math: NaN must stay NaN
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _VNNI = (*_AVX2, *_AVX512, "-mavx512vnni")
@@ -93,7 +93,7 @@ def fingerprint(extra: tuple[str, ...] = ()) -> str:
     Not with the compiler, which would have to be asked at every start: a library from an assembler that left a level
     out stays until the next change, or until its folder is removed.
     """
-    digest = hashlib.sha256(repr((FLAGS, _MATH, LEVELS, extra, platform.machine())).encode())
+    digest = hashlib.sha256(repr((FLAGS, MATH, LEVELS, extra, platform.machine())).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():
             digest.update(str(path.relative_to(SOURCES)).encode() + path.read_bytes())
@@ -121,7 +121,7 @@ def compile_library(
         units = _units(levels(machine), lambda level: _assembles(compiler, level, folder))
 
         def compile_one(unit: _Unit) -> None:
-            flags = [*FLAGS, *_MATH, *extra, *unit.flags]
+            flags = [*FLAGS, *MATH, *extra, *unit.flags]
             _call([*compiler, *flags, "-c", str(unit.source), "-o", str(folder / unit.output)])
 
         if tell is not None:

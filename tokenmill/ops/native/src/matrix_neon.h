@@ -253,29 +253,19 @@ static inline void multiply(const uint8_t* panel, int64_t columns, const Rows& r
         }
 }
 
-// `width` of the 4 columns of this quarter.
-static inline void put(float32x4_t total, float* out, int64_t width, const float* bias) {
-    if (width >= 4) {
-        vst1q_f32(out, bias ? vaddq_f32(total, vld1q_f32(bias)) : total);
-        return;
-    }
-    float parts[4];
-    vst1q_f32(parts, total);
-    for (int lane = 0; lane < width; ++lane) out[lane] = bias ? parts[lane] + bias[lane] : parts[lane];
-}
-
-// Writes sums to the rows of `out`, `width` columns of them.
+// Writes sums to the rows of `out`, `width` columns of them. They go through memory here, whole: where it depended on a
+// width which of them is written, the compiler would keep all of them in memory while they are added to.
 template <int COUNT, int ROWS>
-static inline void put_all(const float32x4_t (&sums)[COUNT][ROWS], float* out, int64_t out_stride, int64_t width,
-                           const float* bias) {
-    // A loop that is not unrolled would keep all sums in memory.
+__attribute__((always_inline)) static inline void put_all(const float32x4_t (&sums)[COUNT][ROWS], float* out,
+                                                          int64_t out_stride, int64_t width, const float* bias) {
+    float rows[ROWS][4 * COUNT];
 #pragma GCC unroll 16
     for (int quarter = 0; quarter < COUNT; ++quarter)
 #pragma GCC unroll 6
-        for (int row = 0; row < ROWS; ++row)
-            if (4 * quarter < width)
-                put(sums[quarter][row], out + row * out_stride + 4 * quarter, width - 4 * quarter,
-                    bias ? bias + 4 * quarter : nullptr);
+        for (int row = 0; row < ROWS; ++row) vst1q_f32(rows[row] + 4 * quarter, sums[quarter][row]);
+    for (int row = 0; row < ROWS; ++row)
+        for (int64_t column = 0; column < width; ++column)
+            out[row * out_stride + column] = bias ? rows[row][column] + bias[column] : rows[row][column];
 }
 
 template <class C, int ROWS>
@@ -286,18 +276,27 @@ static void product(const uint8_t* panel, int64_t columns, const Rows& rows, flo
     put_all(totals, out, out_stride, width, bias);
 }
 
+// Two quarters of a column.
 struct DenseF32 {
     static constexpr int BYTES = 4;
-    static inline float32x4_t load4(const uint8_t* at) { return vreinterpretq_f32_u8(vld1q_u8(at)); }
+    static inline void load(const uint8_t* at, float32x4_t weights[2]) {
+        for (int i = 0; i < 2; ++i) weights[i] = vreinterpretq_f32_u8(vld1q_u8(at + 16 * i));
+    }
 };
 struct DenseF16 {
     static constexpr int BYTES = 2;
-    static inline float32x4_t load4(const uint8_t* at) { return halves(at); }
+    static inline void load(const uint8_t* at, float32x4_t weights[2]) {
+        const float16x8_t both = vreinterpretq_f16_u8(vld1q_u8(at));
+        weights[0] = vcvt_f32_f16(vget_low_f16(both));
+        weights[1] = vcvt_high_f32_f16(both);
+    }
 };
 struct DenseBF16 {
     static constexpr int BYTES = 2;
-    static inline float32x4_t load4(const uint8_t* at) {
-        return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(at))), 16));
+    static inline void load(const uint8_t* at, float32x4_t weights[2]) {
+        const uint16x8_t both = vreinterpretq_u16_u8(vld1q_u8(at)), zero = vdupq_n_u16(0);
+        weights[0] = vreinterpretq_f32_u16(vzip1q_u16(zero, both));
+        weights[1] = vreinterpretq_f32_u16(vzip2q_u16(zero, both));
     }
 };
 
@@ -316,10 +315,14 @@ static void product_dense(const uint8_t* panels, int64_t apart, int64_t columns,
         for (int row = 0; row < ROWS; ++row) sums[quarter][row] = vdupq_n_f32(0);
     for (int64_t k = 0; k < columns; ++k) {
 #pragma GCC unroll 16
-        for (int quarter = 0; quarter < QUARTERS * PANELS; ++quarter) {
-            const float32x4_t weights = D::load4(panels + quarter / QUARTERS * apart + quarter % QUARTERS * 4 * D::BYTES);
+        for (int quarter = 0; quarter < QUARTERS * PANELS; quarter += 2) {
+            float32x4_t weights[2];
+            D::load(panels + quarter / QUARTERS * apart + quarter % QUARTERS * 4 * D::BYTES, weights);
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i)
 #pragma GCC unroll 6
-            for (int row = 0; row < ROWS; ++row) sums[quarter][row] = vfmaq_n_f32(sums[quarter][row], weights, x[row]);
+                for (int row = 0; row < ROWS; ++row)
+                    sums[quarter + i][row] = vfmaq_n_f32(sums[quarter + i][row], weights[i], x[row]);
         }
         panels += D::BYTES * PANEL;
         x += stride;
