@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tokenmill.bench.cpu import DECODE, PEAK, PREFILL, ContenderFigures, Setup, batch_column, compare, prompts
 from tokenmill.bench.cpu_scaling import draw, scaling
-from tokenmill.bench.cpu_table import notes, table
+from tokenmill.bench.cpu_table import machine, notes, table
 from tokenmill.bench.peers import KINDS, Contender, contenders
 from tokenmill.bench.peers.host import SERVE, PeerWorker, WorkerFailed
 from tokenmill.bench.plot import Series, chart
@@ -331,3 +331,9 @@ def test_the_worker_keeps_its_answers_apart_from_what_engines_print(tmp_path: Pa
         assert worker.ask("prepare", 20, source="s", variant="v", folder="g") == {"model": "g"}
     finally:
         worker.close()
+
+
+def test_features_of_an_arm_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\nFeatures\t: fp asimd crc32 asimddp\n")
+    assert machine()["features"] == ["asimd", "asimddp"]
