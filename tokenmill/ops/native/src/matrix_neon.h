@@ -263,9 +263,14 @@ __attribute__((always_inline)) static inline void put_all(const float32x4_t (&su
     for (int quarter = 0; quarter < COUNT; ++quarter)
 #pragma GCC unroll 6
         for (int row = 0; row < ROWS; ++row) vst1q_f32(rows[row] + 4 * quarter, sums[quarter][row]);
-    for (int row = 0; row < ROWS; ++row)
-        for (int64_t column = 0; column < width; ++column)
-            out[row * out_stride + column] = bias ? rows[row][column] + bias[column] : rows[row][column];
+    for (int row = 0; row < ROWS; ++row, out += out_stride) {
+        int64_t column = 0;
+        for (; column + 4 <= width; column += 4) {
+            const float32x4_t four = vld1q_f32(rows[row] + column);
+            vst1q_f32(out + column, bias ? vaddq_f32(four, vld1q_f32(bias + column)) : four);
+        }
+        for (; column < width; ++column) out[column] = bias ? rows[row][column] + bias[column] : rows[row][column];
+    }
 }
 
 template <class C, int ROWS>
