@@ -132,7 +132,7 @@ def far(one: Results, other: Results) -> list[str]:
 
 
 @pytest.mark.parametrize(("cpu", "level"), [(OLD, BASELINE), (OLD, NEON), (NEW, DOT_PRODUCT)])
-def test_every_op_gives_what_it_gives_here(
+def test_ops_give_what_they_give_here(
     cpu: str, level: int, results: Callable[[str, int], Results], here: Callable[[int], Results]
 ) -> None:
     assert not far(results(cpu, level), here(BASELINE))
