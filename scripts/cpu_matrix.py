@@ -16,7 +16,10 @@ from tokenmill.ops.native.library import LEVEL_NAMES, Library, library
 from tokenmill.ops.native.matrix import PackedMatrix
 
 READ_ALL, MULTIPLY_BYTES = 4, 5  # src/matrix.h
-MACS = (1, 8 * 32, 8 * 32, 8 * 32, 12 * 64, 12 * 64)  # of one repeat, by level; AVX-VNNI and AMX have none
+MACS = {  # of one repeat; AVX-VNNI, AVX-512 and AMX have none of their own
+    "baseline": 1, "AVX2": 8 * 32, "AVX-VNNI": 8 * 32, "AVX-512": 8 * 32, "AVX-512 VNNI": 12 * 64, "AMX": 12 * 64,
+    "NEON": 12 * 8, "NEON dot product": 12 * 16,
+}  # fmt: skip
 
 
 class CeilingArgs(ctypes.Structure):
@@ -47,7 +50,7 @@ def ceilings(native: Library, clock: Callable[[], float]) -> tuple[float, float]
     seconds = best(lambda: native.run(READ_ALL, read), clock, 0.5)
     work = CeilingArgs(None, 0, 200_000, sink.data_ptr())
     busy = best(lambda: native.run(MULTIPLY_BYTES, work), clock, 0.5)
-    return len(memory) / seconds / 1e9, 2 * MACS[native.level] * work.repeats * native.threads / busy / 1e9
+    return len(memory) / seconds / 1e9, 2 * MACS[LEVEL_NAMES[native.level]] * work.repeats * native.threads / busy / 1e9
 
 
 def matrices(form: PanelForm, rows: int, columns: int, total: int, arena: Arena) -> list[PackedMatrix]:

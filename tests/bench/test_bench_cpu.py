@@ -29,7 +29,7 @@ from tokenmill.bench.cpu import (
     prompts,
 )
 from tokenmill.bench.cpu_scaling import draw, scaling
-from tokenmill.bench.cpu_table import notes, table
+from tokenmill.bench.cpu_table import machine, notes, table
 from tokenmill.bench.peers import KINDS, Contender, contenders
 from tokenmill.bench.peers.host import SERVE, PeerWorker, WorkerFailed
 from tokenmill.bench.peers.serve import clock_of
@@ -395,3 +395,9 @@ def test_a_folder_beside_the_file_is_its_safetensors(tmp_path: Path) -> None:
         assert worker.ask("prepare", 120, **question) == {"model": str(beside)}
     finally:
         worker.close()
+
+
+def test_features_of_an_arm_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\nFeatures\t: fp asimd crc32 asimddp\n")
+    assert machine()["features"] == ["asimd", "asimddp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def numpy_features(level: str) -> str:
 def main() -> None:
     if len(sys.argv) < 3 or sys.argv[1] not in LEVELS:
         sys.exit(f"usage: python tests/cpu_level {{{','.join(LEVELS)}}} ARGUMENTS OF PYTHON...")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        sys.exit(f"these levels are of x86 CPUs, and this is {platform.machine()}: run the tests without one")
     level, *arguments = sys.argv[1:]
     environment = os.environ | LEVELS[level] | {"NPY_DISABLE_CPU_FEATURES": numpy_features(level)}
     # Python imports the sitecustomize that lies beside this file, here and in every process that a test starts.

@@ -145,22 +145,41 @@ def test_a_process_has_one_library(quick_build: list[Path], tmp_path: Path) -> N
     assert library.load.__wrapped__() is found and len(quick_build) == 1
 
 
-def test_levels_that_the_assembler_does_not_know_are_left_out() -> None:
-    if build.platform.machine() not in build.LEVELS:
-        pytest.skip("there is one level here")
-    new = {f"matrix_{library.LEVEL_NAMES.index(name)}.o" for name in ("AVX-VNNI", "AMX")}
-    all_units, known = build._units(lambda instruction: True), build._units(lambda instruction: False)
-    assert {unit.output for unit in all_units} - {unit.output for unit in known} == new
+@pytest.mark.parametrize(
+    ("machine", "new", "kept"),
+    [
+        ("x86_64", ("AVX-VNNI", "AMX"), "AVX-512 VNNI"),
+        ("aarch64", ("NEON dot product",), "NEON"),
+        ("arm64", ("NEON dot product",), "NEON"),
+    ],
+)
+def test_levels_that_the_assembler_does_not_know_are_left_out(machine: str, new: tuple[str, ...], kept: str) -> None:
+    levels = build.levels(machine)
+    numbers = {level.name: number for number, level in enumerate(levels)}
+    all_units, known = build._units(levels, lambda level: True), build._units(levels, lambda level: False)
+    gone = {unit.output for unit in all_units} - {unit.output for unit in known}
+    assert {f"matrix_{numbers[name]}.o" for name in new} == {name for name in gone if name.startswith("matrix_")}
     (listed,) = (unit.flags[0] for unit in known if unit.source.stem == "levels")
-    assert "(matrix, 4)" in listed and "(matrix, 5)" not in listed and "(matrix, 2)" not in listed
+    assert f"(matrix, {numbers[kept]})" in listed
+    assert all(f"(matrix, {numbers[name]})" not in listed for name in new)
+
+
+def test_a_kind_of_cpu_that_has_no_levels_gets_the_plain_kernels() -> None:
+    levels = build.levels("riscv64")
+    assert [level.name for level in levels] == ["baseline"]
+    flags = {flag for unit in build._units(levels, lambda level: False) for flag in unit.flags}
+    assert {flag for flag in flags if flag.startswith("-DTM_LEVEL")} == {"-DTM_LEVEL=0"}
 
 
 def test_whether_an_instruction_is_known_is_asked_of_the_assembler(tmp_path: Path) -> None:
-    compiler = build.find_compiler()
-    if compiler is None or build.platform.machine() != "x86_64":
+    found = build.find_compiler()
+    if found is None or build.platform.machine() != "x86_64":
         pytest.skip("there is no C++ compiler for x86")
-    assert build._assembles(compiler, "paddd %xmm0, %xmm1", tmp_path)
-    assert not build._assembles(compiler, "no_such_instruction %xmm0, %xmm1", tmp_path)
+    compiler = (found,)
+    assert build._assembles(compiler, build.Level("old", instruction="paddd %xmm0, %xmm1"), tmp_path)
+    assert not build._assembles(compiler, build.Level("new", instruction="no_such_instruction %xmm0, %xmm1"), tmp_path)
+    strange = build.Level("strange", ("-mno-such-extension",), instruction="paddd %xmm0, %xmm1")
+    assert not build._assembles(compiler, strange, tmp_path)  # nor does a compiler that does not know the level's flags
 
 
 def test_a_damaged_library_is_reported(tmp_path: Path) -> None:

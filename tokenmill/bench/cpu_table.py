@@ -12,7 +12,10 @@ from tokenmill.bench.cpu import SINGLES, Column, ContenderFigures, Setup
 from tokenmill.bench.peers import OURS
 
 # What of a CPU's features decides how fast small models run; the names are Linux's.
-FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
+FEATURES = (
+    *("avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),  # of ARM CPUs
+)
 
 
 def table(columns: list[Column], rows: list[ContenderFigures]) -> list[str]:
@@ -55,7 +58,7 @@ def machine() -> dict[str, Any]:
     if described.exists():
         lines = [line.partition(":") for line in described.read_text().splitlines()]
         entries = {key.strip(): value.strip() for key, _, value in lines}
-        name, flags = entries.get("model name", name), entries.get("flags", "")
+        name, flags = entries.get("model name", name), entries.get("flags") or entries.get("Features", "")
     return {
         "cpu": name,
         "cores": os.cpu_count(),

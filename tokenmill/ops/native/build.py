@@ -20,7 +20,7 @@ SOURCES = Path(__file__).parent / "src"
 LIBRARY = "libtokenmill_native.so"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
-_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")  # but no -ffast-math: NaN must stay NaN
+MATH = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")  # but no -ffast-math: NaN must stay NaN
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _VNNI = (*_AVX2, *_AVX512, "-mavx512vnni")
@@ -30,21 +30,36 @@ _VNNI = (*_AVX2, *_AVX512, "-mavx512vnni")
 class Level:
     """What a CPU level is compiled with. Kernels that it does not name are served by the level below."""
 
+    name: str
     flags: tuple[str, ...] = ()
     kernels: tuple[str, ...] | None = None  # None: all of them
     instruction: str | None = None  # which old assemblers do not know: they leave the level out
 
 
+_BASELINE = Level("baseline")
+_IN_ORDER = "-fno-schedule-insns"  # GCC would move loads up until the sums no longer fit in the registers
+_ARM = (
+    _BASELINE,
+    Level("NEON", (_IN_ORDER,)),  # which every ARM CPU of 64 bits has
+    Level(
+        "NEON dot product",
+        ("-march=armv8.2-a+dotprod", _IN_ORDER),
+        ("matrix", "ceilings"),
+        "sdot v0.4s, v1.16b, v2.4b[0]",
+    ),
+)
 # The levels of src/ops.h, lowest first. Those that only add integer products are of use to few kernels.
 LEVELS = {
     "x86_64": (
-        Level(),
-        Level(_AVX2),
-        Level(_AVX2, ("matrix",), "{vex} vpdpbusd %ymm0, %ymm1, %ymm2"),
-        Level((*_AVX2, *_AVX512)),
-        Level(_VNNI, ("matrix", "ceilings")),
-        Level(_VNNI, ("matrix",), "tdpbssd %tmm0, %tmm1, %tmm2"),
+        _BASELINE,
+        Level("AVX2", _AVX2),
+        Level("AVX-VNNI", _AVX2, ("matrix",), "{vex} vpdpbusd %ymm0, %ymm1, %ymm2"),
+        Level("AVX-512", (*_AVX2, *_AVX512)),
+        Level("AVX-512 VNNI", _VNNI, ("matrix", "ceilings")),
+        Level("AMX", _VNNI, ("matrix",), "tdpbssd %tmm0, %tmm1, %tmm2"),
     ),
+    "aarch64": _ARM,
+    "arm64": _ARM,  # the same CPUs, as macOS calls them
 }
 
 UNUSED_DAYS = 30  # after which a build is forgotten
@@ -63,6 +78,11 @@ class _Unit:
     output: str
 
 
+def levels(machine: str | None = None) -> tuple[Level, ...]:
+    """Those of a kind of CPU, or of this one."""
+    return LEVELS.get(machine or platform.machine(), (_BASELINE,))
+
+
 def find_compiler() -> str | None:
     return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
@@ -73,26 +93,36 @@ def fingerprint(extra: tuple[str, ...] = ()) -> str:
     Not with the compiler, which would have to be asked at every start: a library from an assembler that left a level
     out stays until the next change, or until its folder is removed.
     """
-    digest = hashlib.sha256(repr((FLAGS, _MATH, LEVELS, extra, platform.machine())).encode())
+    digest = hashlib.sha256(repr((FLAGS, MATH, LEVELS, extra, platform.machine())).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():
             digest.update(str(path.relative_to(SOURCES)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ...] = ()) -> None:
-    """Build into `target`, which appears complete or not at all: several processes may do this at once."""
-    compiler = find_compiler()
-    if compiler is None:
+def compile_library(
+    target: Path,
+    tell: Tell | None = None,
+    extra: tuple[str, ...] = (),
+    cross: tuple[str, ...] = (),
+    machine: str | None = None,
+) -> None:
+    """Build into `target`, which appears complete or not at all: several processes may do this at once.
+
+    For another kind of CPU: `machine` names it, and `cross` is the compiler's command.
+    """
+    here = find_compiler()
+    compiler = cross or ((here,) if here else ())
+    if not compiler:
         raise BuildError(f"there is no C++ compiler (looked for {', '.join(COMPILERS)})")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
         folder = Path(scratch)
-        units = _units(lambda instruction: _assembles(compiler, instruction, folder))
+        units = _units(levels(machine), lambda level: _assembles(compiler, level, folder))
 
         def compile_one(unit: _Unit) -> None:
-            flags = [*FLAGS, *_MATH, *extra, *unit.flags]
-            _call([compiler, *flags, "-c", str(unit.source), "-o", str(folder / unit.output)])
+            flags = [*FLAGS, *MATH, *extra, *unit.flags]
+            _call([*compiler, *flags, "-c", str(unit.source), "-o", str(folder / unit.output)])
 
         if tell is not None:
             tell(0, len(units))
@@ -103,7 +133,7 @@ def compile_library(target: Path, tell: Tell | None = None, extra: tuple[str, ..
                     tell(done, len(units))
         linked = folder / LIBRARY
         objects = [str(folder / unit.output) for unit in units]
-        _call([compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)])
+        _call([*compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)])
         os.replace(linked, target)
 
 
@@ -119,17 +149,13 @@ def forget_unused(folder: Path, keep: Path) -> None:
                 shutil.rmtree(build, ignore_errors=True)
 
 
-def _units(assembles: Callable[[str], bool]) -> list[_Unit]:
+def _units(all_levels: tuple[Level, ...], assembles: Callable[[Level], bool]) -> list[_Unit]:
     kernels = sorted((SOURCES / "kernels").glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    levels = {
-        number: level
-        for number, level in enumerate(LEVELS.get(platform.machine(), (Level(),)))
-        if level.instruction is None or assembles(level.instruction)
-    }
+    known = {number: level for number, level in enumerate(all_levels) if level.instruction is None or assembles(level)}
     # The largest files first, so that no core waits for the last one.
     units, listed = [], ""
     for kernel in kernels:
-        for number, level in levels.items():
+        for number, level in known.items():
             if level.kernels is None or kernel.stem in level.kernels:
                 flags = (f"-DTM_LEVEL={number}", f"-I{SOURCES}", *level.flags)
                 units.append(_Unit(kernel, flags, f"{kernel.stem}_{number}.o"))
@@ -138,10 +164,10 @@ def _units(assembles: Callable[[str], bool]) -> list[_Unit]:
     return units + [_Unit(source, (f"-DTM_COMPILED={listed}",), f"{source.stem}.o") for source in plain]
 
 
-def _assembles(compiler: str, instruction: str, folder: Path) -> bool:
+def _assembles(compiler: tuple[str, ...], level: Level, folder: Path) -> bool:
     source = folder / "instruction.cpp"
-    source.write_text(f'__asm__("{instruction}");\n')
-    command = [compiler, "-c", str(source), "-o", str(folder / "instruction.o")]
+    source.write_text(f'__asm__("{level.instruction}");\n')
+    command = [*compiler, *level.flags, "-c", str(source), "-o", str(folder / "instruction.o")]
     return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
 
 

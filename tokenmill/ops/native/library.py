@@ -15,7 +15,7 @@ from tokenmill.cache import Chosen, Folder, cannot_keep, native_dir, temporary, 
 from tokenmill.errors import ConfigError, PeerLostError
 from tokenmill.ops.native import build
 
-LEVEL_NAMES = ("baseline", "AVX2", "AVX-VNNI", "AVX-512", "AVX-512 VNNI", "AMX")  # src/ops.h
+LEVEL_NAMES = tuple(level.name for level in build.levels())
 
 WHAT = "the native CPU library"
 

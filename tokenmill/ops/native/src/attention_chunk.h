@@ -10,7 +10,7 @@ namespace mill {
 namespace TM_NS {
 
 constexpr int kBlockRows = W == 4 ? 4 : 6;      // rows and vectors of a product that stay in registers; rows: at most W
-constexpr int kBlockColumns = W == 16 ? 4 : 2;
+constexpr int kBlockColumns = REGISTERS == 32 ? 4 : 2;
 
 // What a product does with the values that stand in its place: it writes over them, goes on with their sums, or writes
 // scores over them, which are summed in parts (vec.h), as those of singles are.
@@ -88,14 +88,14 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
 template <class T>
 void pack_keys(const T* const* keys, int64_t n, int64_t dim, float* packed) {  // packed: [dim, kTile]
     int64_t j = 0;
-#if defined(__SSE__)
+#if defined(TM_FOUR)
     for (; j + 4 <= n; j += 4) {
         int64_t d = 0;
         for (; d + 4 <= dim; d += 4) {
-            __m128 r[4];
+            Four r[4];
             for (int i = 0; i < 4; i++) r[i] = load4(keys[j + i] + d);
-            _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
-            for (int i = 0; i < 4; i++) _mm_storeu_ps(packed + (d + i) * kTile + j, r[i]);
+            TM_TRANSPOSE4(r[0], r[1], r[2], r[3]);
+            for (int i = 0; i < 4; i++) store4(packed + (d + i) * kTile + j, r[i]);
         }
         for (; d < dim; d++)
             for (int i = 0; i < 4; i++) packed[d * kTile + j + i] = widen(keys[j + i][d]);

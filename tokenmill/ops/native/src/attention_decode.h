@@ -7,8 +7,8 @@ namespace mill {
 namespace TM_NS {
 
 constexpr int kHeads = 4;                      // heads that are computed together
-constexpr int kScoreHeads = W == 16 ? 4 : 2;   // heads times four keys: what the registers hold
-constexpr int kColumns = W == 16 ? 4 : 2;      // vectors of the result that are computed together
+constexpr int kScoreHeads = REGISTERS == 32 ? 4 : 2;   // heads times four keys: what the registers hold
+constexpr int kColumns = REGISTERS == 32 ? 4 : 2;      // vectors of the result that are computed together
 
 // scores[g, j] = q[g] . keys[j], summed as vec.h says; meanwhile the values are fetched.
 // q: [G, dim in whole vectors], zeros behind dim. Behind the last key stands any other, up to a whole vector.

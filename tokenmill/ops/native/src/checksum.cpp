@@ -5,8 +5,8 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace {
@@ -52,10 +52,23 @@ uint32_t by_table(uint32_t crc, const unsigned char* data, size_t size) {
 #define TM_CRC_TARGET __attribute__((target("sse4.2")))
 TM_CRC_TARGET inline uint64_t word(uint64_t crc, uint64_t value) { return _mm_crc32_u64(crc, value); }
 bool has_instruction() { return __builtin_cpu_supports("sse4.2"); }
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
+#elif defined(__aarch64__)
 #define TM_CRC_TARGET
-inline uint64_t word(uint64_t crc, uint64_t value) { return __crc32cd(static_cast<uint32_t>(crc), value); }
-bool has_instruction() { return true; }
+// Written out, so that the rest of the file is compiled for CPUs that lack it.
+inline uint64_t word(uint64_t crc, uint64_t value) {
+    uint32_t low = static_cast<uint32_t>(crc);
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(low) : "r"(value));
+    return low;
+}
+bool has_instruction() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) >> 7 & 1;  // HWCAP_CRC32
+#elif defined(__APPLE__) || defined(__ARM_FEATURE_CRC32)
+    return true;
+#else
+    return false;
+#endif
+}
 #endif
 
 #if defined(TM_CRC_TARGET)

@@ -10,7 +10,7 @@ namespace TM_NS {
 template <class T>
 constexpr bool scaled = false;
 template <>
-constexpr bool scaled<int8_t> = true;
+inline constexpr bool scaled<int8_t> = true;
 
 // The least bfloat16 that is not below x, which is positive or not finite.
 inline Brain rounded_up(float x) {

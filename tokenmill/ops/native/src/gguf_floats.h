@@ -11,7 +11,7 @@ struct Wide {};  // in the place of a form
 template <class C>
 constexpr bool IS_WIDE = false;
 template <>
-constexpr bool IS_WIDE<Wide> = true;
+inline constexpr bool IS_WIDE<Wide> = true;
 
 struct Q2_K {  // two bits, with a scale and a minimum of four bits for every 16 values
     using C = Wide;

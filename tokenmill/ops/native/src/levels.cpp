@@ -3,6 +3,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -57,6 +61,21 @@ struct Leaf {
     return false;
 #endif
 }
+#elif defined(__aarch64__)
+// Signed products of bytes, four of them added in 32 bits; and the atomic instructions of ARMv8.1, which the compiler may use
+// where it may use those.
+bool has_dotprod() {
+#if defined(__APPLE__)
+    int there = 0;
+    size_t size = sizeof there;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there;
+#elif defined(__linux__)
+    constexpr unsigned long DOT_PRODUCTS = 1ul << 20, ATOMICS = 1ul << 8;  // HWCAP_ASIMDDP, HWCAP_ATOMICS
+    return (getauxval(AT_HWCAP) & (DOT_PRODUCTS | ATOMICS)) == (DOT_PRODUCTS | ATOMICS);
+#else
+    return false;
+#endif
+}
 #endif
 
 bool has_level(int level) {
@@ -79,6 +98,8 @@ bool has_level(int level) {
         default: return vnni && has_tiles();
 #endif
     }
+#elif defined(__aarch64__)
+    return level == NEON || has_dotprod();  // every such CPU has NEON
 #else
     return false;
 #endif

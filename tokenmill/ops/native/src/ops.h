@@ -12,12 +12,24 @@
 #ifndef TM_LEVEL
 #define TM_LEVEL 0
 #endif
-// The levels, as the preprocessor and as the compiler know them.
+// The levels, as the preprocessor and as the compiler know them. Those of the other kind of CPU are above all that are compiled.
+#if defined(__aarch64__)
+#define TM_NEON 1
+#define TM_DOTPROD 2
+#define TM_AVX2 100
+#define TM_AVX_VNNI 100
+#define TM_AVX512 100
+#define TM_VNNI 100
+#define TM_AMX 100
+#else
 #define TM_AVX2 1
 #define TM_AVX_VNNI 2
 #define TM_AVX512 3
 #define TM_VNNI 4
 #define TM_AMX 5
+#define TM_NEON 100
+#define TM_DOTPROD 100
+#endif
 
 #define TM_JOIN2(a, b) a##b
 #define TM_JOIN(a, b) TM_JOIN2(a, b)
@@ -27,7 +39,11 @@
 namespace mill {
 
 // A CPU need not have all levels below its best one: some have AVX-512 and no AVX-VNNI.
+#if defined(__aarch64__)
+enum Level { BASE, NEON = TM_NEON, DOTPROD = TM_DOTPROD, LEVELS };
+#else
 enum Level { BASE, AVX2 = TM_AVX2, AVX_VNNI = TM_AVX_VNNI, AVX512 = TM_AVX512, VNNI = TM_VNNI, AMX = TM_AMX, LEVELS };
+#endif
 
 // Kinds 1-63 belong to the matrix sources, 64-127 to attention and elementwise sources.
 constexpr uint32_t MAX_KINDS = 128;

@@ -10,8 +10,6 @@
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#include <sched.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,21 +32,34 @@ inline void relax() {
 #endif
 }
 
-void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
 #if defined(__linux__)
+void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-#else
-    if (word.load(std::memory_order_acquire) == seen) sched_yield();
-#endif
 }
 
 void wake_all(std::atomic<uint32_t>& word) {
-#if defined(__linux__)
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0);
-#else
-    (void)word;
-#endif
 }
+#else
+// Where all who sleep wait, whatever their word: who is woken looks at it and waits again.
+struct ParkingLot {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t woken = PTHREAD_COND_INITIALIZER;
+};
+ParkingLot* lot = new ParkingLot;  // after a fork another one: the parent's threads may hold the old one
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
+    pthread_mutex_lock(&lot->mutex);
+    if (word.load(std::memory_order_seq_cst) == seen) pthread_cond_wait(&lot->woken, &lot->mutex);
+    pthread_mutex_unlock(&lot->mutex);
+}
+
+void wake_all(std::atomic<uint32_t>&) {
+    pthread_mutex_lock(&lot->mutex);  // so that nobody is between its look at the word and its sleep
+    pthread_cond_broadcast(&lot->woken);
+    pthread_mutex_unlock(&lot->mutex);
+}
+#endif
 
 }  // namespace
 
@@ -200,6 +211,9 @@ void start_workers(Pool& p) {
 void after_fork() {
     // The threads stayed in the parent, and its locks may be held by them: start over, and leave the old one be.
     const int wanted = pool ? pool->wanted : 1;
+#if !defined(__linux__)
+    lot = new ParkingLot;
+#endif
     pool = new Pool;
     pool->wanted = wanted;
 }

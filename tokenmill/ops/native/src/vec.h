@@ -8,6 +8,8 @@
 
 #if defined(__SSE__)
 #include <immintrin.h>
+#elif TM_LEVEL >= TM_NEON
+#include <arm_neon.h>
 #endif
 
 namespace mill {
@@ -20,6 +22,7 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
+constexpr int REGISTERS = W == 16 || TM_LEVEL >= TM_NEON ? 32 : 16;
 
 typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t Ints __attribute__((vector_size(W * 4)));
@@ -76,6 +79,10 @@ inline float widen(Brain x) { return as_float(uint32_t(x.bits) << 16); }
 inline float widen(Half x) {
 #if defined(__F16C__)
     return _cvtsh_ss(x.bits);
+#elif TM_LEVEL >= TM_NEON
+    __fp16 half;
+    std::memcpy(&half, &x, sizeof half);
+    return half;
 #else
     uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
     if (rest >= 0x7c00) return as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinite, or not a number
@@ -101,6 +108,9 @@ inline void narrow(float x, Brain* to) {
 inline void narrow(float x, Half* to) {
 #if defined(__F16C__)
     to->bits = uint16_t(_cvtss_sh(x, 0));
+#elif TM_LEVEL >= TM_NEON
+    const __fp16 half = static_cast<__fp16>(x);
+    std::memcpy(to, &half, sizeof half);
 #else
     uint32_t bits = as_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
     if (rest > 0x7f800000) {
@@ -126,6 +136,8 @@ inline Vec load_wide(const Half* p) {
     return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif TM_LEVEL >= TM_NEON
+    return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
 #else
     Vec v;
     for (int i = 0; i < W; i++) v[i] = widen(p[i]);
@@ -140,6 +152,8 @@ inline Vec load_wide(const Brain* p) {
 #elif defined(__AVX2__)
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
     return (Vec)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+#elif TM_LEVEL >= TM_NEON
+    return (Vec)vshlq_n_u32(vmovl_u16(vld1_u16((const uint16_t*)p)), 16);
 #else
     Vec v;
     for (int i = 0; i < W; i++) v[i] = widen(p[i]);
@@ -152,6 +166,10 @@ inline Vec load_wide(const int8_t* p) {
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
     return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif TM_LEVEL >= TM_NEON
+    uint32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))))));
 #else
     Vec v;
     for (int i = 0; i < W; i++) v[i] = widen(p[i]);
@@ -166,6 +184,8 @@ inline void store_narrow(Half* p, Vec x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif TM_LEVEL >= TM_NEON
+    vst1_u16((uint16_t*)p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 #else
     for (int i = 0; i < W; i++) narrow(x[i], p + i);
 #endif
@@ -176,6 +196,9 @@ inline void store_narrow(Brain* p, Vec x) {
 }
 
 #if defined(__SSE__)
+#define TM_FOUR  // there are registers of four floats, and a way to transpose them
+typedef __m128 Four;
+
 // Four elements of each storage type.
 
 inline __m128 load4(const float* p) { return _mm_loadu_ps(p); }
@@ -201,11 +224,38 @@ inline __m128 load4(const int8_t* p) {
     return _mm_setr_ps(widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3]));
 #endif
 }
+
+inline void store4(float* p, Four x) { _mm_storeu_ps(p, x); }
+
+#define TM_TRANSPOSE4 _MM_TRANSPOSE4_PS
+#elif TM_LEVEL >= TM_NEON
+#define TM_FOUR
+typedef Vec Four;
+
+template <class T>
+inline Four load4(const T* p) {
+    return load_wide(p);
+}
+
+inline void store4(float* p, Four x) { store(p, x); }
+
+inline void transpose4(Four& a, Four& b, Four& c, Four& d) {
+    const float32x4x2_t low = vtrnq_f32((float32x4_t)a, (float32x4_t)b), high = vtrnq_f32((float32x4_t)c, (float32x4_t)d);
+    a = (Vec)vcombine_f32(vget_low_f32(low.val[0]), vget_low_f32(high.val[0]));
+    b = (Vec)vcombine_f32(vget_low_f32(low.val[1]), vget_low_f32(high.val[1]));
+    c = (Vec)vcombine_f32(vget_high_f32(low.val[0]), vget_high_f32(high.val[0]));
+    d = (Vec)vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
+}
+#define TM_TRANSPOSE4 transpose4
 #endif
 
 // Sums and maxima over the lanes, always in the same order.
 
 inline float sum(Vec v) {
+#if TM_LEVEL >= TM_NEON
+    const float32x4_t pairs = vpaddq_f32((float32x4_t)v, (float32x4_t)v);
+    return vpadds_f32(vget_low_f32(pairs));
+#else
 #if defined(__AVX512F__)
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
     __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
@@ -217,6 +267,7 @@ inline float sum(Vec v) {
     float f[4];
     std::memcpy(f, &quarter, sizeof f);
     return (f[0] + f[1]) + (f[2] + f[3]);
+#endif
 }
 
 // In each quarter (four lanes) of the result: the sums over the same quarter of a, b, c and d.
@@ -231,6 +282,11 @@ inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
     const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
     const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
     return (Vec)_mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+}
+#elif TM_LEVEL >= TM_NEON
+inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) {
+    const float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
+    return (Vec)vpaddq_f32(ab, cd);
 }
 #else
 inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum(c), sum(d)}; }
@@ -296,6 +352,8 @@ inline float max_lane(Vec v) {
     __m128 most = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     most = _mm_max_ps(most, _mm_movehl_ps(most, most));
     return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+#elif TM_LEVEL >= TM_NEON
+    return vmaxnmvq_f32((float32x4_t)v);
 #else
     float f[W];
     std::memcpy(f, &v, sizeof f);

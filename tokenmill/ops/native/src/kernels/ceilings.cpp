@@ -4,6 +4,8 @@
 
 #if TM_LEVEL >= TM_AVX2
 #include <immintrin.h>
+#elif TM_LEVEL >= TM_NEON
+#include <arm_neon.h>
 #endif
 
 namespace TM_NS {
@@ -47,6 +49,23 @@ static void multiply_bytes(const void* args, Team& team) {
             sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(x, y));
         }
     for (auto& sum : sums) count += _mm256_extract_epi32(sum, 0);
+#elif TM_LEVEL >= TM_DOTPROD
+    int32x4_t sums[12];
+    int8x16_t x = vdupq_n_s8(static_cast<int8_t>(a.repeats)), y = vdupq_n_s8(3);
+    for (auto& sum : sums) sum = vdupq_n_s32(0);
+    for (int64_t repeat = 0; repeat < a.repeats; ++repeat)
+        for (auto& sum : sums) sum = vdotq_s32(sum, x, y);
+    for (auto& sum : sums) count += vaddvq_s32(sum);
+#elif TM_LEVEL >= TM_NEON
+    int16x8_t sums[12];
+    int8x8_t x = vdup_n_s8(static_cast<int8_t>(a.repeats)), y = vdup_n_s8(3);
+    for (auto& sum : sums) sum = vdupq_n_s16(0);
+    for (int64_t repeat = 0; repeat < a.repeats; ++repeat)
+        for (auto& sum : sums) {
+            __asm__ volatile("" : "+w"(x));  // the product is computed each time
+            sum = vmlal_s8(sum, x, y);
+        }
+    for (auto& sum : sums) count += vgetq_lane_s16(sum, 0);
 #else
     for (int64_t repeat = 0; repeat < a.repeats; ++repeat) count += static_cast<uint8_t>(repeat) * 3;
 #endif

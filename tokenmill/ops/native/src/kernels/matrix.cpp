@@ -12,6 +12,8 @@
 #include "matrix_avx512.h"
 #elif TM_LEVEL >= TM_AVX2
 #include "matrix_avx2.h"
+#elif TM_LEVEL >= TM_NEON
+#include "matrix_neon.h"
 #else
 #include "matrix_portable.h"
 #endif
