@@ -1,0 +1,116 @@
+"""Rooms for some of a layer's experts: their matrices as the ops take them, and where the bytes of each one go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.errors import ModelError
+from tokenmill.model.layers import Weight
+from tokenmill.model.spec import DecoderSpec
+from tokenmill.offload.image import ALIGNMENT, OWN, Image, lay, view_of
+from tokenmill.quant.schemes.experts import Experts, allocate_experts
+from tokenmill.quant.schemes.scheme import Linear, Schemes
+
+
+@dataclass(frozen=True)
+class ExpertRoom:
+    """`weights`: by canonical name, of as many experts as there are places."""
+
+    weights: Mapping[str, Weight]
+
+    def parts(self, place: int) -> list[torch.Tensor]:
+        """One expert's tensors, in the order in which its image has them; of those that are stacked."""
+        return [part for weight in self.weights.values() for part in _stacked_parts(weight, place)]
+
+
+def stacked_bytes(image: Image, places: int) -> int:
+    return sum(_aligned(part.nbytes * places) for part in image.parts)
+
+
+def stacked_room(
+    spec: DecoderSpec,
+    image: Image,  # of one expert
+    places: int,
+    memory: torch.Tensor,  # [at least stacked_bytes] uint8
+    dtype: torch.dtype,
+    schemes: Schemes,
+) -> ExpertRoom:
+    """The same tensors of all experts lie one after the other, as products of stacked matrices want them."""
+    stacks: dict[str, dict[str, torch.Tensor]] = {}
+    at = 0
+    for part in image.parts:
+        run = memory[at : at + part.nbytes * places].view(getattr(torch, part.dtype))
+        stacks.setdefault(part.weight, {})[part.key] = run.view(places, *part.shape)
+        at += _aligned(part.nbytes * places)
+    found: dict[str, Weight] = {}
+    for name, stack in stacks.items():
+        scheme = schemes.of(name)
+        if scheme.floats:
+            found[name] = stack[""]
+            continue
+        _, rows, columns = spec.parameters()[name].shape
+        own = allocate_experts(scheme, 1, rows, columns, dtype, memory.device).stacked
+        stacked = {key: stack[key] if key in stack else one.repeat(places, *[1] * (one.dim() - 1)) for key, one in own.items()}
+        each = tuple({key: one[place] for key, one in stacked.items()} for place in range(places))
+        found[name] = Experts(scheme, each, stacked)
+    return ExpertRoom(found)
+
+
+def packed_room(
+    spec: DecoderSpec, image: Image, memory: Sequence[torch.Tensor], dtype: torch.dtype, schemes: Schemes
+) -> ExpertRoom:
+    """Matrices that are multiplied where their image was read to; memory: [at least nbytes] uint8 of every place."""
+    found: dict[str, Weight] = {}
+    for name in dict.fromkeys(part.weight for part in image.parts):
+        _, rows, columns = spec.parameters()[name].shape
+        experts = allocate_experts(schemes.of(name), len(memory), rows, columns, dtype, memory[0].device)
+        for place, run in enumerate(memory):
+            for part in image.parts:
+                if part.weight == name:
+                    lay(experts.linear(place), part, run)
+        found[name] = experts
+    return ExpertRoom(found)
+
+
+def parts_in(image: Image, memory: torch.Tensor) -> list[torch.Tensor]:  # [at least nbytes] uint8
+    """One expert's tensors, where its image was read to."""
+    return [view_of(part, memory) for part in image.parts]
+
+
+def is_packed(weight: Weight) -> bool:
+    return isinstance(weight, Experts) and not weight.stacked
+
+
+def one_expert(weights: Mapping[str, Weight], expert: int) -> dict[str, Weight]:
+    """An expert's matrices, out of those of all, to be written to an image."""
+    return {
+        name: weight.linear(expert) if isinstance(weight, Experts) else _tensor(weight)[expert]
+        for name, weight in weights.items()
+    }
+
+
+def check_alike(images: Sequence[Image], layer: int) -> None:
+    """Who takes another one's place has the same form."""
+    if any(one != images[0] for one in images):
+        raise ModelError(
+            f"the experts of layer {layer} are stored in different forms, and cannot take each other's places; set "
+            "expert_cache='off', and whole layers are brought"
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _stacked_parts(weight: Weight, place: int) -> list[torch.Tensor]:
+    if isinstance(weight, Experts):
+        return [one[place] for key, one in weight.stacked.items() if key not in OWN]
+    return [_tensor(weight)[place]]
+
+
+def _tensor(weight: Weight) -> torch.Tensor:
+    assert not isinstance(weight, Experts | Linear)
+    return weight
