@@ -191,8 +191,8 @@ class EngineConfig:
         MEMORY,
         choices=("auto", "lru", "predict", "off"),
         more="lru: each layer keeps those used last, and reads others when a step chooses them; predict: the next "
-        "layer's are read ahead, too, as its router judges by this layer's input; auto: where that pays; off: whole layers "
-        "are streamed",
+        "layer's are read ahead, too, as its router judges by this layer's input; auto: where that pays; off: whole "
+        "layers are streamed",
     )
     kv_cache_memory: int | None = option(
         None, "bytes for the KV cache", MEMORY, low=1, solved="what is left on a GPU, at most 4 GiB on a CPU"

@@ -279,10 +279,11 @@ def _streaming_lines(weights: WeightStore, settings: SolvedSettings, spec: Decod
         nbytes = cached.bytes_of_token(spec.moe.top_k)
         cost = f": {nbytes / feed.bandwidth:.2g} s, at {speed}" if speed else ""
         return [
-            f"experts      {cached.slots} of {cached.experts} of every layer are here, the others on {feed.place}; were "
-            f"all chosen equally often, a token alone would wait for {nbytes / 1e6:,.1f} MB{cost}"
+            f"experts      {cached.slots} of {cached.experts} of every layer are here, the others on {feed.place}; "
+            f"were all chosen equally often, a token alone would wait for {nbytes / 1e6:,.1f} MB{cost}"
         ]
-    cost = f": about {away.seconds(feed.bandwidth):.2g} s of each, at {speed}, however many tokens it has" if speed else ""
+    seconds = away.seconds(feed.bandwidth) if speed else 0.0
+    cost = f": about {seconds:.2g} s of each, at {speed}, however many tokens it has" if speed else ""
     return [f"streaming    {away.nbytes / 1e6:,.0f} MB in every step from {feed.place}{cost}"]
 
 

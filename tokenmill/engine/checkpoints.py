@@ -18,7 +18,7 @@ from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, read_config
 from tokenmill.model.weights.source import ModelFiles
 from tokenmill.offload.foresight import Foresight
-from tokenmill.offload.load import Parameters, cache_from_disk, stream_from_disk, stream_from_host
+from tokenmill.offload.load import Parameters, cache_from_disk, cache_from_host, stream_from_disk, stream_from_host
 from tokenmill.offload.streamed import CachedExpertWeights, StreamedWeights
 from tokenmill.ops.native.library import load as load_native
 from tokenmill.plan.solve.offload import CachedExperts, StreamedLayers
@@ -106,6 +106,8 @@ def load_cached(
     """The same of a mixture whose experts are not all on the device."""
     _, parameters = _parameters(config, spec, checkpoint, dtype, device, schemes, tell)
     foresight = Foresight({"lru": False, "predict": True}.get(config.expert_cache))
+    if device.type == "cuda":
+        return cache_from_host(spec, parameters, dtype, device, schemes, cached, foresight, tell)
     forms = sorted((name, schemes.of(name).name) for name in spec.parameters() if ".experts_" in name)
     identity = model_identity(files, config.seed if checkpoint is None else None, str(dtype), forms, "experts")
     folder = layers_dir(config.cache_dir) / identity

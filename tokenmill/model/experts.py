@@ -1,4 +1,4 @@
-"""Experts that are not all here: who has which, who computes a choice, how many an expert may take, how many it took."""
+"""Experts that are not all here: who has which, who computes a choice, how many one may take, how many it took."""
 
 from __future__ import annotations
 

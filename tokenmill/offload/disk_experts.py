@@ -1,4 +1,4 @@
-"""DiskExperts: threads read the experts that a step on a CPU has chosen and that are not there, and those it is likely to."""
+"""DiskExperts: threads read the experts that a step on a CPU has chosen, and those that it is likely to choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +16,7 @@ from tokenmill.errors import StepFailed
 from tokenmill.model.layers import MoEWeights
 from tokenmill.model.moe import experts_of
 from tokenmill.model.spec import MoESpec
-from tokenmill.offload.expert_rooms import ExpertRoom, parts_in
+from tokenmill.offload.expert_rooms import ExpertLayer, parts_in
 from tokenmill.offload.expert_slots import AWAY, MOST, ExpertSlots, Told
 from tokenmill.offload.feed import FeedStats
 from tokenmill.offload.foresight import Foresight
@@ -29,32 +28,12 @@ from tokenmill.ops.registry import Ops
 READERS = 4  # threads: as many pieces are asked of the disk at once
 
 
-@dataclass(frozen=True)
-class ExpertLayer:
-    """A layer with experts, as its feed sees it."""
-
-    index: int  # in the model
-    router: torch.Tensor  # [experts, hidden]
-    slots: ExpertRoom  # its own; where matrices are packed the places of its buffer stand behind them
-    buffer: ExpertRoom | None  # the whole layer's, where a product takes either slots or that; None: packed
-    memory: Sequence[torch.Tensor]  # [bytes] uint8 of every place, where matrices are packed
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return f"layers.{self.index}.experts_gate_up", f"layers.{self.index}.experts_down"
-
-    def matrices(self, mlp: MoEWeights, in_buffer: bool) -> MoEWeights:
-        if self.buffer is None or not in_buffer:
-            return mlp
-        gate_up, down = (self.buffer.weights[name] for name in self.names)
-        return replace(mlp, gate_up=gate_up, down=down)  # type: ignore[arg-type]
-
-
 class DiskExperts:
     """One thread hears what is wanted, decides who leaves, and has READERS others read, piece by piece.
 
-    A slot or a buffer is given to somebody else only when its layer's call is not under way. That is seen twice: before
-    it is marked as empty, and again behind that. So a call that begins in between is either seen, or finds it empty and asks.
+    A slot or a buffer is given to somebody else only when its layer's call is not under way. That is seen twice:
+    before it is marked as empty, and again behind that. So a call that begins in between is either seen, or finds it
+    empty and asks.
     """
 
     def __init__(
@@ -100,10 +79,10 @@ class DiskExperts:
                     x, after, slots.told, slots.wish, slots.slot[number + 1], self._bell, moe.top_k, *groups
                 )
             return places, mlp
-        told, chosen = slots.told, experts.unique().tolist()
+        told, chosen = slots.told, torch.unique(experts).tolist()
         different = slots.call(number, chosen)
         in_buffer = this.buffer is not None and different > slots.slots
-        where = [self._where(number, expert, in_buffer) for expert in chosen]
+        where = [this.place(slots, number, expert, in_buffer) for expert in chosen]
         if AWAY in where:
             began = time.perf_counter_ns()
             with self._worker.changed:
@@ -113,7 +92,7 @@ class DiskExperts:
             told[Told.STALLS] += 1
             told[Told.STALL_NS] += time.perf_counter_ns() - began
             self._check()
-            where = [self._where(number, expert, in_buffer) for expert in chosen]
+            where = [this.place(slots, number, expert, in_buffer) for expert in chosen]
         table = torch.zeros(slots.experts, dtype=torch.int64)
         table[chosen] = torch.tensor(where)
         most = different >= MOST * slots.experts
@@ -122,17 +101,10 @@ class DiskExperts:
             self._ring()
         elif not is_last and told[Told.MAY_FORESEE]:
             _, likely = experts_of(x, self._layers[number + 1].router, self._moe, ops)
-            slots.wish[likely.unique().numpy()] = told[Told.CALL]
+            slots.wish[torch.unique(likely).numpy()] = told[Told.CALL]
             told[Told.WISHED] = told[Told.CALL]
             self._ring()
         return table[experts], this.matrices(mlp, in_buffer)
-
-    def _where(self, number: int, expert: int, in_buffer: bool) -> int:
-        if self._layers[number].buffer is None:
-            return self.slots.place(number, expert)
-        if in_buffer:
-            return expert if self.slots.in_buffer(number, expert) else AWAY
-        return int(self.slots.slot[number, expert])
 
     def stats(self) -> FeedStats:
         worker, told = self._worker, self.slots.told
@@ -224,20 +196,20 @@ class _Worker:
         try:
             with self.changed:
                 chosen = [int(one) for one in (slots.used[number] == call).nonzero()[0]]
-                wanted = {(number, expert) for expert in chosen}
-                for key, job in self._jobs.items():
-                    job.dropped = key not in wanted
+                layer, wanted = self._layers[number], {(number, expert) for expert in chosen}
+                in_buffer = layer.buffer is not None and len(chosen) > slots.slots
+                for key, job in self._jobs.items():  # who goes to the wrong one of two stacks is no help either
+                    job.dropped = key not in wanted or (layer.buffer is not None and (job.slot is None) != in_buffer)
                 self._wait(lambda: not any(job.dropped for job in self._jobs.values()))
-                in_buffer = self._layers[number].buffer is not None and len(chosen) > slots.slots
-                if in_buffer:  # the whole choice has to be there, and who is on his way to a slot is not
-                    self._wait(lambda: not self._jobs)
                 jobs = [self._wanted(number, expert, chosen, in_buffer) for expert in chosen]
                 self._begin([job for job in jobs if job is not None], readers)
-                started = [job for key, job in self._jobs.items() if key in wanted]
+                started = list(self._jobs.values())
                 self._wait(lambda: not self._jobs)
-                reasons = [job.why for job in started if job.why is not None]
-                if reasons:
-                    self.why, said = reasons[0], -call
+                lacking = [expert for expert in chosen if layer.place(slots, number, expert, in_buffer) < 0]
+                if lacking:
+                    reasons = [job.why for job in started if job.why is not None]
+                    self.why = next(iter(reasons), f"experts {lacking} of layer {layer.index} did not come")
+                    said = -call
         except Exception as error:  # whatever it is, somebody waits
             self.why, said = f"experts cannot be read: {error!r}", -call
         told[Told.MAY_FORESEE] = self.foresight.note(call, float(told[Told.STALL_NS]))
@@ -250,11 +222,9 @@ class _Worker:
         slots, layer = self._slots, self._layers[number]
         if in_buffer:
             slots.own(number)
-            return None if slots.in_buffer(number, expert) else self._job(number, expert, None)
-        there = slots.place(number, expert) if layer.buffer is None else int(slots.slot[number, expert])
-        if there >= 0 or (number, expert) in self._jobs:
+        if layer.place(slots, number, expert, in_buffer) >= 0 or (number, expert) in self._jobs:
             return None
-        taken = slots.take(number, chosen)
+        taken = None if in_buffer else slots.take(number, chosen)
         if taken is None:
             slots.own(number)
             return self._job(number, expert, None)
@@ -264,7 +234,7 @@ class _Worker:
     # What it will, or is likely to, ask for
 
     def _look_ahead(self, call: int, readers: ThreadPoolExecutor) -> None:
-        slots, told = self._slots, self._slots.told
+        told = self._slots.told
         with self.changed:
             number = int(told[Told.LAYER]) + 1
             if told[Told.CALL] != call or number >= len(self._layers):
@@ -287,9 +257,8 @@ class _Worker:
                 slots.owner[buffer] = before
                 return []
             slots.own(number)
-        packed = self._layers[number].buffer is None
-        there = slots.place if packed else lambda number, expert: int(slots.in_buffer(number, expert)) - 1
-        found = [one for one in range(slots.experts) if there(number, one) < 0 and (number, one) not in self._jobs]
+        away = [one for one in range(slots.experts) if self._layers[number].place(slots, number, one, True) < 0]
+        found = [one for one in away if (number, one) not in self._jobs]
         return [self._job(number, expert, None) for expert in found]
 
     def _likely(self, number: int, call: int) -> list[_Job]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tokenmill.errors import ModelError
-from tokenmill.model.layers import Weight
+from tokenmill.model.layers import MoEWeights, Weight
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.offload.expert_slots import AWAY, ExpertSlots
 from tokenmill.offload.image import ALIGNMENT, OWN, Image, lay, view_of
 from tokenmill.quant.schemes.experts import Experts, allocate_experts
 from tokenmill.quant.schemes.scheme import Linear, Schemes
@@ -23,7 +24,40 @@ class ExpertRoom:
 
     def parts(self, place: int) -> list[torch.Tensor]:
         """One expert's tensors, in the order in which its image has them; of those that are stacked."""
-        return [part for weight in self.weights.values() for part in _stacked_parts(weight, place)]
+        return [stack[place] for stack in self.stacks()]
+
+    def stacks(self) -> list[torch.Tensor]:
+        """The same of all places."""
+        return [stack for weight in self.weights.values() for stack in _stacks(weight)]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer with experts, as its feed sees it."""
+
+    index: int  # in the model
+    router: torch.Tensor  # [experts, hidden]
+    slots: ExpertRoom  # its own; where matrices are packed, behind them the places in its buffer
+    buffer: ExpertRoom | None  # of all its experts, where a product takes either slots or that; None: packed
+    memory: Sequence[torch.Tensor]  # [bytes] uint8 of every place, where matrices are packed
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return f"layers.{self.index}.experts_gate_up", f"layers.{self.index}.experts_down"
+
+    def place(self, slots: ExpertSlots, number: int, expert: int, in_buffer: bool) -> int:
+        """Where in `matrices` an expert is, or AWAY."""
+        if self.buffer is None:
+            return slots.place(number, expert)
+        if in_buffer:
+            return expert if slots.in_buffer(number, expert) else AWAY
+        return int(slots.slot[number, expert])
+
+    def matrices(self, mlp: MoEWeights, in_buffer: bool) -> MoEWeights:
+        if self.buffer is None or not in_buffer:
+            return mlp
+        gate_up, down = (self.buffer.weights[name] for name in self.names)
+        return replace(mlp, gate_up=gate_up, down=down)  # type: ignore[arg-type]
 
 
 def stacked_bytes(image: Image, places: int) -> int:
@@ -53,7 +87,9 @@ def stacked_room(
             continue
         _, rows, columns = spec.parameters()[name].shape
         own = allocate_experts(scheme, 1, rows, columns, dtype, memory.device).stacked
-        stacked = {key: stack[key] if key in stack else one.repeat(places, *[1] * (one.dim() - 1)) for key, one in own.items()}
+        stacked = {
+            key: stack[key] if key in stack else one.repeat(places, *[1] * (one.dim() - 1)) for key, one in own.items()
+        }
         each = tuple({key: one[place] for key, one in stacked.items()} for place in range(places))
         found[name] = Experts(scheme, each, stacked)
     return ExpertRoom(found)
@@ -80,10 +116,6 @@ def parts_in(image: Image, memory: torch.Tensor) -> list[torch.Tensor]:  # [at l
     return [view_of(part, memory) for part in image.parts]
 
 
-def is_packed(weight: Weight) -> bool:
-    return isinstance(weight, Experts) and not weight.stacked
-
-
 def one_expert(weights: Mapping[str, Weight], expert: int) -> dict[str, Weight]:
     """An expert's matrices, out of those of all, to be written to an image."""
     return {
@@ -105,10 +137,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _stacked_parts(weight: Weight, place: int) -> list[torch.Tensor]:
+def _stacks(weight: Weight) -> list[torch.Tensor]:
     if isinstance(weight, Experts):
-        return [one[place] for key, one in weight.stacked.items() if key not in OWN]
-    return [_tensor(weight)[place]]
+        return [one for key, one in weight.stacked.items() if key not in OWN]
+    return [_tensor(weight)]
 
 
 def _tensor(weight: Weight) -> torch.Tensor:

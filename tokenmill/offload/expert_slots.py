@@ -1,7 +1,7 @@
 """ExpertSlots: which of a layer's experts is in which slot, which one has to leave, and how often each was there.
 
-Plain numbers, which recorded steps read and write, too (ops/native/src/kernels/stream.cpp). A *call* is one layer's choice
-of experts; calls are numbered. The slots and buffers of a layer are read in its own calls only.
+Plain numbers, which recorded steps read and write, too (ops/native/src/kernels/stream.cpp). A *call* is one layer's
+choice of experts; calls are numbered. The slots and buffers of a layer are read in its own calls only.
 """
 
 from __future__ import annotations

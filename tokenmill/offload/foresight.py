@@ -1,4 +1,4 @@
-"""Foresight: whether to bring experts that the next layer is likely to choose, by what calls cost with it and without."""
+"""Foresight: whether to bring experts that the next layer is likely to choose, by what that has cost and spared."""
 
 from __future__ import annotations
 

@@ -98,9 +98,7 @@ class LayerFile:
         except OSError as error:
             raise StepFailed(f"{name} cannot be read from {self.path}: {error.strerror or error}") from None
         if done < size:
-            raise StepFailed(
-                f"{name} cannot be read: {self.path} has been cut short; remove its folder and restart"
-            )
+            raise StepFailed(f"{name} cannot be read: {self.path} has been cut short; remove its folder and restart")
         if self._checksum(view) != entry.sums[piece]:
             raise StepFailed(
                 f"{name} is not what was written to {self.path}: the file has been changed, or its disk is "

@@ -14,10 +14,19 @@ import torch
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.layers import Weight
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.offload.copy_experts import CopyExperts
 from tokenmill.offload.copy_feed import CopyFeed, CudaStreams, Streams
-from tokenmill.offload.disk_experts import DiskExperts, ExpertLayer, bring_expert
+from tokenmill.offload.disk_experts import DiskExperts, bring_expert
 from tokenmill.offload.disk_feed import READERS, DiskFeed
-from tokenmill.offload.expert_rooms import check_alike, one_expert, packed_room, stacked_bytes, stacked_room
+from tokenmill.offload.expert_rooms import (
+    ExpertLayer,
+    ExpertRoom,
+    check_alike,
+    one_expert,
+    packed_room,
+    stacked_bytes,
+    stacked_room,
+)
 from tokenmill.offload.expert_slots import ExpertSlots
 from tokenmill.offload.foresight import Foresight
 from tokenmill.offload.image import Image, image_of, weights_in, write_image
@@ -97,9 +106,13 @@ def cache_from_disk(
         raise ModelError(
             f"{folder} has {len(file.entries)} experts, not {len(indices) * count}; remove it, and it is made again"
         )
-    weights = dict(parameters(lambda name: not is_expert(name), lambda done, total: tell(done, total, "loading weights")))
+    weights = dict(
+        parameters(lambda name: not is_expert(name), lambda done, total: tell(done, total, "loading weights"))
+    )
     slots = ExpertSlots(len(indices), count, cached.slots)
-    images = [[one.image for one in file.entries[first : first + count]] for first in range(0, len(file.entries), count)]
+    images = [
+        [one.image for one in file.entries[first : first + count]] for first in range(0, len(file.entries), count)
+    ]
     largest = max(one[0].nbytes for one in images)
     shared = [room(count * largest) for _ in range(BUFFERS)]
     layers: list[ExpertLayer] = []
@@ -117,11 +130,9 @@ def cache_from_disk(
                 layer = ExpertLayer(index, router, packed_room(spec, its[0], places, dtype, schemes), None, places)
             else:
                 own = room(stacked_bytes(its[0], cached.slots))
-                rooms = (
-                    stacked_room(spec, its[0], places, memory, dtype, schemes)
-                    for places, memory in ((cached.slots, own), (count, buffer))
-                )
-                layer = ExpertLayer(index, router, *rooms, memory=())
+                few = stacked_room(spec, its[0], cached.slots, own, dtype, schemes)
+                whole = stacked_room(spec, its[0], count, buffer, dtype, schemes)
+                layer = ExpertLayer(index, router, few, whole, ())
             layers.append(layer)
             weights |= layer.slots.weights
             first = [(number * count + expert, expert) for expert in range(cached.slots)]
@@ -133,6 +144,52 @@ def cache_from_disk(
     speed = read / max(1e-9, time.perf_counter() - began)
     feed = DiskExperts(file, layers, slots, spec.moe, foresight, speed)
     return CachedExpertWeights(spec, weights, dtype, torch.device("cpu"), feed)
+
+
+def cache_from_host(
+    spec: DecoderSpec,
+    parameters: Parameters,
+    dtype: torch.dtype,
+    device: torch.device,
+    schemes: Schemes,
+    cached: CachedExperts,
+    foresight: Foresight,
+    tell: Progress,
+    streams: Streams | None = None,  # None: the GPU's
+) -> CachedExpertWeights:
+    """All experts are made on the device, a layer at a time, and moved to pinned memory; the first ones stay."""
+    assert spec.moe is not None
+    is_expert, count = _experts_of(spec), cached.experts
+    _check_host(count * sum(cached.each))
+    streams = streams or CudaStreams(device)
+    weights = dict(parameters(lambda name: not is_expert(name), lambda done, total: None))
+    loading = by_layer(parameters(is_expert, lambda done, total: tell(done, total, "loading experts")))
+    indices = [index for index in range(spec.num_layers) if spec.is_moe(index)]
+    slots = ExpertSlots(len(indices), count, cached.slots)
+    shared = [torch.empty(count * max(cached.each), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+    layers: list[ExpertLayer] = []
+    homes: list[ExpertRoom] = []
+    for number, (index, its) in enumerate(zip(indices, loading, strict=True)):
+        image, router = image_of(one_expert(its, 0)), weights[f"layers.{index}.router"]
+        assert isinstance(router, torch.Tensor)
+        own = torch.empty(stacked_bytes(image, cached.slots), dtype=torch.uint8, device=device)
+        host = streams.host_memory(stacked_bytes(image, count))
+        few, whole, home = (
+            stacked_room(spec, image, places, memory, dtype, schemes)
+            for places, memory in ((cached.slots, own), (count, shared[slots.buffer_of(number)]), (count, host))
+        )
+        for stack, kept, source in zip(home.stacks(), few.stacks(), ExpertRoom(its).stacks(), strict=True):
+            stack.copy_(source)
+            kept.copy_(source[: cached.slots])
+        for expert in range(cached.slots):
+            slots.take(number, ())
+            slots.arrived(number, expert, expert)
+        layers.append(ExpertLayer(index, router, few, whole, ()))
+        homes.append(home)
+        weights |= few.weights
+        del its
+    feed = CopyExperts(homes, layers, slots, spec.moe, foresight, streams)
+    return CachedExpertWeights(spec, weights, dtype, device, feed)
 
 
 def _experts_of(spec: DecoderSpec) -> Callable[[str], bool]:

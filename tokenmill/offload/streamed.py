@@ -17,7 +17,12 @@ class StreamedWeights(ResidentWeights):
     """Weights of streamed layers are views of buffers; the feed sees to it that the right layer lies there."""
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Weight], dtype: torch.dtype, device: torch.device, feed: LayerFeed
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Weight],
+        dtype: torch.dtype,
+        device: torch.device,
+        feed: LayerFeed,
     ) -> None:
         super().__init__(spec, weights, dtype, device)
         self.feed = feed

@@ -146,7 +146,9 @@ def plan_memory(
             raise ConfigError(f"weights_offload is {offload:,}, but {why}; leave it out")
     elif offload is None and fixed + (kv_bytes or smallest * (1 if where == "cuda" else 2)) > budget:  # see below
         # Every byte of the cache is one that steps have to bring: it gets what requests cannot do without, and a share.
-        wanted = [kv_bytes] if kv_bytes else _halved(max(smallest, min(budget // KV_BESIDE_STREAMED, most_kv)), smallest)
+        wanted = (
+            [kv_bytes] if kv_bytes else _halved(max(smallest, min(budget // KV_BESIDE_STREAMED, most_kv)), smallest)
+        )
         lacking = [fixed + one - budget for one in wanted if one >= smallest]
         by_expert = (most_slots(model.expert_bytes, model.experts, freed=one) for one in lacking)
         cached = next((one for one in by_expert if one.slots), cached)

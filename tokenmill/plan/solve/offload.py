@@ -102,9 +102,7 @@ class CachedExperts:
 NO_EXPERTS_AWAY = CachedExperts()
 
 
-def most_slots(
-    each: Sequence[int], experts: int, *, freed: int = 0, away: int = 0
-) -> CachedExperts:
+def most_slots(each: Sequence[int], experts: int, *, freed: int = 0, away: int = 0) -> CachedExperts:
     """As many slots as leave so many bytes free, and so many elsewhere; `NO_EXPERTS_AWAY` where none do."""
     sizes = tuple(-(-one // PAGE) * PAGE for one in each)
     choices = (CachedExperts(slots, experts, sizes) for slots in range(experts - 1, 0, -1) if sizes)

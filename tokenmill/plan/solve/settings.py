@@ -110,8 +110,8 @@ def _cached(config: EngineConfig, memory: MemoryPlan, hardware: Hardware) -> str
     cached, where = memory.cached, "the host's memory" if hardware.device == "cuda" else "disk"
     why = "as set" if config.weights_offload is not None else "the rest fits"
     return (
-        f"weights_offload = {cached.nbytes}  ({why}: {cached.slots} of {cached.experts} experts of every layer stay, those "
-        f"that were chosen last; others are brought from {where} when a step chooses them)"
+        f"weights_offload = {cached.nbytes}  ({why}: {cached.slots} of {cached.experts} experts of every layer stay, "
+        f"those that were chosen last; others are brought from {where} when a step chooses them)"
     )
 
 
