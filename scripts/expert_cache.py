@@ -5,8 +5,8 @@
 
 The model has random weights and the shape of a small Qwen3-MoE, and requests sample their tokens, so that they do not
 end in a loop. With --skew some experts are preferred: each row of a router is multiplied by a power of its rank, in an
-order of its own for every layer. That is no trained router, which has habits that follow the text; it shows what the
-cache does where choices are uneven. Every way gets the same requests in turns. Per token: bytes that were read, CPU time
+order of its own for every layer. That is no trained router, whose habits follow the text; it shows what the cache does
+where choices are uneven. Every way gets the same requests in turns. Per token: bytes that were read, CPU time
 of the process (reading and checking included), experts that were there. Tokens have to be equal.
 """
 
@@ -43,7 +43,9 @@ def generate(llm: LLM, kind: str, turn: int) -> tuple[float, list[list[int]]]:
         {"prompt_token_ids": [(turn * 7919 + row * 31 + at * 53) % 16000 + 5 for at in range(length)]}
         for row in range(rows)
     ]
-    params = [SamplingParams(temperature=1.0, seed=100 * turn + n, max_tokens=output, ignore_eos=True) for n in range(rows)]
+    params = [
+        SamplingParams(temperature=1.0, seed=100 * turn + n, max_tokens=output, ignore_eos=True) for n in range(rows)
+    ]
     began = time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return time.process_time() - began, [list(one.outputs[0].token_ids) for one in outputs]
@@ -86,8 +88,12 @@ def main() -> None:
             for line in llm.plan_lines():
                 if line.startswith(("experts", "streaming", "weights_offload")):
                     print(f"{name:9} {line}")
-        print(f"experts take {held / 1e6:.0f} MB; {limit / 1e6:.0f} MB may be used of the {whole / 1e6:.0f} that all take")
-        print("| requests | way | MB read per token | CPU ms per token | of streamed layers | there | foreseen | waited |")
+        print(
+            f"experts take {held / 1e6:.0f} MB; {limit / 1e6:.0f} MB may be used of the {whole / 1e6:.0f} that all take"
+        )
+        print(
+            "| requests | way | MB read per token | CPU ms per token | of streamed layers | there | foreseen | waited |"
+        )
         print("|---|---|---:|---:|---:|---:|---:|---:|")
         for kind, (rows, length, output) in KINDS.items():
             tokens = rows * output if output > 1 else length

@@ -21,6 +21,7 @@ from tokenmill.plan.planner.search import RESERVE, Choice, Plan, PlanRequest, pl
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import ModelBytes
+from tokenmill.plan.solve.roofline import facts_for
 from tokenmill.plan.solve.settings import solve
 
 WORK = fixed("chat", 500, 1000, 200, rate=4.0)
@@ -59,6 +60,25 @@ def test_what_fits_in_no_other_way_is_streamed():
     small = replace(GPUS["l4"], memory=2 << 30)
     with pytest.raises(ConfigError, match="fits in no way"):
         plan(replace(ask("llama3-70b", gpu="l4", count=1), fleet=GpuFleet(small, 1)))
+
+
+def test_of_a_mixture_that_fits_in_no_other_way_experts_are_cached():
+    found = plan(ask("qwen3-30b-a3b", gpu="l4", count=1, quality="exact", rate=0.01, slo=Slo()))
+    placement, shape = found.best.placement, plan_models.shape("qwen3-30b-a3b")
+    stream, cached = placement.step_time.stream, placement.memory.cached
+    assert stream is not None and stream.by_expert and stream.nbytes == cached.nbytes > 0
+    assert 0 < cached.slots < cached.experts == 128 and not placement.memory.streamed.layers
+    assert placement.memory.total <= placement.memory.budget
+    (line,) = (line for line in explain(found) if "weights_offload" in line)
+    assert f"{cached.slots} of 128 experts of every layer stay" in line and "at 25 GB/s (not measured)" in line
+    assert any("so experts of it are cached" in line for line in explain(found))
+    # A lone token waits for those of its eight experts that have no slot, and for no others.
+    free = replace(placement.step_time, stream=None)
+    one, many = (facts_for(shape, [500] * rows) for rows in (1, 128))
+    waits = placement.step_time.seconds(one) - free.seconds(one)
+    assert waits == pytest.approx(cached.bytes_of_token(8) / stream.bytes_per_s, rel=0.01)
+    assert waits < stream.seconds / 10
+    assert placement.step_time.seconds(many) == pytest.approx(stream.seconds, rel=0.01)
 
 
 def test_a_tighter_promise_between_tokens_makes_steps_shorter():

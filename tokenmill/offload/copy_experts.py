@@ -16,10 +16,11 @@ from tokenmill.model.moe import experts_of
 from tokenmill.model.spec import MoESpec
 from tokenmill.offload.copy_feed import Streams
 from tokenmill.offload.expert_rooms import ExpertLayer, ExpertRoom
-from tokenmill.offload.expert_slots import AWAY, MOST, ExpertSlots, Told
+from tokenmill.offload.expert_slots import AWAY, ExpertSlots, Told
 from tokenmill.offload.feed import FeedStats
 from tokenmill.offload.foresight import Foresight
 from tokenmill.ops.registry import Ops
+from tokenmill.plan.solve.offload import MOST
 
 
 class CopyExperts:

@@ -17,13 +17,14 @@ from tokenmill.model.layers import MoEWeights
 from tokenmill.model.moe import experts_of
 from tokenmill.model.spec import MoESpec
 from tokenmill.offload.expert_rooms import ExpertLayer, parts_in
-from tokenmill.offload.expert_slots import AWAY, MOST, ExpertSlots, Told
+from tokenmill.offload.expert_slots import AWAY, ExpertSlots, Told
 from tokenmill.offload.feed import FeedStats
 from tokenmill.offload.foresight import Foresight
 from tokenmill.offload.layer_file import LayerFile, room
 from tokenmill.ops.native import recording
 from tokenmill.ops.native.layer_wait import fetch_experts, foresee_experts
 from tokenmill.ops.registry import Ops
+from tokenmill.plan.solve.offload import MOST
 
 READERS = 4  # threads: as many pieces are asked of the disk at once
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from tokenmill.plan.solve.offload import BUFFERS
 
-MOST = 3 / 4  # of all experts: who chooses so many is taken to choose all (routing.h)
 AWAY = -1
 
 Numbers = npt.NDArray[np.int64]

@@ -159,8 +159,9 @@ class GpuFleet:
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
         moved, efficiency = _moved(stored, element_bytes, rows)
-        away = memory.streamed
+        away, cached = memory.streamed, memory.cached
         stream = Stream(away.nbytes, self.gpu.host) if away.layers else None
+        stream = Stream(cached.nbytes, self.gpu.host, by_expert=True) if cached.slots else stream
         step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link, stream)
         return Placement(layout, step_time, Capacity(rows, step_tokens, tokens), memory)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 BUFFERS = 2  # one is computed with while the other is filled
 PAGE = 4096  # bytes that what is brought is a multiple of
+MOST = 3 / 4  # of a layer's experts: who chooses so many is taken to choose all, also of the next layer (routing.h)
 NEAR_RESIDENT = 0.95  # of the speed of resident weights: what a step of prompts should reach
 
 
