@@ -76,6 +76,11 @@ class Fleet(Protocol):
     @property
     def link(self) -> Link: ...
 
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        """Between a GPU and its host's memory; None: not known."""
+        ...
+
     def dtype_reason(self, shape: ModelShape) -> str:
         """Why floats are what a layout says."""
         ...
@@ -119,6 +124,10 @@ class GpuFleet:
     @property
     def link(self) -> Link:
         return self.gpu.link
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        return self.gpu.host
 
     def dtype_reason(self, shape: ModelShape) -> str:
         if self.floats:
@@ -187,6 +196,10 @@ class LocalFleet:
     @property
     def link(self) -> Link:
         return Link(1e9, 1e-4)  # never used: there is one
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        return None  # what copies between two places of its memory cost was not measured
 
     def dtype_reason(self, shape: ModelShape) -> str:
         return "as it was measured"

@@ -70,6 +70,14 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
         found.append(("weights_offload", *_streamed(best.placement)))
     if ask.work.hash_ids is not None:
         found.append(("prefix cache", "on", f"{best.cached_share:.0%} of prompt tokens are found in it"))
+    if (host := plan.host) is not None:
+        link = (ask.fleet.host_bytes_per_s or 0.0) / 1e9
+        why = (
+            f"per copy: {host.cached_share:.0%} of prompt tokens are found then, and at {link:.0f} GB/s (not measured) "
+            f"they come {host.faster:.0f} times as fast as they are computed; up to {host.rate:.2f} requests/s, were "
+            "copies for nothing"
+        )
+        found.append(("kv_host_memory", f"{host.nbytes:,}", why))
     if ask.drafts is not None:
         found.append(("speculation", *_drafts(plan, ask.drafts)))
     return found
