@@ -134,7 +134,7 @@ def _told(plan: LadderPlan, work: Workload, dtype: str) -> str:
     return (
         f"{len(work)} requests, all there from the start: prompts of {min(work.prompts)} to {max(work.prompts)} tokens "
         f"that share their first {work.hash_block}, answers of {min(work.outputs)} to {max(work.outputs)}; greedy, "
-        f"{dtype}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung."
+        f"{dtype}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung but those that change that."
     )
 
 
