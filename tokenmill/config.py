@@ -210,7 +210,17 @@ class EngineConfig:
         MEMORY,
         low=0,
         solved="as many as do not fit",
-        more="Whole layers, spread evenly. 0: none, and what does not fit is refused",
+        more="Of a mixture experts, as `expert_cache` says; else whole layers, spread evenly. "
+        "0: none, and what does not fit is refused",
+    )
+    expert_cache: str = option(
+        "auto",
+        "what happens to a mixture's experts that do not fit",
+        MEMORY,
+        choices=("auto", "lru", "predict", "off"),
+        more="lru: each layer keeps those used last, and reads others when a step chooses them; predict: the next "
+        "layer's are read ahead, too, as its router judges by this layer's input; auto: where that pays; off: whole "
+        "layers are streamed",
     )
     kv_cache_memory: int | None = option(
         None, "bytes for the KV cache", MEMORY, low=1, solved="what is left on a GPU, at most 4 GiB on a CPU"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ def largest_step(llm: LLM, prompts: Any, params: Any, pooling: str | None = None
     runner = llm._processor.engine.runner
     launch = runner.launch
     seen: list[tuple[int, int, int]] = []
+    gc.collect()  # what an engine before this one held must not be given back while a step is measured
 
     def measured(step: Any) -> Any:
         pending, peak = peak_bytes(lambda: launch(step))

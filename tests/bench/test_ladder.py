@@ -55,6 +55,40 @@ def test_each_rung_is_the_one_below_plus_what_it_switches(device: str) -> None:
         assert before.get(name, defaults[name]) == defaults[name], name
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_are_elsewhere_on_the_last_rungs_of_models_with_layers_enough(device: str) -> None:
+    def names(**about: Any) -> list[str]:
+        return [rung.name for rung in LadderPlan(device, SIZES, **about).rungs()]
+
+    assert names()[-2:] == ["less-memory", "kv-tiers"]
+    assert names(away=1000)[-2:] == ["kv-tiers", "offload"]
+    plan = LadderPlan(device, SIZES, away=1000, mixture=True)
+    assert names(away=1000, mixture=True)[-3:] == ["kv-tiers", "offload", "expert-cache"]
+    scarce, tiers, streamed, cached = (plan.settings(rung.name) for rung in plan.rungs()[-4:])
+    assert scarce["kv_cache_memory"] == tiers["kv_cache_memory"] < streamed["kv_cache_memory"] == SIZES.kv_bytes
+    assert "kv_host_memory" not in scarce and "kv_host_memory" not in streamed and tiers["kv_host_memory"]
+    assert (streamed["weights_offload"], streamed["expert_cache"]) == (1000, "off") and "expert_cache" not in cached
+
+
+def test_answers_stay_equal_where_memory_is_elsewhere(tmp_path: Path) -> None:
+    mixture = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    model = write_tiny(
+        tmp_path / "tiny", **mixture, num_experts_per_tok=2, num_hidden_layers=6, max_position_embeddings=1024
+    )
+    rungs = "prefix-cache,less-memory,kv-tiers,offload,expert-cache"
+    words = ["--rungs", rungs, "--cache-dir", str(tmp_path / "cache"), "--json", str(tmp_path / "l.json")]
+    text, code = ladder(model, *TINY, *words)
+    assert code == 0, text
+    found = {rung["name"]: rung for rung in json.loads((tmp_path / "l.json").read_text())["rungs"]}
+    assert list(found) == rungs.split(",") and not any(rung["error"] for rung in found.values())
+    for name, rung in list(found.items())[1:]:
+        exact = rung["exactness"]
+        assert exact["different"] == exact["unjudged"] == 0 and exact["equal"] + exact["near"] == 8, name
+    told = {name: "\n".join(rung["report"]) for name, rung in found.items()}
+    assert "streaming  " in told["offload"] and "experts  " in told["expert-cache"]
+    assert "kv_host_memory" in told["kv-tiers"] or "host" in told["kv-tiers"]
+
+
 def test_every_op_but_the_experts_is_torchs_at_the_bottom() -> None:
     """An op that is not named would be the fastest there is; of some there is but one, of moe none that is native."""
     there_are = Counter(one.op for one in implementations("cpu"))

@@ -69,6 +69,7 @@ OTHER: dict[str, Any] = {
     "eviction": "learned",
     "max_memory": 1 << 34,
     "weights_offload": 1 << 30,
+    "expert_cache": "lru",
     "kv_pruning": "keynorm",
     "kv_pruning_keep": 0.25,
     "kv_pruning_window": 128,

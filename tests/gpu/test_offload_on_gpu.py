@@ -29,6 +29,25 @@ def test_tokens_are_those_of_resident_weights(quantization, tmp_path):
             assert llm._built.engine.feed.stats().layers > 24
 
 
+@pytest.mark.parametrize("cache", ["lru", "predict"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tokens_are_those_of_resident_experts(quantization, cache, tmp_path):
+    mixture = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    model = write_tiny(tmp_path / "model", **SIZES, **mixture, num_experts_per_tok=2)
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 256}
+    settings |= {"quantization": quantization, "kv_cache_memory": 1 << 24, "cuda_graphs": False}
+    with LLM(model, **settings) as resident:
+        expected = answers(resident)
+    with LLM(model, **settings, weights_offload=1, expert_cache=cache) as llm:
+        slots, each = 2, sum(llm._built.settings.memory.cached.each)
+        assert answers(llm) == expected
+    with LLM(model, **settings, weights_offload=(8 - slots) * each, expert_cache=cache) as llm:
+        assert answers(llm) == expected
+        found = llm._built.engine.feed.stats().experts
+        assert found.slots == slots and found.hits > 0 and found.misses > 0
+        assert (found.foreseen > 0) == (cache == "predict")
+
+
 def test_copies_run_beside_the_computation():
     """A copy of pinned memory on the feed's stream does not wait for what is computed meanwhile."""
     from tokenmill.offload.copy_feed import CudaStreams

@@ -38,10 +38,15 @@ SUBJECTS = {
     "batch-invariant": {"batch_invariant": True},
     "drafts of the first layers": {"quantization": "int8", "speculation": "layers:2"},
     "drafts": {"quantization": "int8", "speculation": "suffix"},
-    "a mixture": {"model": "mixtral"},
-    "a mixture in float64": {"model": "mixtral", "dtype": "float64"},
-    "a mixture in int8": {"model": "mixtral", "quantization": "int8"},
-    "a mixture in codes, in torch": {"model": "mixtral", "quantization": "int8", "dtype": "float64"},
+    "a mixture": {"model": "mixtral", "expert_cache": "off"},
+    "a mixture in float64": {"model": "mixtral", "expert_cache": "off", "dtype": "float64"},
+    "a mixture in int8": {"model": "mixtral", "expert_cache": "off", "quantization": "int8"},
+    "a mixture in codes, in torch": {
+        "model": "mixtral",
+        "expert_cache": "off",
+        "quantization": "int8",
+        "dtype": "float64",
+    },
     "GGUF, recorded": {"model": "gguf"},
 }
 

@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.plan.demand.slo import Slo, parse_slo
-from tokenmill.plan.demand.workload import fixed
+from tokenmill.plan.demand.workload import Workload, fixed
 from tokenmill.plan.planner.candidates import GpuFleet
 from tokenmill.plan.planner.explain import as_data, explain, lacks, reasons
 from tokenmill.plan.planner.queueing import demand_of, estimate
 from tokenmill.plan.planner.search import RESERVE, Choice, Plan, PlanRequest, plan
+from tokenmill.plan.simulator.cluster import ClusterSpec
+from tokenmill.plan.simulator.host_memory import HostMemory
+from tokenmill.plan.simulator.machines import Machine
+from tokenmill.plan.simulator.replica import ReplicaSpec
+from tokenmill.plan.simulator.simulate import simulate
 from tokenmill.plan.solve.gpus import GPUS
 from tokenmill.plan.solve.hardware import Hardware
 from tokenmill.plan.solve.memory import ModelBytes
+from tokenmill.plan.solve.roofline import facts_for
 from tokenmill.plan.solve.settings import solve
 
 WORK = fixed("chat", 500, 1000, 200, rate=4.0)
@@ -59,6 +65,25 @@ def test_what_fits_in_no_other_way_is_streamed():
     small = replace(GPUS["l4"], memory=2 << 30)
     with pytest.raises(ConfigError, match="fits in no way"):
         plan(replace(ask("llama3-70b", gpu="l4", count=1), fleet=GpuFleet(small, 1)))
+
+
+def test_of_a_mixture_that_fits_in_no_other_way_experts_are_cached():
+    found = plan(ask("qwen3-30b-a3b", gpu="l4", count=1, quality="exact", rate=0.01, slo=Slo()))
+    placement, shape = found.best.placement, plan_models.shape("qwen3-30b-a3b")
+    stream, cached = placement.step_time.stream, placement.memory.cached
+    assert stream is not None and stream.by_expert and stream.nbytes == cached.nbytes > 0
+    assert 0 < cached.slots < cached.experts == 128 and not placement.memory.streamed.layers
+    assert placement.memory.total <= placement.memory.budget
+    (line,) = (line for line in explain(found) if "weights_offload" in line)
+    assert f"{cached.slots} of 128 experts of every layer stay" in line and "at 25 GB/s (not measured)" in line
+    assert any("so experts of it are cached" in line for line in explain(found))
+    # A lone token waits for those of its eight experts that have no slot, and for no others.
+    free = replace(placement.step_time, stream=None)
+    one, many = (facts_for(shape, [500] * rows) for rows in (1, 128))
+    waits = placement.step_time.seconds(one) - free.seconds(one)
+    assert waits == pytest.approx(cached.bytes_of_token(8) / stream.bytes_per_s, rel=0.01)
+    assert waits < stream.seconds / 10
+    assert placement.step_time.seconds(many) == pytest.approx(stream.seconds, rel=0.01)
 
 
 def test_a_tighter_promise_between_tokens_makes_steps_shorter():
@@ -229,3 +254,43 @@ def test_an_engine_left_to_itself_takes_steps_that_suit_its_gpu(model, gpu, toke
     sizes = ModelBytes(1, 1, 1, 1, 1, flops_per_token=2.0 * spec.active_parameters)
     solved = solve(EngineConfig(), sizes, 1000, Hardware("cuda", gpu, 1 << 40, 1 << 40))
     assert solved.max_step_tokens == tokens
+
+
+def talks(users: int, turns: int, step: int = 1000, block: int = 100) -> Workload:
+    """Everybody comes again, one after the other, with all that was said."""
+    number = [(turn, user) for turn in range(turns) for user in range(users)]
+    ids = tuple(tuple(1000 * user + at for at in range(step * (turn + 1) // block)) for turn, user in number)
+    prompts = tuple(step * (turn + 1) + 20 for turn, _ in number)
+    arrivals = tuple(2.0 * at for at in range(len(number)))
+    return Workload("talks", arrivals, prompts, (30,) * len(number), ids, block)
+
+
+def test_memory_of_the_host_is_proposed_where_a_load_comes_back_to_what_the_device_forgot():
+    shape, fleet = plan_models.shape("llama3-8b"), GpuFleet(GPUS["l4"], 1)
+    found = plan(PlanRequest(shape, fleet, talks(40, 4), Slo(), "exact"))
+    host, room = found.host, found.best.placement.room
+    assert host is not None and host.tokens > room.kv_tokens
+    assert host.nbytes == pytest.approx(host.tokens * shape.kv_elements * 2, rel=0.01)
+    most = talks(40, 4).cached_share()
+    assert found.best.cached_share < 0.1 < 0.9 * most <= host.cached_share <= most
+    assert host.rate > 1.2 * found.best.rate and host.faster > 1
+    (line,) = (line for line in explain(found) if line.strip().startswith("kv_host_memory"))
+    assert f"{host.nbytes:,}" in line and f"{host.cached_share:.0%} of prompt tokens are found then" in line
+    assert as_data(found)["reasons"]["kv_host_memory"]["value"] == f"{host.nbytes:,}"
+    # The engine's own slots and policy, simulated with that much, find what the plan says.
+    step_time, each = found.best.placement.step_time, host.nbytes // host.tokens
+    machine = Machine("l4", step_time, 1, room.kv_tokens, each, room.max_rows, room.step_tokens, True)
+    shares = []
+    for memory in (None, HostMemory(host.nbytes, GPUS["l4"].host)):
+        served = simulate(ClusterSpec(ReplicaSpec(machine, host_memory=memory)), talks(40, 4))
+        shares.append(served.figures(Slo())["cached_share"])
+    assert shares[0] < 0.1 and shares[1] == pytest.approx(host.cached_share, abs=0.05)
+
+
+@pytest.mark.parametrize("load", ["fits", "never again", "too far"])
+def test_memory_of_the_host_is_not_proposed_where_it_brings_nothing(load):
+    work = talks(2, 4) if load == "fits" else talks(40, 4)
+    work = replace(work, hash_ids=None) if load == "never again" else work
+    gpu = replace(GPUS["l4"], host=1e6) if load == "too far" else GPUS["l4"]
+    found = plan(PlanRequest(plan_models.shape("llama3-8b"), GpuFleet(gpu, 1), work, Slo(), "exact"))
+    assert found.host is None and not any("kv_host_memory" in line for line in explain(found))

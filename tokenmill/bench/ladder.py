@@ -56,6 +56,12 @@ class LadderSizes:
     whole_step: int  # tokens
 
     @property
+    def scarce_kv_bytes(self) -> int:
+        """As few as a sixteenth, but enough for a request of the longest length, in a form of half the bytes."""
+        tokens = max(self.max_len, self.rows * self.max_len // LONGER)
+        return max(self.kv_bytes // LONGER**2, int(0.6 * self.kv_bytes * self.max_len / tokens))
+
+    @property
     def reserved_rows(self) -> int:
         return max(1, self.rows // LONGER)
 
@@ -68,6 +74,8 @@ class LadderPlan:
     sizes: LadderSizes
     stored_packed: bool = False  # the file holds quantized weights that a CPU computes with
     options: dict[str, Any] = field(default_factory=dict)  # of the user: device, dtype, load_format
+    away: int = 0  # bytes of weights that are not on the device where some are not; 0: the model is too small for that
+    mixture: bool = False  # it has experts
 
     @property
     def base(self) -> dict[str, Any]:
@@ -95,9 +103,30 @@ class LadderPlan:
         return found | self.options
 
     def rungs(self) -> list[Rung]:
+        beyond = [*_beyond_memory(self.sizes), *self._offload()]
         if self.device == "cpu":
-            return [*_alone(), *_together(self.sizes), *_on_cpu(self.stored_packed)]
-        return [*_alone(), FUSED_ON_GPU, *_together(self.sizes), *_on_gpu()]
+            return [*_alone(), *_together(self.sizes), *_on_cpu(self.stored_packed), *beyond]
+        return [*_alone(), FUSED_ON_GPU, *_together(self.sizes), *_on_gpu(), *beyond]
+
+    def _offload(self) -> list[Rung]:
+        """Weights that are elsewhere, with the memory for keys and values that all others have."""
+        if not self.away:
+            return []
+        switch = {"kv_cache_memory": self.sizes.kv_bytes, "kv_host_memory": None, "weights_offload": self.away}
+        where = "disk" if self.device == "cpu" else "the host's memory"
+        streamed = Rung(
+            "offload",
+            "streamed weights",
+            {**switch, "expert_cache": "off"} if self.mixture else switch,
+            f"Some layers are brought from {where} in every step; keys and values have their memory again.",
+        )
+        cached = Rung(
+            "expert-cache",
+            "cached experts",
+            {"expert_cache": None},
+            f"Every layer keeps the experts that were chosen last; only those that it lacks are brought from {where}.",
+        )
+        return [streamed, cached] if self.mixture else [streamed]
 
     def settings(self, name: str) -> dict[str, Any]:
         """Of the engine on this rung: everything off, and then every switch up to it. None leaves it to the engine."""
@@ -232,6 +261,23 @@ def _on_gpu() -> list[Rung]:
             "speculative decoding",
             {"speculation": "suffix"},  # unset, a GPU may have none: a rung that switches nothing says nothing
             "What followed the same tokens before is drafted, and verified several at a time.",
+        ),
+    ]
+
+
+def _beyond_memory(sizes: LadderSizes) -> list[Rung]:
+    return [
+        Rung(
+            "less-memory",
+            "less KV memory",
+            {"kv_cache_memory": sizes.scarce_kv_bytes},
+            "Fewer bytes for keys and values: who has no room waits, or is preempted and computed again.",
+        ),
+        Rung(
+            "kv-tiers",
+            "KV in host memory",
+            {"kv_host_memory": sizes.kv_bytes},
+            "Keys and values that have no room any more are kept in the host's memory, and come back.",
         ),
     ]
 

@@ -15,6 +15,7 @@ from tokenmill.cli.terminal import note, progress
 if TYPE_CHECKING:
     from tokenmill.bench.ladder import LadderPlan
     from tokenmill.bench.ladder_run import RungResult
+    from tokenmill.model.spec import DecoderSpec
     from tokenmill.plan.demand.workload import Workload
 
 _WHAT = "What is asked"
@@ -113,15 +114,27 @@ def _planned(
     count, prompt, output = (one or usual for one, usual in zip(sizes, USUAL[device.type]))
     work = requests(count, prompt, output, seed)
     fits = fitted(work, device.type, spec.kv_bytes_per_token(dtype.itemsize), spec.max_positions)
-    plan = LadderPlan(device.type, fits, isinstance(checkpoint, BlockCheckpoint), options)
+    away = _away(spec)
+    plan = LadderPlan(device.type, fits, isinstance(checkpoint, BlockCheckpoint), options, away, spec.moe is not None)
     return plan, work, spec.vocab_size, str(dtype).removeprefix("torch.")
+
+
+def _away(spec: DecoderSpec) -> int:
+    """Bytes: a third of what layers take at a byte each, or half of the experts; of a model with few layers none."""
+    from tokenmill.plan.solve.offload import BUFFERS
+
+    if spec.num_layers < 2 * BUFFERS:
+        return 0
+    params = [(name, one) for name, one in spec.parameters().items() if name.startswith("layers.")]
+    experts = sum(one.numel for _, one in params if one.kind == "experts")
+    return experts // 2 or sum(one.numel for _, one in params) // 3
 
 
 def _told(plan: LadderPlan, work: Workload, dtype: str) -> str:
     return (
         f"{len(work)} requests, all there from the start: prompts of {min(work.prompts)} to {max(work.prompts)} tokens "
         f"that share their first {work.hash_block}, answers of {min(work.outputs)} to {max(work.outputs)}; greedy, "
-        f"{dtype}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung."
+        f"{dtype}. The KV cache may take {plan.sizes.kv_bytes / 1e6:,.0f} MB on every rung but those that change that."
     )
 
 

@@ -53,7 +53,8 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import GroupCheckpoint
 from tokenmill.model.weights.source import ModelFiles
-from tokenmill.offload.streamed import StreamedWeights
+from tokenmill.offload.feed import Feed
+from tokenmill.offload.streamed import CachedExpertWeights, StreamedWeights
 from tokenmill.ops.device_facts import outdated
 from tokenmill.ops.matmul import Matmul
 from tokenmill.ops.native.library import LEVEL_NAMES, Library
@@ -129,6 +130,11 @@ def _build(
     eagle = eagle_head_for(config, made.spec)
     sizes = sizes if eagle is None else with_head(sizes, eagle, made.dtype)
     sizes = sizes if ranks is None else replace(sizes, layers=())  # ranks do not wait for each other's disks
+    if config.expert_cache in ("lru", "predict") and (made.spec.moe is None or ranks is not None):
+        why = f"{made.spec.architecture} has no experts" if made.spec.moe is None else "several ranks do not cache them"
+        raise ConfigError(f"expert_cache is {config.expert_cache!r}, but {why}; leave it out")
+    if ranks is not None or config.expert_cache == "off":
+        sizes = replace(sizes, expert_bytes=())
     base = adapter_base(config, made)
     sizes = sizes if base is None else with_slots(sizes, config, base, made)
     settings = solve(config, sizes, made.spec.max_positions, smallest_hardware(device, ranks))
@@ -148,7 +154,7 @@ def _build(
     engine, drafts = join(model, runner, group, grammars, draft, eagle, modules)
     made_up = config.seed if made.checkpoint is None else None
     computed = device.type, str(made.dtype), config.quantization, config.batch_invariant, config.ops, config.speculation
-    engine.feed = model.weights.feed if isinstance(model.weights, StreamedWeights) else None
+    engine.feed = model.weights.feed if isinstance(model.weights, StreamedWeights | CachedExpertWeights) else None
     identity = model_identity(made.files, made_up, *computed)
     tiers = add_tiers(config, engine, identity, block_memory(model, runner, shared_kv))
     adapters = [] if base is None else add_adapters(config, base, engine, model, group)
@@ -163,7 +169,7 @@ def _build(
         *_native_lines(made.native, slower, device),
         f"kv cache     {made.kv_name} ({made.kv_why})",
         *settings.memory.lines(settings.num_blocks * settings.block_size),
-        *_streaming_lines(model.weights, settings),
+        *_streaming_lines(model.weights, settings, made.spec),
         *tiers,
         *adapters,
         *settings.reasons,
@@ -272,16 +278,22 @@ def _eviction_lines(kv: KVManager) -> list[str]:
     return [f"eviction     {kv.eviction.name}: {kv.eviction.about} (as set)"]
 
 
-def _streaming_lines(weights: WeightStore, settings: SolvedSettings) -> list[str]:
-    """What it costs that layers are away."""
-    away = settings.memory.streamed
-    if not isinstance(weights, StreamedWeights):
+def _streaming_lines(weights: WeightStore, settings: SolvedSettings, spec: DecoderSpec) -> list[str]:
+    """What it costs that layers, or experts, are away."""
+    away, cached = settings.memory.streamed, settings.memory.cached
+    if not isinstance(weights, StreamedWeights | CachedExpertWeights):
         return []
-    feed = weights.feed
-    cost = ""
-    if feed.bandwidth:
-        speed = f"{feed.bandwidth / 1e9:.2g} GB/s, as layers were read while loading"
-        cost = f": about {away.seconds(feed.bandwidth):.2g} s of each, at {speed}, however many tokens it has"
+    feed: Feed = weights.feed
+    speed = f"{feed.bandwidth / 1e9:.2g} GB/s, as weights were read while loading" if feed.bandwidth else ""
+    if spec.moe is not None and cached.slots:
+        nbytes = cached.bytes_of_token(spec.moe.top_k)
+        cost = f": {nbytes / feed.bandwidth:.2g} s, at {speed}" if speed else ""
+        return [
+            f"experts      {cached.slots} of {cached.experts} of every layer are here, the others on {feed.place}; "
+            f"were all chosen equally often, a token alone would wait for {nbytes / 1e6:,.1f} MB{cost}"
+        ]
+    seconds = away.seconds(feed.bandwidth) if speed else 0.0
+    cost = f": about {seconds:.2g} s of each, at {speed}, however many tokens it has" if speed else ""
     return [f"streaming    {away.nbytes / 1e6:,.0f} MB in every step from {feed.place}{cost}"]
 
 

@@ -17,10 +17,11 @@ from tokenmill.model.spec import DecoderSpec
 from tokenmill.model.tokenizer import Tokenizer
 from tokenmill.model.weights.checkpoint import BlockCheckpoint, Checkpoint, read_config
 from tokenmill.model.weights.source import ModelFiles
-from tokenmill.offload.load import Parameters, stream_from_disk, stream_from_host
-from tokenmill.offload.streamed import StreamedWeights
+from tokenmill.offload.foresight import Foresight
+from tokenmill.offload.load import Parameters, cache_from_disk, cache_from_host, stream_from_disk, stream_from_host
+from tokenmill.offload.streamed import CachedExpertWeights, StreamedWeights
 from tokenmill.ops.native.library import load as load_native
-from tokenmill.plan.solve.offload import StreamedLayers
+from tokenmill.plan.solve.offload import CachedExperts, StreamedLayers
 from tokenmill.quant.schemes.scheme import Schemes
 
 Progress = Callable[[int, int, str], None]  # done, in all, what
@@ -89,6 +90,28 @@ def load_streamed(
     identity = model_identity(files, config.seed if checkpoint is None else None, str(dtype), forms)
     folder = layers_dir(config.cache_dir) / identity
     return stream_from_disk(folder, spec, parameters, dtype, schemes, away, nbytes, tell)
+
+
+def load_cached(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    schemes: Schemes,
+    tell: Progress,
+    cached: CachedExperts,
+    files: ModelFiles,
+) -> CachedExpertWeights:
+    """The same of a mixture whose experts are not all on the device."""
+    _, parameters = _parameters(config, spec, checkpoint, dtype, device, schemes, tell)
+    foresight = Foresight({"lru": False, "predict": True}.get(config.expert_cache))
+    if device.type == "cuda":
+        return cache_from_host(spec, parameters, dtype, device, schemes, cached, foresight, tell)
+    forms = sorted((name, schemes.of(name).name) for name in spec.parameters() if ".experts_" in name)
+    identity = model_identity(files, config.seed if checkpoint is None else None, str(dtype), forms, "experts")
+    folder = layers_dir(config.cache_dir) / identity
+    return cache_from_disk(folder, spec, parameters, dtype, schemes, cached, foresight, tell)
 
 
 def _parameters(

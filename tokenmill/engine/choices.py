@@ -253,6 +253,8 @@ def model_bytes(
         guard=_guard_bytes(spec, schemes) if guarded else 0,
         guard_per_token=spec.activation_elements * (widest.itemsize - itemsize),
         layers=_layer_bytes(spec, itemsize, matrices),
+        expert_bytes=_expert_bytes(spec, matrices),
+        experts=0 if spec.moe is None else spec.moe.experts,
     )
 
 
@@ -263,6 +265,16 @@ def _layer_bytes(spec: DecoderSpec, itemsize: int, matrices: Mapping[str, int]) 
             wide = max(4, itemsize) if spec.stored_wide(param.kind) else itemsize
             found[int(name.split(".")[1])] += matrices.get(name, param.numel * wide)
     return tuple(found)
+
+
+def _expert_bytes(spec: DecoderSpec, matrices: Mapping[str, int]) -> tuple[int, ...]:
+    """Of one expert, of every layer that has some."""
+    found: dict[int, int] = {}
+    for name, param in spec.parameters().items():
+        if param.kind == "experts":
+            layer = int(name.split(".")[1])
+            found[layer] = found.get(layer, 0) + matrices[name] // param.shape[0]
+    return tuple(found[layer] for layer in sorted(found))
 
 
 def matrix_bytes(

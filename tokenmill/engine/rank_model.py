@@ -14,7 +14,7 @@ import torch
 
 from tokenmill.config import EngineConfig, parse_experts
 from tokenmill.engine.adapter_room import adapter_slots
-from tokenmill.engine.checkpoints import Progress, load, load_streamed, open_checkpoint
+from tokenmill.engine.checkpoints import Progress, load, load_cached, load_streamed, open_checkpoint
 from tokenmill.engine.choices import (
     check_kv_form,
     choose_device,
@@ -51,7 +51,7 @@ from tokenmill.parallel.communicator import Communicator
 from tokenmill.parallel.compressed import CompressedSums
 from tokenmill.parallel.layout import Layout, parse_layout
 from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes
-from tokenmill.plan.solve.offload import StreamedLayers
+from tokenmill.plan.solve.offload import CachedExperts, StreamedLayers
 from tokenmill.plan.solve.settings import SolvedSettings
 from tokenmill.quant.schemes.choose import ComputeTarget
 from tokenmill.quant.schemes.dense import InvariantDense
@@ -184,10 +184,11 @@ class RankModel:
         return all(self.ops.chosen[op].name == "native" for op in ("rope_kv_write", "attention"))
 
     def records(self, decoder: Decoder) -> bool:
-        """Whether steps are recorded. Beside layers that come from the host they are not: launching a layer takes a
-        GPU's host far less time than its copy does.
+        """Whether steps are recorded. Beside weights that come from the host they are not: launching a layer takes a
+        GPU's host far less time than its copy does, and which experts it chose has to be asked.
         """
-        copied = bool(self.settings.memory.streamed.layers) and self.prepared.device.type == "cuda"
+        memory = self.settings.memory
+        copied = bool(memory.streamed.layers or memory.cached.slots) and self.prepared.device.type == "cuda"
         return self.config.cuda_graphs and not copied and decoder.recordable
 
     def runner(
@@ -279,9 +280,11 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
     ops = select(need, config.ops or ("native" if native else None))
     schemes = schemes_of_part(prepared.schemes, part)
     what = config, part, prepared.checkpoint, prepared.dtype, prepared.device, schemes, tell
-    away = settings.memory.streamed
+    away, cached = settings.memory.streamed, settings.memory.cached
     if away.layers:
         weights: WeightStore = load_streamed(*what, away, prepared.files, sum(prepared.sizes.layers))
+    elif cached.slots:
+        weights = load_cached(*what, cached, prepared.files)
     else:
         weights = load(*what)
     if part.has_head and isinstance(weights.lm_head.scheme, InvariantDense):
@@ -301,5 +304,6 @@ def settings_text(settings: SolvedSettings) -> dict[str, Any]:
 
 
 def settings_from(text: Mapping[str, Any]) -> SolvedSettings:
-    memory = {**text["memory"], "streamed": StreamedLayers(**text["memory"]["streamed"])}
+    streamed, cached = StreamedLayers(**text["memory"]["streamed"]), CachedExperts(**text["memory"]["cached"])
+    memory = {**text["memory"], "streamed": streamed, "cached": cached}
     return SolvedSettings(**{**text, "memory": MemoryPlan(**memory), "reasons": tuple(text["reasons"])})

@@ -448,6 +448,8 @@ class Decoder:
             share, dropped = within_capacity(share, experts, most)
             if self.expert_load is not None:
                 self.expert_load.dropped[index] += dropped
+        if self.weights.experts is not None:
+            experts, weights = self.weights.experts.bring(index, x, experts, weights, self.ops)
         compute, gate_up, down = self._expert_product(weights)
         if self._experts is not None:
             compute = partial(self._experts.compute, compute)

@@ -1,14 +1,19 @@
-"""Experts on several ranks: who has which, who computes a choice, how many an expert may take, how many it took."""
+"""Experts that are not all here: who has which, who computes a choice, how many one may take, how many it took."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tokenmill.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from tokenmill.model.layers import MoEWeights
+    from tokenmill.ops.registry import Ops
 
 LEAST_CAPACITY = 4  # tokens that every expert may take, however few there are in a step
 
@@ -52,6 +57,27 @@ def shares_of_experts(experts: int, ranks: int, hot: Sequence[int] = ()) -> list
     """The experts that each rank has: an even share, and all of the hot ones, whose tokens they divide."""
     each = experts // ranks
     return [tuple(sorted({*range(rank * each, (rank + 1) * each), *hot})) for rank in range(ranks)]
+
+
+class ExpertSource(Protocol):
+    """Has the experts that a layer's tokens chose ready, where not all of them are on the device.
+
+    Asked on the thread and stream that computes, between a layer's choice and its experts' products. What it returns
+    holds until the next call; a source may use the call to start bringing experts of the layer that follows.
+    """
+
+    def bring(
+        self,
+        layer: int,
+        x: torch.Tensor,  # [tokens, hidden]: what the experts are given
+        experts: torch.Tensor,  # [tokens, top_k] integers
+        mlp: MoEWeights,  # with those experts that have a place of their own
+        ops: Ops,
+    ) -> tuple[torch.Tensor, MoEWeights]:  # [tokens, top_k]
+        """Where in the matrices that it returns the experts lie. While a step is recorded the same is recorded.
+        StepFailed: they cannot be had.
+        """
+        ...
 
 
 class LocalExperts:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.nn.functional as F
 
+from tokenmill.model.experts import ExpertSource
 from tokenmill.model.spec import NORM_NAMES, DecoderSpec, ParamSpec
 from tokenmill.quant.schemes.adapters import LowRankUpdates, RowContext, adapted
 from tokenmill.quant.schemes.dense import Dense
@@ -103,6 +104,11 @@ class WeightStore(Protocol):
     final_norm: torch.Tensor  # [hidden]
     lm_head: Linear
 
+    @property
+    def experts(self) -> ExpertSource | None:
+        """Asked for the experts that tokens chose; None: all are in their layers."""
+        ...
+
     def layer(self, index: int) -> LayerWeights: ...
 
     def peek(self, index: int) -> LayerWeights:
@@ -117,6 +123,7 @@ class WeightStore(Protocol):
 class ResidentWeights:
     """Every weight on the device for the whole life of the engine."""
 
+    experts: ExpertSource | None = None
     embed: torch.Tensor | Linear
     final_norm: torch.Tensor
     lm_head: Linear

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from tokenmill.model.layers import LayerWeights, WeightStore
+from tokenmill.model.experts import ExpertSource
+from tokenmill.model.layers import LayerWeights, MoEWeights, WeightStore
 from tokenmill.ops.matmul import Matmul, MatmulKernel, MatmulNeed, dense_need, only
+from tokenmill.ops.registry import Ops
 from tokenmill.ops.types import Storage
 from tokenmill.quant.schemes.dense import Dense
 from tokenmill.quant.schemes.experts import Experts
@@ -19,6 +21,13 @@ from tokenmill.quant.schemes.scheme import Linear
 SMALL = 1 << 16  # elements: smaller tensors have no room of their own
 
 Part = TypeVar("Part")
+_EXPERTS = ("gate_up", "down")  # of a MoEWeights
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    gate_up: torch.Tensor | Experts
+    down: torch.Tensor | Experts
 
 
 class WidenedWeights:
@@ -32,6 +41,7 @@ class WidenedWeights:
         self._inner = inner
         self._scheme = Widening(at_once)
         self._rooms: list[torch.Tensor] = []  # in the order in which a layer's large tensors come
+        self._expert_rooms: list[torch.Tensor] = []  # of those that are brought
         self.dtype, self.device = torch.float32, inner.device
         self.embed = inner.embed
         self.final_norm = inner.final_norm.float()
@@ -40,8 +50,21 @@ class WidenedWeights:
     def lm_head(self) -> Linear:
         return self._wide(self._inner.lm_head, [])
 
+    @property
+    def experts(self) -> ExpertSource | None:
+        return None if self._inner.experts is None else self
+
     def layer(self, index: int) -> LayerWeights:
         return self._wide(self._inner.layer(index), self._rooms)
+
+    def bring(
+        self, layer: int, x: torch.Tensor, experts: torch.Tensor, mlp: MoEWeights, ops: Ops
+    ) -> tuple[torch.Tensor, MoEWeights]:
+        """Experts that are brought are widened when they are there."""
+        assert self._inner.experts is not None
+        places, found = self._inner.experts.bring(layer, x, experts, mlp, ops)
+        both = self._wide(_Matrices(found.gate_up, found.down), self._expert_rooms)
+        return places, replace(mlp, gate_up=both.gate_up, down=both.down)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, hidden]
         return self._inner.embedding(ids).float()
@@ -61,7 +84,9 @@ class WidenedWeights:
             if isinstance(part, Experts):
                 return part  # no float ones
             if not isinstance(part, torch.Tensor):
-                return replace(part, **{one.name: wide(getattr(part, one.name)) for one in fields(part)})  # type: ignore[type-var,arg-type]
+                later = _EXPERTS if isinstance(part, MoEWeights) and self._inner.experts is not None else ()
+                names = [one.name for one in fields(part) if one.name not in later]  # type: ignore[arg-type]
+                return replace(part, **{name: wide(getattr(part, name)) for name in names})  # type: ignore[type-var]
             if part.dtype == torch.float32 or part.numel() < SMALL:
                 return part.float()  # type: ignore[return-value]
             if taken == len(rooms):

@@ -11,12 +11,12 @@ from tokenmill.errors import ModelError
 from tokenmill.model.layers import Weight, allocate
 from tokenmill.model.spec import DecoderSpec
 from tokenmill.ops.native.matmul import PackedStorage
+from tokenmill.plan.solve.offload import PAGE
 from tokenmill.quant.schemes.experts import Experts
 from tokenmill.quant.schemes.scheme import Linear, Schemes
 
 ALIGNMENT = 64  # of every tensor: a cache line, and what vector loads and copy engines want
-PAGE = 4096  # of the whole
-_OWN = ("counters",)  # of a storage: what products write on, which is no weight
+OWN = ("counters",)  # of a storage: what products write on, which is no weight
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def write_image(weights: Mapping[str, Weight], image: Image, into: torch.Tensor)
     places = iter(image.parts)
     for name, weight in weights.items():
         for _, tensor in _parts(name, weight):
-            _view(next(places), into).copy_(tensor)
+            view_of(next(places), into).copy_(tensor)
 
 
 def weights_in(
@@ -82,28 +82,28 @@ def weights_in(
             found[name] = Experts(weight.scheme, each, stacked)
         else:
             for part in parts:
-                _lay(weight.linear(part.expert) if isinstance(weight, Experts) else weight, part, memory)
+                lay(weight.linear(part.expert) if isinstance(weight, Experts) else weight, part, memory)
             found[name] = weight
     return found
 
 
-def _lay(linear: Linear, part: Part, memory: torch.Tensor) -> None:
+def lay(linear: Linear, part: Part, memory: torch.Tensor) -> None:
     storage = linear.storage
     if isinstance(storage, PackedStorage):
-        storage.matrices[int(part.key or 0)].adopt(part.form, part.rows, _view(part, memory))
+        storage.matrices[int(part.key or 0)].adopt(part.form, part.rows, view_of(part, memory))
         linear.scheme.show(storage)  # type: ignore[attr-defined]  # those of packed matrices have it
     else:
         storage[part.key] = _placed(part, memory, storage[part.key])
 
 
 def _placed(part: Part, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    view = _view(part, memory)
+    view = view_of(part, memory)
     if view.shape != like.shape or view.dtype != like.dtype:
         raise ModelError(f"{part.weight} was prepared as {part.dtype} {list(part.shape)}, which is not what is needed")
     return view
 
 
-def _view(part: Part, memory: torch.Tensor) -> torch.Tensor:
+def view_of(part: Part, memory: torch.Tensor) -> torch.Tensor:
     run = memory[part.at : part.at + part.nbytes]
     return run.view(getattr(torch, part.dtype)).view(part.shape)
 
@@ -123,7 +123,7 @@ def _parts(name: str, weight: Weight) -> Iterator[tuple[Part, torch.Tensor]]:
                 yield replace(_part(name, key, panels), form=form.number, rows=rows), panels
     else:
         for key, tensor in (weight.stacked if isinstance(weight, Experts) else weight.storage).items():
-            if key not in _OWN:
+            if key not in OWN:
                 yield _part(name, key, tensor), tensor
 
 

@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ import torch
 from tokenmill.cache import ELSEWHERE, kept_in
 from tokenmill.errors import ModelError, StepFailed
 from tokenmill.model.layers import Weight
-from tokenmill.offload.image import PAGE, Image, Part, image_of, write_image
+from tokenmill.offload.image import Image, Part, image_of, write_image
 from tokenmill.ops.native.checksum import checksum
+from tokenmill.plan.solve.offload import PAGE
 
 PIECE = 1 << 20  # bytes that are read at once and have a checksum
 VERSION = 1
@@ -56,13 +57,15 @@ def room(nbytes: int) -> torch.Tensor:  # [nbytes] uint8
 class LayerFile:
     """An open file of layers. `read` may be called by many threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: Callable[[int], str] = "layer {}".format) -> None:
+        """name: what an entry is called: a layer, or an expert of one."""
         self.path = folder / _DATA
-        name, self._checksum = checksum()
+        self._entry_name = name
+        algorithm, self._checksum = checksum()
         try:
             index = json.loads((folder / _INDEX).read_text())
             self.entries = tuple(_entry(one) for one in index["layers"])
-            known = index["version"] == VERSION and index["checksum"] == name and index["piece"] == PIECE
+            known = index["version"] == VERSION and index["checksum"] == algorithm and index["piece"] == PIECE
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(
                 f"{folder / _INDEX} cannot be read ({error}); remove the folder, and it is made again"
@@ -79,7 +82,7 @@ class LayerFile:
 
     def read(self, layer: int, piece: int, into: torch.Tensor) -> int:  # [at least the layer's bytes] uint8
         """Bring a piece of a layer, and see that it is what was written. StepFailed: it is not. Returns its bytes."""
-        entry = self.entries[layer]
+        entry, name = self.entries[layer], self._entry_name(layer)
         first = piece * PIECE
         size = min(PIECE, entry.image.nbytes - first)
         view = memoryview(into[first : first + size].numpy())  # type: ignore[arg-type]
@@ -93,14 +96,12 @@ class LayerFile:
             if not self.direct and hasattr(os, "posix_fadvise"):  # what is streamed must not push out what is kept
                 os.posix_fadvise(self.file, entry.at + first, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise StepFailed(f"layer {layer} cannot be read from {self.path}: {error.strerror or error}") from None
+            raise StepFailed(f"{name} cannot be read from {self.path}: {error.strerror or error}") from None
         if done < size:
-            raise StepFailed(
-                f"layer {layer} cannot be read: {self.path} has been cut short; remove its folder and restart"
-            )
+            raise StepFailed(f"{name} cannot be read: {self.path} has been cut short; remove its folder and restart")
         if self._checksum(view) != entry.sums[piece]:
             raise StepFailed(
-                f"layer {layer} is not what was written to {self.path}: the file has been changed, or its disk is "
+                f"{name} is not what was written to {self.path}: the file has been changed, or its disk is "
                 "failing; remove its folder and restart"
             )
         return size

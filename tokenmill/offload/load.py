@@ -1,4 +1,4 @@
-"""Loads a model of which only some layers stay on the device."""
+"""Loads a model of which only some layers, or some experts, stay on the device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,27 @@ import torch
 from tokenmill.errors import ConfigError, ModelError
 from tokenmill.model.layers import Weight
 from tokenmill.model.spec import DecoderSpec
+from tokenmill.offload.copy_experts import CopyExperts
 from tokenmill.offload.copy_feed import CopyFeed, CudaStreams, Streams
+from tokenmill.offload.disk_experts import DiskExperts, bring_expert
 from tokenmill.offload.disk_feed import READERS, DiskFeed
+from tokenmill.offload.expert_rooms import (
+    ExpertLayer,
+    ExpertRoom,
+    check_alike,
+    one_expert,
+    packed_room,
+    stacked_bytes,
+    stacked_room,
+)
+from tokenmill.offload.expert_slots import ExpertSlots
+from tokenmill.offload.foresight import Foresight
 from tokenmill.offload.image import Image, image_of, weights_in, write_image
 from tokenmill.offload.layer_file import LayerFile, is_prepared, prepare, room
 from tokenmill.offload.rotation import Rotation
-from tokenmill.offload.streamed import StreamedWeights
+from tokenmill.offload.streamed import CachedExpertWeights, StreamedWeights
 from tokenmill.plan.solve.hardware import cpu_hardware
-from tokenmill.plan.solve.offload import BUFFERS, StreamedLayers
+from tokenmill.plan.solve.offload import BUFFERS, CachedExperts, StreamedLayers
 from tokenmill.quant.schemes.scheme import Schemes
 
 PINNED = 0.9  # of the host's free memory: what may be taken where nothing of it can be swapped out again
@@ -68,6 +81,120 @@ def stream_from_disk(
             tell(layer + 1, spec.num_layers, "reading the layers that stay")
     feed = DiskFeed(file, rotation, buffers, spec.num_layers, read / max(1e-9, time.perf_counter() - began))
     return StreamedWeights(spec, weights, dtype, torch.device("cpu"), feed)
+
+
+def cache_from_disk(
+    folder: Path,  # of the prepared experts, which are made where they are not there
+    spec: DecoderSpec,
+    parameters: Parameters,
+    dtype: torch.dtype,
+    schemes: Schemes,
+    cached: CachedExperts,
+    foresight: Foresight,
+    tell: Progress,
+) -> CachedExpertWeights:
+    """Experts of a mixture; all the rest stays."""
+    assert spec.moe is not None
+    is_expert, count = _experts_of(spec), cached.experts
+    if not is_prepared(folder):
+        found = parameters(is_expert, lambda done, total: tell(done, total, "preparing experts"))
+        each = (one_expert(its, expert) for its in by_layer(found) for expert in range(count))
+        prepare(folder, each, count * sum(cached.each))
+    indices = [index for index in range(spec.num_layers) if spec.is_moe(index)]
+    file = LayerFile(folder, lambda entry: f"expert {entry % count} of layer {indices[entry // count]}")
+    if len(file.entries) != len(indices) * count:
+        raise ModelError(
+            f"{folder} has {len(file.entries)} experts, not {len(indices) * count}; remove it, and it is made again"
+        )
+    weights = dict(
+        parameters(lambda name: not is_expert(name), lambda done, total: tell(done, total, "loading weights"))
+    )
+    slots = ExpertSlots(len(indices), count, cached.slots)
+    images = [
+        [one.image for one in file.entries[first : first + count]] for first in range(0, len(file.entries), count)
+    ]
+    largest = max(one[0].nbytes for one in images)
+    shared = [room(count * largest) for _ in range(BUFFERS)]
+    layers: list[ExpertLayer] = []
+    began, read = time.perf_counter(), 0
+    with ThreadPoolExecutor(READERS) as readers:
+        for number, (index, its) in enumerate(zip(indices, images, strict=True)):
+            check_alike(its, index)
+            size, buffer = its[0].nbytes, shared[slots.buffer_of(number)]
+            router = weights[f"layers.{index}.router"]
+            assert isinstance(router, torch.Tensor)
+            if all(part.form >= 0 for part in its[0].parts):
+                own = room(cached.slots * size)
+                places = [own[at * size : (at + 1) * size] for at in range(cached.slots)]
+                places += [buffer[at * size : (at + 1) * size] for at in range(count)]
+                layer = ExpertLayer(index, router, packed_room(spec, its[0], places, dtype, schemes), None, places)
+            else:
+                own = room(stacked_bytes(its[0], cached.slots))
+                few = stacked_room(spec, its[0], cached.slots, own, dtype, schemes)
+                whole = stacked_room(spec, its[0], count, buffer, dtype, schemes)
+                layer = ExpertLayer(index, router, few, whole, ())
+            layers.append(layer)
+            weights |= layer.slots.weights
+            first = [(number * count + expert, expert) for expert in range(cached.slots)]
+            read += sum(readers.map(lambda one: bring_expert(file, layer, *one), first))  # noqa: B023
+            for expert in range(cached.slots):
+                slots.take(number, ())
+                slots.arrived(number, expert, expert)
+            tell(number + 1, len(indices), "reading the first experts")
+    speed = read / max(1e-9, time.perf_counter() - began)
+    feed = DiskExperts(file, layers, slots, spec.moe, foresight, speed)
+    return CachedExpertWeights(spec, weights, dtype, torch.device("cpu"), feed)
+
+
+def cache_from_host(
+    spec: DecoderSpec,
+    parameters: Parameters,
+    dtype: torch.dtype,
+    device: torch.device,
+    schemes: Schemes,
+    cached: CachedExperts,
+    foresight: Foresight,
+    tell: Progress,
+    streams: Streams | None = None,  # None: the GPU's
+) -> CachedExpertWeights:
+    """All experts are made on the device, a layer at a time, and moved to pinned memory; the first ones stay."""
+    assert spec.moe is not None
+    is_expert, count = _experts_of(spec), cached.experts
+    _check_host(count * sum(cached.each))
+    streams = streams or CudaStreams(device)
+    weights = dict(parameters(lambda name: not is_expert(name), lambda done, total: None))
+    loading = by_layer(parameters(is_expert, lambda done, total: tell(done, total, "loading experts")))
+    indices = [index for index in range(spec.num_layers) if spec.is_moe(index)]
+    slots = ExpertSlots(len(indices), count, cached.slots)
+    shared = [torch.empty(count * max(cached.each), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+    layers: list[ExpertLayer] = []
+    homes: list[ExpertRoom] = []
+    for number, (index, its) in enumerate(zip(indices, loading, strict=True)):
+        image, router = image_of(one_expert(its, 0)), weights[f"layers.{index}.router"]
+        assert isinstance(router, torch.Tensor)
+        own = torch.empty(stacked_bytes(image, cached.slots), dtype=torch.uint8, device=device)
+        host = streams.host_memory(stacked_bytes(image, count))
+        few, whole, home = (
+            stacked_room(spec, image, places, memory, dtype, schemes)
+            for places, memory in ((cached.slots, own), (count, shared[slots.buffer_of(number)]), (count, host))
+        )
+        for stack, kept, source in zip(home.stacks(), few.stacks(), ExpertRoom(its).stacks(), strict=True):
+            stack.copy_(source)
+            kept.copy_(source[: cached.slots])
+        for expert in range(cached.slots):
+            slots.take(number, ())
+            slots.arrived(number, expert, expert)
+        layers.append(ExpertLayer(index, router, few, whole, ()))
+        homes.append(home)
+        weights |= few.weights
+        del its
+    feed = CopyExperts(homes, layers, slots, spec.moe, foresight, streams)
+    return CachedExpertWeights(spec, weights, dtype, device, feed)
+
+
+def _experts_of(spec: DecoderSpec) -> Callable[[str], bool]:
+    names = {name for name, param in spec.parameters().items() if param.kind == "experts"}
+    return names.__contains__
 
 
 def stream_from_host(

@@ -49,16 +49,28 @@ def route(
     top_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k] float32, experts [tokens, top_k] int64
     check_float32(x, router)
-    tokens, hidden = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    shares, chosen = new((tokens, top_k)), new((tokens, top_k), torch.int64)
-    if tokens:
-        run(RouteArgs(
-            x=x, router=router.contiguous(), shares=shares, chosen=chosen, rows=row_count(tokens), hidden=hidden,
-            experts=len(router), x_stride=x.stride(0), top_k=top_k, groups=groups, top_groups=top_groups,
-            normalize=int(normalize), scale=scale,
-        ))  # fmt: skip
+    shares, chosen = new((len(x), top_k)), new((len(x), top_k), torch.int64)
+    if len(x):
+        run(route_args(x, router, shares, chosen, normalize, scale, groups, top_groups))
     return shares, chosen
+
+
+def route_args(
+    x: torch.Tensor,  # [tokens, hidden]
+    router: torch.Tensor,  # [experts, hidden] float32
+    shares: torch.Tensor,  # [tokens, top_k], and the next, to be filled
+    chosen: torch.Tensor,  # [tokens, top_k]
+    normalize: bool,
+    scale: float,
+    groups: int,
+    top_groups: int,
+) -> RouteArgs:
+    return RouteArgs(
+        x=x, router=router.contiguous(), shares=shares, chosen=chosen, rows=row_count(len(x)), hidden=x.shape[1],
+        experts=len(router), x_stride=x.stride(0), top_k=chosen.shape[1], groups=groups, top_groups=top_groups,
+        normalize=int(normalize), scale=scale,
+    )  # fmt: skip
 
 
 def moe_packed(

@@ -1,18 +1,63 @@
-"""In a recorded step: says which layer comes, and waits for its weights."""
+"""In a recorded step: says which layer comes, or which experts a layer chose, and waits for their weights."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tokenmill.ops.native import call
-from tokenmill.ops.native.structs import EnterArgs
+from tokenmill.ops.native.experts import route_args
+from tokenmill.ops.native.recording import new, row_count
+from tokenmill.ops.native.structs import EnterArgs, FetchArgs, ForeseeArgs
+
+Numbers = npt.NDArray[np.int64]
 
 
 def enter_layer(
-    told: npt.NDArray[np.int64],  # [3] the layer that is computed, how often it was waited for, and how long
-    there: npt.NDArray[np.int64] | None,  # whose first number says whether its weights are there; None: they always are
+    told: Numbers,  # [3] the layer that is computed, how often it was waited for, and how long
+    there: Numbers | None,  # whose first number says whether its weights are there; None: they always are
     layer: int,
     bell: int,  # a pipe's end
 ) -> None:
     call.run(EnterArgs(told=told, there=there, layer=layer, bell=bell))
+
+
+def fetch_experts(
+    chosen: torch.Tensor,  # [tokens, top_k] int64
+    told: Numbers,  # by the names in routing.h
+    slot: Numbers,  # [experts], as the next four of one layer
+    buffer: Numbers,
+    owner: Numbers,  # [1]
+    used: Numbers,
+    early: Numbers,
+    number: int,  # the layer's, among those with experts
+    slots: int,
+    is_last: bool,
+    bell: int,
+) -> torch.Tensor:  # [tokens, top_k] int64: where each lies
+    places = new(tuple(chosen.shape), torch.int64)
+    tokens, top_k = chosen.shape
+    call.run(FetchArgs(
+        told=told, slot=slot, buffer=buffer, owner=owner, used=used, early=early, chosen=chosen, places=places,
+        number=number, experts=len(slot), slots=slots, rows=row_count(tokens), top_k=top_k, is_last=int(is_last),
+        bell=bell,
+    ))  # fmt: skip
+    return places
+
+
+def foresee_experts(
+    x: torch.Tensor,  # [tokens, hidden]: what this layer's experts are given
+    router: torch.Tensor,  # [experts, hidden] float32, of the next layer
+    told: Numbers,
+    wish: Numbers,  # [experts]
+    slot: Numbers,  # [experts], of the next layer
+    bell: int,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+) -> None:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    shares, chosen = new((len(x), top_k)), new((len(x), top_k), torch.int64)
+    route = route_args(x, router, shares, chosen, False, 1.0, groups, top_groups)
+    call.run(ForeseeArgs(route=route, told=told, wish=wish, slot=slot, bell=bell))

@@ -36,7 +36,7 @@ class Args(ctypes.Structure):
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
-            if type(value) not in _NUMBERS and value is not None:
+            if type(value) not in _NUMBERS and value is not None and not isinstance(value, ctypes.Structure):
                 values[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
         super().__init__(**values)
 
@@ -202,6 +202,18 @@ class ExchangeArgs(Args):
 class EnterArgs(Args):
     KIND = 92
     _fields_ = _fields("told there", "layer bell")
+
+
+class FetchArgs(Args):
+    KIND = 93
+    _fields_ = _fields(
+        "told slot buffer owner used early chosen places", "number experts slots rows top_k is_last bell"
+    )
+
+
+class ForeseeArgs(Args):
+    KIND = 94
+    _fields_ = [("route", RouteArgs), *_fields("told wish slot", "bell")]
 
 
 @lru_cache

@@ -198,7 +198,9 @@ def _read(path: Path) -> MachineCalibration | None:
             model=kept["model"],
             settings=kept["settings"],
             element_bytes=ElementBytes(**kept["element_bytes"]),
-            sizes=ModelBytes(**{**kept["sizes"], "layers": tuple(kept["sizes"]["layers"])}),
+            sizes=ModelBytes(
+                **kept["sizes"] | {name: tuple(kept["sizes"][name]) for name in ("layers", "expert_bytes")}
+            ),
             rates=Rates(**kept["rates"]),
             points=tuple((name, seconds, error) for name, seconds, error in kept["points"]),
         )

@@ -77,6 +77,11 @@ class Fleet(Protocol):
     @property
     def link(self) -> Link: ...
 
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        """Between a GPU and its host's memory; None: not known."""
+        ...
+
     def dtype_reason(self, shape: ModelShape) -> str:
         """Why floats are what a layout says."""
         ...
@@ -121,6 +126,10 @@ class GpuFleet:
     def link(self) -> Link:
         return self.gpu.link
 
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        return self.gpu.host
+
     def dtype_reason(self, shape: ModelShape) -> str:
         if self.floats:
             return self.floats
@@ -160,8 +169,9 @@ class GpuFleet:
         # Stages of a pipeline hold the same tokens; ranks of an expert split each hold tokens of their own.
         tokens = memory.num_blocks * BLOCK * layout.split.expert
         moved, efficiency = _moved(stored, element_bytes, rows)
-        away = memory.streamed
+        away, cached = memory.streamed, memory.cached
         stream = Stream(away.nbytes, self.gpu.host) if away.layers else None
+        stream = Stream(cached.nbytes, self.gpu.host, by_expert=True) if cached.slots else stream
         step_time = Roofline(shape, moved, rates_of(self.gpu, efficiency), layout.split, self.gpu.link, stream)
         return Placement(layout, step_time, Capacity(rows, step_tokens, tokens), memory)
 
@@ -187,6 +197,10 @@ class LocalFleet:
     @property
     def link(self) -> Link:
         return Link(1e9, 1e-4)  # never used: there is one
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        return None  # what copies between two places of its memory cost was not measured
 
     def dtype_reason(self, shape: ModelShape) -> str:
         return "as it was measured"

@@ -70,6 +70,14 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
         found.append(("weights_offload", *_streamed(best.placement)))
     if ask.work.hash_ids is not None:
         found.append(("prefix cache", "on", f"{best.cached_share:.0%} of prompt tokens are found in it"))
+    if (host := plan.host) is not None:
+        link = (ask.fleet.host_bytes_per_s or 0.0) / 1e9
+        why = (
+            f"per copy: {host.cached_share:.0%} of prompt tokens are found then, and at {link:.0f} GB/s (not measured) "
+            f"they come {host.faster:.0f} times as fast as they are computed; up to {host.rate:.2f} requests/s, were "
+            "copies for nothing"
+        )
+        found.append(("kv_host_memory", f"{host.nbytes:,}", why))
     if ask.drafts is not None:
         found.append(("speculation", *_drafts(plan, ask.drafts)))
     return found
@@ -77,8 +85,18 @@ def reasons(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _streamed(placement: Placement) -> tuple[str, str]:
     model = placement.step_time
-    stream, away = model.stream, placement.memory.streamed
+    stream, away, cached = model.stream, placement.memory.streamed, placement.memory.cached
     assert stream is not None
+    if stream.by_expert:
+        shape = model.shape
+        nbytes = cached.bytes_of_token(shape.top_k)
+        why = (
+            f"{cached.slots} of {cached.experts} experts of every layer stay, those that were chosen last; others come "
+            "from the host's memory when a step chooses them: were all chosen equally often, a token alone would wait "
+            f"for {nbytes / 1e9:.2f} GB, {nbytes / stream.bytes_per_s:.2g} s at {stream.bytes_per_s / 1e9:.0f} GB/s "
+            "(not measured)"
+        )
+        return f"{cached.nbytes:,}", why
     some, more = (replace(model, stream=None).seconds(facts_for(model.shape, (), [(0, n, 1)])) for n in (2048, 4096))
     hides = hiding_tokens(stream.seconds, (more - some) / 2048)
     why = (
@@ -233,6 +251,8 @@ def _gain(plan: Plan) -> str:
 
 def _split_reason(plan: Plan) -> str:
     split = plan.best.layout.split
+    if split.gpus == 1 and plan.best.placement.memory.cached.slots:
+        return "there are too few to divide the model among them, so experts of it are cached"
     if split.gpus == 1 and plan.best.placement.memory.streamed.layers:
         return "there are too few to divide the model among them, so layers of it are streamed"
     if split.gpus == 1:

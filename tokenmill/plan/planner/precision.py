@@ -107,7 +107,15 @@ def rank_bytes(shape: ModelShape, element_bytes: ElementBytes, split: Split, ite
         guard=guard,
         guard_per_token=int((stream + inner) * (4 - itemsize)) + 1 if guard else 0,
         layers=(int((weights - outer) / shape.layers),) * shape.layers if split.gpus == 1 else (),
+        expert_bytes=_expert_bytes(shape, element_bytes) if split.gpus == 1 else (),
+        experts=shape.experts,
     )
+
+
+def _expert_bytes(shape: ModelShape, element_bytes: ElementBytes) -> tuple[int, ...]:
+    if not shape.experts:
+        return ()
+    return (int(shape.expert_weights * element_bytes.experts / shape.moe_layers / shape.experts),) * shape.moe_layers
 
 
 def stored_precision(spec: DecoderSpec, stored: Mapping[str, WeightForm], dtype: torch.dtype) -> WeightPrecision | None:

@@ -12,6 +12,7 @@ from tokenmill.plan.demand.workload import Workload
 from tokenmill.plan.planner.candidates import Fleet, Placement, ReplicaLayout, placements
 from tokenmill.plan.planner.precision import allowed_loss
 from tokenmill.plan.planner.queueing import Capacity, Demand, Estimate, demand_of, estimate, most_rate
+from tokenmill.plan.planner.tiers import HostTier, host_tier
 from tokenmill.plan.solve.drafts import Drafts
 from tokenmill.plan.solve.shape import ModelShape
 
@@ -104,6 +105,7 @@ class Plan:
     best: Choice
     others: tuple[Choice, ...]  # the best of every other kind, best first
     refused: tuple[tuple[ReplicaLayout, str], ...]  # what does not fit
+    host: HostTier | None = None  # of the best, where it gains enough
 
     @property
     def enough(self) -> bool:
@@ -158,7 +160,8 @@ def plan(ask: PlanRequest) -> Plan:
     divided = [one for choice in choices[:SPLIT_TRIES] if (one := _divide(ask, choice, demands)) is not None]
     choices = sorted([*choices, *divided], key=lambda one: _merit(ask, one))
     best = _trim(ask, choices[0])
-    return Plan(ask, demands.of(choices[0].placement)[1], best, tuple(choices[1:]), tuple(refused))
+    demand = demands.of(choices[0].placement)[1]
+    return Plan(ask, demand, best, tuple(choices[1:]), tuple(refused), host_tier(ask, best))
 
 
 def _judge(ask: PlanRequest, placement: Placement, demands: _Demands) -> Choice:

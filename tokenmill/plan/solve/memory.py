@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 from tokenmill.errors import ConfigError
 from tokenmill.plan.solve.hardware import GIB, Hardware
-from tokenmill.plan.solve.offload import NOTHING_STREAMED, StreamedLayers, to_free, to_hold
+from tokenmill.plan.solve.offload import (
+    NO_EXPERTS_AWAY,
+    NOTHING_STREAMED,
+    CachedExperts,
+    StreamedLayers,
+    most_slots,
+    to_free,
+    to_hold,
+)
 
 MIB = 1 << 20
 # Scratch of the sampler per logit, beyond the logits: reference sampling sorts and draws noise in plain torch.
@@ -35,6 +43,8 @@ class ModelBytes:
     guard: int = 0  # float32 copies of weights, where rows that overflow are computed again (see guard_bytes)
     guard_per_token: int = 0  # by how much the activations of such a step are wider
     layers: tuple[int, ...] = ()  # bytes of each layer, of the weights; (): they cannot be streamed
+    expert_bytes: tuple[int, ...] = ()  # of one expert, of every layer that has some; (): they cannot be cached
+    experts: int = 0  # of such a layer
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class MemoryPlan:
     num_blocks: int
     guard: int = 0  # of activations and workspace: what is there for rows that are computed again in float32
     streamed: StreamedLayers = NOTHING_STREAMED  # whose buffers are of the weights
+    cached: CachedExperts = NO_EXPERTS_AWAY  # the same
 
     @property
     def total(self) -> int:
@@ -56,6 +67,8 @@ class MemoryPlan:
         guard = f" ({_size(self.guard)} of it for adaptive_precision)" if self.guard else ""
         away = self.streamed
         buffers = f"  ({_size(away.buffers)} of it are buffers of {len(away.layers)} layers)" if away.layers else ""
+        if self.cached.slots:
+            buffers = f"  ({_size(self.cached.buffers)} of it are buffers of experts)"
         return [
             f"weights      {_size(self.weights)}{buffers}",
             f"kv cache     {_size(self.kv)}  ({kv_tokens:,} tokens in {self.num_blocks:,} blocks)",
@@ -123,36 +136,49 @@ def plan_memory(
             f"raise it to that or more{', or lower max_model_len' if max_len else ''}"
         )
     most_kv = max_rows * -(-length // block_size) * block_bytes
-    away = NOTHING_STREAMED
+    away, cached = NOTHING_STREAMED, NO_EXPERTS_AWAY
     if offload:
-        away = to_hold(model.layers, offload)
-        if not away.layers:
+        cached = most_slots(model.expert_bytes, model.experts, away=offload)
+        away = NOTHING_STREAMED if cached.slots else to_hold(model.layers, offload)
+        if not (away.layers or cached.slots):
             few = f"a model of {len(model.layers)} layers has too few to stream"
             why = few if model.layers else "several ranks do not stream"
             raise ConfigError(f"weights_offload is {offload:,}, but {why}; leave it out")
     elif offload is None and fixed + (kv_bytes or smallest * (1 if where == "cuda" else 2)) > budget:  # see below
         # Every byte of the cache is one that steps have to bring: it gets what requests cannot do without, and a share.
-        wanted = kv_bytes or max(smallest, min(budget // KV_BESIDE_STREAMED, most_kv))
-        while not away.layers and wanted >= smallest:
-            away = to_free(model.layers, fixed + wanted - budget) or away
-            wanted = max(smallest, wanted // 2) if wanted > smallest and kv_bytes is None else -1
-    weights = model.weights - away.freed
-    fixed -= away.freed
+        wanted = (
+            [kv_bytes] if kv_bytes else _halved(max(smallest, min(budget // KV_BESIDE_STREAMED, most_kv)), smallest)
+        )
+        lacking = [fixed + one - budget for one in wanted if one >= smallest]
+        by_expert = (most_slots(model.expert_bytes, model.experts, freed=one) for one in lacking)
+        cached = next((one for one in by_expert if one.slots), cached)
+        if not cached.slots:  # no experts, or all that is beside them is too much, too
+            away = next(filter(None, (to_free(model.layers, one) for one in lacking)), away)
+    weights = model.weights - away.freed - cached.freed
+    fixed -= away.freed + cached.freed
     left = budget - fixed
     options = ["lower kv_cache_memory"] if kv_bytes is not None else []
     if kv_bytes is None:
-        kv_bytes = left if where == "cuda" else min(left if away.layers else left // 2, CPU_KV_LIMIT)
+        kv_bytes = left if where == "cuda" else min(left if away.layers or cached.slots else left // 2, CPU_KV_LIMIT)
         kv_bytes = min(kv_bytes, most_kv * (4 if where == "cuda" else 1))
     num_blocks = kv_bytes // block_bytes
     if kv_bytes < smallest or fixed + num_blocks * block_bytes > budget:
         if offload == 0 and model.layers:
-            options.append("leave weights_offload out, so that layers are streamed")
+            what = "experts are cached" if model.expert_bytes else "layers are streamed"
+            options.append(f"leave weights_offload out, so that {what}")
         of = replace(model, weights=weights)
         raise ConfigError(_refusal(of, hardware, activations, workspace, budget, kv_bytes, smallest, options))
     fitting = min(length, num_blocks * block_size)
     kv = num_blocks * block_bytes
-    plan = MemoryPlan(weights, kv, activations, workspace, budget, num_blocks, guard + wider, away)
+    plan = MemoryPlan(weights, kv, activations, workspace, budget, num_blocks, guard + wider, away, cached)
     return plan, fitting
+
+
+def _halved(most: int, least: int) -> list[int]:
+    found = [most]
+    while found[-1] > least:
+        found.append(max(least, found[-1] // 2))
+    return found
 
 
 def _refusal(

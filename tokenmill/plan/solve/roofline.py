@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from tokenmill.plan.solve.offload import MOST
 from tokenmill.plan.solve.shape import ONE_GPU, ModelShape, Split
 from tokenmill.step_time import Facts
 
@@ -64,14 +65,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Stream:
-    """Weights that every step brings to the device, while it computes with others."""
+    """Weights that every step brings to the device, while it computes with others; or experts, of which it brings those
+    that it chooses. It waits for these, unless it chooses most: then those of the next layer come meanwhile.
+    """
 
-    nbytes: int
+    nbytes: int  # of all that is not there
     bytes_per_s: float
+    by_expert: bool = False
 
     @property
     def seconds(self) -> float:
         return self.nbytes / self.bytes_per_s
+
+    def step(self, computed: float, chosen: float) -> float:
+        """Seconds of a step that computes so long; chosen: which share of its layers' experts."""
+        if not self.by_expert:
+            return max(computed, self.seconds)
+        moved = self.seconds * chosen
+        return max(computed, moved) if chosen >= MOST else computed + moved
 
 
 def facts_for(
@@ -115,7 +126,9 @@ class Roofline:
         device += rates.step_s + shape.layers * rates.layer_s + (facts.decode_rows + facts.chunks) * rates.row_s
         host = shape.layers * rates.eager_s if facts.chunks else 0.0
         computed = max(device, host) if rates.overlapped else device + host
-        return computed if self.stream is None else max(computed, self.stream.seconds)
+        if self.stream is None:
+            return computed
+        return self.stream.step(computed, shape.experts_read(facts.tokens) / max(1, shape.expert_weights))
 
     def _products(self, facts: Facts) -> float:
         """Ranks of an expert split read every other weight for their own share of the rows."""

@@ -74,6 +74,8 @@ def solve(config: EngineConfig, model: ModelBytes, longest: int, hardware: Hardw
     )
     if memory.streamed.layers:
         reasons.append(_streamed(config, model, memory, hardware))
+    if memory.cached.slots:
+        reasons.append(_cached(config, memory, hardware))
     why = "all the model was made for" if max_len == longest else f"the kv cache ends there; the model knows {longest}"
     choose("max_model_len", config.max_model_len, max_len, why)
     return SolvedSettings(
@@ -101,6 +103,15 @@ def _streamed(config: EngineConfig, model: ModelBytes, memory: MemoryPlan, hardw
     return (
         f"weights_offload = {away.nbytes}  ({why}: {len(away.layers)} of {len(model.layers)} layers are brought from "
         f"{where} in every step, each while those before it are computed{cost})"
+    )
+
+
+def _cached(config: EngineConfig, memory: MemoryPlan, hardware: Hardware) -> str:
+    cached, where = memory.cached, "the host's memory" if hardware.device == "cuda" else "disk"
+    why = "as set" if config.weights_offload is not None else "the rest fits"
+    return (
+        f"weights_offload = {cached.nbytes}  ({why}: {cached.slots} of {cached.experts} experts of every layer stay, "
+        f"those that were chosen last; others are brought from {where} when a step chooses them)"
     )
 
 

@@ -87,8 +87,11 @@ def _eviction_of(managers: list[KVManager]) -> tuple[str, int, int, int] | None:
 def _streamed(engine: Engine) -> wire.StreamedReport | None:
     if engine.feed is None:
         return None
-    found = engine.feed.stats()
-    return wire.StreamedReport(found.nbytes, found.layers, found.stalls, found.stall_seconds, found.overlap_seconds)
+    found, experts = engine.feed.stats(), None
+    if (seen := found.experts) is not None:
+        experts = wire.CachedReport(seen.slots, seen.experts, seen.hits, seen.misses, seen.foreseen, seen.wasted)
+    counted = found.nbytes, found.layers, found.stalls, found.stall_seconds, found.overlap_seconds
+    return wire.StreamedReport(*counted, experts)
 
 
 def _late_kernels() -> int:

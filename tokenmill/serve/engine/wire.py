@@ -58,14 +58,26 @@ class TierReport(msgspec.Struct, array_like=True, frozen=True):
     room: int = 0  # for so many; 0: another engine's, which alone knows
 
 
+class CachedReport(msgspec.Struct, array_like=True, frozen=True):
+    """Experts of a mixture, each counted once for a layer and step that chose it."""
+
+    slots: int  # of every layer
+    of: int  # experts that a layer has
+    hits: int
+    misses: int
+    foreseen: int  # were brought, or on their way, because they were foreseen
+    wasted: int  # were foreseen, and left unused
+
+
 class StreamedReport(msgspec.Struct, array_like=True, frozen=True):
-    """Layers that were brought to the device."""
+    """Layers, or experts, that were brought to the device."""
 
     nbytes: int
     layers: int
     stalls: int  # layers that were waited for; of a GPU nobody knows
     stall_seconds: float
     overlap_seconds: float  # of bringing them, in which something else was computed
+    experts: CachedReport | None = None  # where it is experts that are brought: no layers, and stalls are theirs
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):

@@ -283,17 +283,28 @@ def _tiers(engine: wire.EngineStats) -> Iterable[Metric]:
 
 
 def _streamed(report: wire.StreamedReport | None) -> Iterable[Metric]:
-    """Layers that do not fit on the device; where all do, no figures."""
+    """Layers or experts that do not fit on the device; where all do, no figures."""
     if report is None:
         return
     for name, what, value in (
         ("bytes", "Bytes of weights brought to the device", report.nbytes),
         ("layers", "Layers brought to the device", report.layers),
-        ("stalls", "Layers that a step of a CPU waited for", report.stalls),
-        ("stall_seconds", "Seconds that steps of a CPU waited for layers", report.stall_seconds),
+        ("stalls", "Layers that a step of a CPU waited for, or for experts of", report.stalls),
+        ("stall_seconds", "Seconds that steps of a CPU waited for weights", report.stall_seconds),
         ("overlap_seconds", "Seconds of reading in which a CPU computed something", report.overlap_seconds),
     ):
         yield CounterMetricFamily(f"tokenmill_streamed_{name}", f"{what}, since this engine started", value)
+    if (cached := report.experts) is None:
+        return
+    yield GaugeMetricFamily("tokenmill_expert_slots", "Experts of every layer that are on the device", cached.slots)
+    yield GaugeMetricFamily("tokenmill_layer_experts", "Experts that a layer has", cached.of)
+    for name, what, value in (
+        ("hits", "Chosen experts that had a slot", cached.hits),
+        ("misses", "Chosen experts that were waited for", cached.misses),
+        ("foreseen", "Chosen experts that were brought, or on their way, because they were foreseen", cached.foreseen),
+        ("wasted", "Experts that were foreseen, and left unused", cached.wasted),
+    ):
+        yield CounterMetricFamily(f"tokenmill_expert_{name}", f"{what}, since this engine started", value)
 
 
 class FastHistogram(Collector):

@@ -3,6 +3,8 @@
 // A row's result is computed by the same operations in the same order whatever other rows and threads there are.
 #include "routing.h"
 
+#include <unistd.h>
+
 #include "ops.h"
 #include "vec.h"
 
@@ -118,11 +120,35 @@ void route(const void* args, Team& team) {
     }
 }
 
+size_t foresee_scratch(const void* args, int64_t rows) {
+    return route_scratch(&static_cast<const ForeseeArgs*>(args)->route, rows);
+}
+
+void foresee(const void* args, Team& team) {
+    const ForeseeArgs& a = *static_cast<const ForeseeArgs*>(args);
+    if (!a.told[TOLD_FORESEES]) return;  // written before the barrier in front of this op: all members see the same
+    route(&a.route, team);
+    team.barrier();
+    if (team.index) return;
+    const int64_t choices = rows_of(a.route.rows, team.rows) * a.route.top_k, call = a.told[TOLD_CALL];
+    bool away = false;
+    for (int64_t i = 0; i < choices; i++) {
+        const int64_t expert = a.route.chosen[i];
+        a.wish[expert] = call;
+        away |= __atomic_load_n(&a.slot[expert], __ATOMIC_RELAXED) < 0;
+    }
+    if (!away) return;
+    __atomic_store_n(&a.told[TOLD_WISHED], call, __ATOMIC_SEQ_CST);
+    const char once = 1;
+    [[maybe_unused]] const ssize_t rung = write(int(a.bell), &once, 1);  // a full pipe has rung already
+}
+
 }  // namespace
 }  // namespace TM_NS
 
 extern const OpEntry TM_OPS(routing)[] = {
     {ROUTE, sizeof(RouteArgs), TM_NS::route, TM_NS::route_scratch},
+    {FORESEE, sizeof(ForeseeArgs), TM_NS::foresee, TM_NS::foresee_scratch},
     {},
 };
 

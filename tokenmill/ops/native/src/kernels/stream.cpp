@@ -1,8 +1,10 @@
 // ENTER: in a recorded step, says which layer is computed next, and waits until its weights are there.
+// FETCH: says which experts a layer's tokens chose, waits until those are there, and where each lies.
 #include <time.h>
 #include <unistd.h>
 
 #include "ops.h"
+#include "routing.h"
 
 namespace mill {
 namespace TM_NS {
@@ -41,11 +43,79 @@ void enter(const void* args, Team& team) {
     if (state < 0) team.lose();
 }
 
+struct FetchArgs {
+    int64_t* told;        // numbers by the names in routing.h
+    const int64_t* slot;  // [experts]: the layer's slot that an expert is in, or -1
+    const int64_t* buffer, *owner;  // [experts]: 1 where it is in the buffer; and whose experts those are
+    int64_t *used, *early;  // [experts]: the last call that chose it; 1 where it was foreseen, and not chosen since
+    const int64_t* chosen;  // [rows, top_k]
+    int64_t* places;        // [rows, top_k]: a slot, or behind all slots, the expert's own place in the buffer
+    int64_t number, experts, slots, rows, top_k, is_last, bell;  // number: among the layers with experts
+};
+
+int64_t place_of(const FetchArgs& a, int64_t expert) {
+    const int64_t slot = __atomic_load_n(&a.slot[expert], __ATOMIC_SEQ_CST);
+    if (slot >= 0) return slot;
+    const bool mine = __atomic_load_n(a.owner, __ATOMIC_SEQ_CST) == a.number;
+    return mine && __atomic_load_n(&a.buffer[expert], __ATOMIC_SEQ_CST) ? a.slots + expert : -1;
+}
+
+void ring(int64_t bell) {
+    const char once = 1;
+    [[maybe_unused]] const ssize_t rung = write(int(bell), &once, 1);  // a full pipe has rung already
+}
+
+void fetch(const void* args, Team& team) {
+    const FetchArgs& a = *static_cast<const FetchArgs*>(args);
+    if (team.index) return;  // the others wait at the barrier behind this op
+    const int64_t choices = rows_of(a.rows, team.rows) * a.top_k, call = a.told[TOLD_CALL] + 1;
+    __atomic_store_n(&a.told[TOLD_CALL], call, __ATOMIC_SEQ_CST);  // from here on nothing of this layer is taken away
+    __atomic_store_n(&a.told[TOLD_LAYER], a.number, __ATOMIC_SEQ_CST);
+    int64_t different = 0, missing = 0, foreseen = 0, away = 0;
+    for (int64_t i = 0; i < choices; ++i) {
+        const int64_t expert = a.chosen[i];
+        if (a.used[expert] == call) continue;
+        a.used[expert] = call;
+        ++different;
+        const bool is_away = place_of(a, expert) < 0;
+        away += is_away;
+        if (a.early[expert])
+            ++foreseen;
+        else
+            missing += is_away;
+        a.early[expert] = 0;
+    }
+    a.told[TOLD_HITS] += different - missing - foreseen;
+    a.told[TOLD_MISSES] += missing;
+    a.told[TOLD_FORESEEN] += foreseen;
+    if (away) {
+        const int64_t began = now();
+        __atomic_store_n(&a.told[TOLD_ASKED], call, __ATOMIC_SEQ_CST);
+        ring(a.bell);
+        int64_t answered;
+        while ((answered = __atomic_load_n(&a.told[TOLD_ANSWERED], __ATOMIC_ACQUIRE)) != call && answered != -call) {
+            const timespec moment{0, 20000};
+            nanosleep(&moment, nullptr);
+        }
+        a.told[TOLD_STALLS] += 1;
+        a.told[TOLD_STALL_NS] += now() - began;
+        if (answered < 0) return team.lose();
+    }
+    for (int64_t i = 0; i < choices; ++i) a.places[i] = place_of(a, a.chosen[i]);
+    const bool most = different * MOST_PARTS >= a.experts * MOST_OF_THEM;
+    a.told[TOLD_FORESEES] = !most && !a.is_last && __atomic_load_n(&a.told[TOLD_MAY_FORESEE], __ATOMIC_SEQ_CST);
+    if (most && !a.is_last) {  // the next layer's will be chosen, too
+        __atomic_store_n(&a.told[TOLD_STREAM], call, __ATOMIC_SEQ_CST);
+        ring(a.bell);
+    }
+}
+
 }  // namespace
 }  // namespace TM_NS
 
 extern const OpEntry TM_OPS(stream)[] = {
     {92, sizeof(TM_NS::EnterArgs), TM_NS::enter, nullptr},
+    {93, sizeof(TM_NS::FetchArgs), TM_NS::fetch, nullptr},
     {},
 };
 
