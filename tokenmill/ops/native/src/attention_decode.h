@@ -55,7 +55,7 @@ void score(const float* q, int64_t dim, const T* const* keys, int64_t n, float* 
             for (int g = 0; g < G; g++) quads[g][part] = sum_quad(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
         }
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) store(scores + g * kTile + j, join_quads(quads[g]));
+        for (int g = 0; g < G; g++) store(scores + g * kTile + j, join_parts(quads[g]));
     }
 }
 

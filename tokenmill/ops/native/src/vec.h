@@ -293,7 +293,7 @@ inline Vec sum_quad(Vec a, Vec b, Vec c, Vec d) { return Vec{sum(a), sum(b), sum
 #endif
 
 // How a product of two rows of floats is summed wherever it is taken: one sum for each of kParts neighbours (dims i,
-// i + kParts, ...), which are then added by pairs, in the order of kPartOrder: that of sum_quad, and then of join_quads.
+// i + kParts, ...), which are then added by pairs, in the order of kPartOrder: that of sum_quad, and then of join_parts.
 #if defined(__AVX512F__)
 constexpr int kParts = 4;
 constexpr int kPartOrder[kParts] = {0, 2, 1, 3};
@@ -330,14 +330,30 @@ inline Vec repeat(const float* p) {
 #endif
 }
 
-// The sums over the parts of W rows, which are in kParts / 4 results of sum_quad.
+// The sums over all lanes of W vectors, of which each four went through sum_quad. Every sum is taken in the same order,
+// whichever of the vectors it belongs to.
 inline Vec join_quads(const Vec* q) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    __m512 half[2];
+    for (int i = 0; i < 2; i++) {
+        const __m512 a = (__m512)q[2 * i], b = (__m512)q[2 * i + 1];
+        half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4(half[0], half[1], 0x88), _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
+#elif defined(__AVX2__)
     const __m256 a = (__m256)q[0], b = (__m256)q[1];
     return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 #else
     return q[0];
 #endif
+}
+
+// The sums over the kParts parts of W rows, which are in kParts / 4 results of sum_quad.
+inline Vec join_parts(const Vec* q) {
+    if constexpr (kParts == 4)
+        return q[0];
+    else
+        return join_quads(q);
 }
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where either is not a number
