@@ -260,7 +260,7 @@ def test_an_answer_that_ends_too_early_is_different(monkeypatch: pytest.MonkeyPa
 def test_rounding_on_purpose_is_judged_more_mildly_from_there_on() -> None:
     plan = LadderPlan("cpu", SIZES)
     names = [rung.name for rung in plan.rungs() if plan.rounds(rung.name)]
-    assert names == ["quantized", "recorded", "kv-quantized", "speculation"]
+    assert names == ["quantized", "recorded", "kv-quantized", "speculation", "less-memory", "kv-tiers"]
     assert next(rung for rung in plan.rungs() if rung.claim == BOUNDED).name == names[0]
 
 

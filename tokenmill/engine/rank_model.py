@@ -54,7 +54,6 @@ from tokenmill.plan.solve.memory import MemoryPlan, ModelBytes
 from tokenmill.plan.solve.offload import CachedExperts, StreamedLayers
 from tokenmill.plan.solve.settings import SolvedSettings
 from tokenmill.quant.schemes.choose import ComputeTarget
-from tokenmill.quant.schemes.dense import InvariantDense
 from tokenmill.quant.schemes.scheme import Schemes
 
 
@@ -287,9 +286,8 @@ def load_model(config: EngineConfig, settings: SolvedSettings, prepared: Prepare
         weights = load_cached(*what, cached, prepared.files)
     else:
         weights = load(*what)
-    if part.has_head and isinstance(weights.lm_head.scheme, InvariantDense):
-        # Logits in float32: of equal ones, which is ranked first could depend on the batch.
-        weights.lm_head = replace(weights.lm_head, scheme=InvariantDense(torch.float32))
+    if part.has_head:
+        weights.lm_head = replace(weights.lm_head, scheme=weights.lm_head.scheme.of_head())
     return RankModel(config, settings, prepared, weights, ops, need, adapter_slots(config, prepared, ops))
 
 

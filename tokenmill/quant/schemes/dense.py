@@ -51,6 +51,10 @@ class InvariantDense(Dense):
         super().__init__()
         self._out_dtype, self._slices = out_dtype, slices
 
+    def of_head(self) -> InvariantDense:
+        """Logits in float32: of equal ones, which is ranked first could depend on the batch."""
+        return InvariantDense(torch.float32)
+
     def allocate(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Storage:
         shape = (rows, columns) if self._slices == 1 else (self._slices, rows, columns // self._slices)
         storage = {"weight": torch.empty(shape, dtype=dtype, device=device)}

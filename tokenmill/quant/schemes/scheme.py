@@ -54,6 +54,10 @@ class QuantScheme(Protocol):
         """What multiplies inputs of this dtype with what is stored, of the kernels of ops/matmul.py."""
         ...
 
+    def of_head(self) -> QuantScheme:
+        """The same for the head, whose products are logits."""
+        return self
+
 
 def counters_beside(need: MatmulNeed) -> Storage:
     """Counters for sums that are computed in parts (split-K), where a kernel does so; all zero between products."""

@@ -163,6 +163,7 @@ class _Device:
 
     def __init__(self, device: torch.device) -> None:
         self.dtype, self.device = torch.float32, device
+        self.experts = None  # all of them are in their layer
 
 
 class _OneLayer(Decoder):
