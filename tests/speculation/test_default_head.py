@@ -115,12 +115,13 @@ def test_a_file_that_was_changed_is_not_used(tmp_path: Path, monkeypatch: pytest
     assert shipped_head(spec, norm) is None
 
 
+@pytest.mark.parametrize("setting", [None, "on"])
 def test_an_answer_goes_on_without_a_head_whose_file_was_changed(
-    default_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: str | None, default_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     [(fingerprint, (name, digest))] = SHIPPED.items()
     monkeypatch.setitem(SHIPPED, fingerprint, (name, digest[::-1]))
-    with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256) as llm:
+    with LLM(default_model, device="cpu", max_num_seqs=4, max_model_len=256, speculation=setting) as llm:
         speculation = llm._built.engine.speculation
         assert speculation is not None
         params = SamplingParams(temperature=0.0, max_tokens=2 * SHORT, ignore_eos=True)

@@ -117,8 +117,8 @@ def speculation_for(
     spec, final_norm = runner.decoder.spec, runner.decoder.weights.final_norm
     if config.speculation in (None, "on"):
         _add_suffix(speculation, config, device)
-        shipped = shipped_path(spec, final_norm) if recorded and alone else None
-        if shipped is not None:
+        shipped = recorded and alone and shipped_path(spec, final_norm) is not None
+        if shipped:
             _add_shipped_head(speculation, config, runner, max_tokens)
         when = "where they make answers faster"
         if config.speculation is None:
@@ -220,7 +220,7 @@ def _eagle(head: EagleHead, runner: TorchRunner, max_tokens: int) -> Proposer:
 
 
 def _add_shipped_head(speculation: Speculation, config: EngineConfig, runner: TorchRunner, max_tokens: int) -> None:
-    """Who did not ask for drafts has no first token that waits for them: the head is loaded when one goes on."""
+    """Beside a CPU nobody's first token waits for it: it is loaded when answers go on."""
     decoder = runner.decoder
 
     def made() -> Proposer:
@@ -229,11 +229,14 @@ def _add_shipped_head(speculation: Speculation, config: EngineConfig, runner: To
             raise ModelError("the draft head of this model is not the file that tokenmill came with; install it again")
         return _head(head, runner, max_tokens)
 
-    if config.speculation is not None or runner.device.type in ASYNC_DEVICES:
-        speculation.add(made())
-    else:
+    if config.speculation is None and runner.device.type not in ASYNC_DEVICES:
         runner.state.keep_hidden(decoder.spec.hidden, decoder.weights.dtype)
         speculation.later.append(made)
+        return
+    try:
+        speculation.add(made())
+    except ModelError as error:  # it was not asked for by name
+        speculation.misses(error)
 
 
 def _add_suffix(speculation: Speculation, config: EngineConfig, device: torch.device) -> None:

@@ -41,7 +41,7 @@ MANY = 32  # rows: with so many, those for which nothing was found are asked abo
 # Times that a device's drafts were verified and not one held: its head is another model's, or what it computes is no
 # number, which nobody sees who only hears of what held
 NEVER_HELD = 2048
-SHORT = 8  # turns: answers that end within them have no proposers made that take a while to load
+SHORT = 8  # an engine's first steps with requests that decode: proposers that take a while to load are made behind them
 ENOUGH = 2.5  # tokens that a draft is expected to bring, with which no other proposer is asked: heads take their time
 
 
@@ -74,7 +74,8 @@ class Speculation:
     def __init__(self, max_tokens: int, per_token: float, proposers: Sequence[Proposer] = ()) -> None:
         self.proposers: list[Proposer] = []
         self.coming: list[Future[Proposer]] = []  # proposers that are still being made
-        self.later: list[Callable[[], Proposer]] = []  # and those that are not made before answers go on for a while
+        self.later: list[Callable[[], Proposer]] = []  # and those that are not made in the first steps
+        self._steps = 0  # with requests that decode
         self.stats: dict[str, DraftStats] = {}
         # Models of its own: pace learns gaps between tokens, in which a CPU also asks proposers and makes text (a
         # quarter more than the step, with the default model), and what asking costs is weighed apart here. Prompts are
@@ -148,7 +149,8 @@ class Speculation:
         may have been accepted meanwhile; the rest is verified.
         """
         self._watching = True
-        if self.coming or self.later:
+        self._steps += bool(requests)
+        if self.coming or (self.later and self._steps > SHORT):
             self._take_in_proposers()
         if self._failed:
             self._drop_failed()
@@ -361,15 +363,18 @@ class Speculation:
             self._keeps_up.reset()
 
     def _take_in_proposers(self) -> None:
-        if self._turn > SHORT:
-            self.coming += map(in_background, self.later)
-            self.later.clear()
+        self.coming += map(in_background, self.later)
+        self.later.clear()
         for one in [one for one in self.coming if one.done()]:
             self.coming.remove(one)
             if (error := one.exception()) is None:
                 self.add(one.result())
             else:
-                log.warning("a proposer of drafts is missing: %s", error)
+                self.misses(error)
+
+    def misses(self, error: BaseException) -> None:
+        """A proposer could not be made: there are fewer drafts."""
+        log.warning("a proposer of drafts is missing: %s", error)
 
     def _ask(self, proposer: Proposer, requests: Sequence[Request], length: int) -> Sequence[Draft | None]:
         try:
