@@ -223,6 +223,8 @@ class _Generation:
         self.number: int = order["generation"]
         self._line, self._processes, self._ranks = line, processes, ranks
         self._over = threading.Event()
+        self._failing = threading.Lock()
+        self._fail_told = False
         self._layout = parse_layout(order["config"]["parallel"])
         self._board = Board.of_ranks(ranks)
         self._segment, self._file = call_machine(self._layout, ranks)
@@ -286,6 +288,10 @@ class _Generation:
         except OSError as error:
             why = f"its machine has no room for rank {self._ranks.start}: {error}"
             self._line.tell({"failed": "OSError", "why": why, "generation": self.number, "rank": self._ranks.start})
+        except Exception as error:  # else the engine would wait for ranks that nobody starts
+            log.exception("rank %d was not started", self._ranks.start)
+            why = f"rank {self._ranks.start} was not started: {type(error).__name__}: {error}"
+            self._line.tell({"broken": self.number, "why": why, "rank": self._ranks.start})
         finally:
             if links is not None:
                 close_links(links)
@@ -321,11 +327,18 @@ class _Generation:
                 seen = now
                 self._line.tell({"done": now, "generation": self.number, "rank": rank})
             elif self._board.ended:
-                if (failure := self._board.failure) is not None and failure[0] == rank:
-                    step = self._board.failed_step(rank)
-                    said = {"fail": failure[1], "step": step, "generation": self.number, "rank": rank}
-                    self._line.tell(said)
+                self._tell_failure()
                 self.end()
+
+    def _tell_failure(self) -> None:
+        """Whoever sees first that it has ended tells of the step that failed: it is over for the others then."""
+        with self._failing:
+            failure = None if self._fail_told else self._board.failure
+            self._fail_told = True
+            if failure is not None:
+                rank, why = failure
+                step = self._board.failed_step(rank)
+                self._line.tell({"fail": why, "step": step, "generation": self.number, "rank": rank})
 
 
 def _machines(ranks: int, doors: dict[int, Address], mine: range) -> list[range]:
