@@ -101,6 +101,14 @@ class Connection:
         self._socket.settimeout(None)
         _watch_peer(self._socket)
 
+    @property
+    def here(self) -> str:
+        """This side's own address. Raises PeerError."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError as error:
+            raise PeerError(f"the peer is gone: {error}") from None
+
     def hang_up(self) -> None:
         """For whoever waits for the peer in another thread."""
         with contextlib.suppress(OSError):  # it is closed already

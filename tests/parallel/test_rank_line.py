@@ -16,11 +16,12 @@ from far_ranks import SECRET, wait_until
 
 from tokenmill import __version__
 from tokenmill.engine.ranks import agent as agents
+from tokenmill.engine.ranks import door as doors
 from tokenmill.engine.ranks import line as lines
 from tokenmill.engine.ranks.door import Door, call, call_for_link, heard, tell
 from tokenmill.engine.ranks.line import Line
 from tokenmill.engine.ranks.links import channels_of, close_links, linked, make_links
-from tokenmill.engine.ranks.machines import Machines
+from tokenmill.engine.ranks.machines import Machines, RanksAbsentError
 from tokenmill.engine.ranks.orders import Order
 from tokenmill.parallel.layout import parse_layout
 from tokenmill.parallel.sockets import Channels, SocketCommunicator
@@ -221,7 +222,7 @@ def test_one_who_comes_again_before_it_was_there_gets_the_ranks_that_were_kept_f
         heard(first)
     tell(again, {"here": True})
     wait_until(machines._there, "it has joined")
-    assert not machines._guests
+    wait_until(lambda: not machines._guests, "nothing is kept any more")
     for one in (first, other, again):
         one.close()
 
@@ -275,3 +276,63 @@ def test_ranks_that_cannot_be_started_are_told_whatever_the_reason(generation: A
     generation.made._start({}, door, {}, [range(1), range(1, 3)], KEY)
     [said] = generation.said
     assert said == {"broken": 7, "why": "rank 1 was not started: KeyError: 7", "rank": 1}
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "MOST_CALLERS", 2)
+    guests = [call(met.door.address, KEY, {"join": {"name": str(number)}}) for number in range(3)]
+    wait_until(lambda: len(met.came) == 3, "all came in")
+    strangers = [socket.create_connection(met.door.address) for _ in range(2)]
+    guest = call(met.door.address, KEY, {"join": {"name": "late"}})
+    wait_until(lambda: len(met.came) == 4, "one who knows the secret came in")
+    with strangers[0], strangers[1], contextlib.suppress(OSError):
+        while strangers[0].recv(4096):
+            pass  # the oldest was sent away
+    for one in (*guests, guest):
+        one.close()
+
+
+def test_nobody_waits_for_ranks_of_an_engine_that_was_shut_down(machines: Machines) -> None:
+    timer = threading.Timer(0.1, machines.close)
+    timer.start()
+    with pytest.raises(RanksAbsentError, match="the engine was shut down"):
+        machines.wait(lambda done, total, what: None)
+    timer.join()
+
+
+def test_a_machine_asks_again_whatever_went_wrong_and_listens_where_the_engine_sees_it(
+    met: Met, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    agent = agents.Agent(met.door.address, KEY, agents.Offer(), said.append)
+    monkeypatch.setattr(agents, "PAUSES", (0.01, 0.01))
+    errors = iter([OSError("no space"), KeyError("welcome")])
+
+    def enter(connection: Connection) -> Line:
+        if (error := next(errors, None)) is None:
+            agent._closed.set()
+            raise PeerError("that was all")
+        raise error
+
+    monkeypatch.setattr(agent, "_enter", enter)
+    agent.run()
+    where = "this machine could not join the engine at 127.0.0.1:"
+    assert [one.startswith(where) for one in said] == [True, True]
+    wait_until(lambda: len(met.came) == 3, "it asked again each time")
+    assert "OSError: no space" in said[0] and "KeyError: 'welcome'" in said[1]
+    assert agent._door is not None and agent._door.address[0] == "127.0.0.1"
+    agent.close()
+
+
+def test_a_machine_without_room_for_ranks_ends_the_line_and_lives(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = agents.Agent(met.door.address, KEY, agents.Offer(), lambda said: None)
+
+    def begin(line: Line, said: Order) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(agent, "_begin", begin)
+    near, far = pair(met)
+    near.tell({"order": {}})
+    agent._serve(far)
+    assert far.why == "this machine cannot have its ranks now: too many open files"
+    near.end()

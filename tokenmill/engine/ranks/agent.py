@@ -16,7 +16,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.identity import weights_fingerprint
 from tokenmill.engine.ranks.board import Board
-from tokenmill.engine.ranks.door import Address, Door, call, heard, tell
+from tokenmill.engine.ranks.door import Address, Door, heard, reach, tell
 from tokenmill.engine.ranks.line import PATIENCE, Line
 from tokenmill.engine.ranks.links import close_links, linked, make_links
 from tokenmill.engine.ranks.meeting import call_machine
@@ -45,7 +45,7 @@ class Offer:
     model: str | None = None  # where the model is here; None: what the engine calls it
     threads: int = 1  # of each rank
     cache_dir: str | None = None
-    listen: Address | None = None  # where ranks of other machines than the engine's call; None: any free port
+    listen: Address | None = None  # where ranks of further machines call; None: the address that the engine sees
 
 
 class Agent:
@@ -88,6 +88,8 @@ class Agent:
                 why = f"the engine at {where} cannot be joined: {error}"
                 if any(one in str(error) for one in _REFUSALS):
                     raise ConfigError(why) from None
+            except (OSError, KeyError, TypeError) as error:
+                why = f"this machine could not join the engine at {where}: {type(error).__name__}: {error}"
             if why != said and not self._closed.is_set():
                 said = why
                 self._say(f"{why}; it is asked again until it takes this machine")
@@ -107,20 +109,27 @@ class Agent:
             self._door.close()
 
     def _join(self) -> Line:
-        hardware = cpu_hardware()
-        if self._door is None:
-            try:
-                self._door = Door(self._offer.listen or ("0.0.0.0", 0), self._secret, None)
-            except OSError as error:
-                raise ConfigError(f"nobody can listen at {self._offer.listen}: {error}; choose another") from None
-        asked = {"version": __version__, "name": self._name, "ranks": self._offer.ranks, "had": self._had}
-        asked |= {"port": self._door.address[1], "memory": [hardware.total_bytes, hardware.free_bytes]}
-        connection = call(self._engine, self._secret, {"join": asked})
+        connection = reach(self._engine, self._secret)
         try:
+            self._ask(connection)
             return self._enter(connection)
         except BaseException:
             connection.close()
             raise
+
+    def _ask(self, connection: Connection) -> None:
+        hardware, at = cpu_hardware(), self._offer.listen or (connection.here, 0)
+        if self._door is not None and self._offer.listen is None and self._door.address[0] != at[0]:
+            self._door.close()  # this machine has another address now
+            self._door = None
+        if self._door is None:
+            try:
+                self._door = Door(at, self._secret, None)
+            except OSError as error:
+                raise ConfigError(f"nobody can listen at {at[0]}:{at[1]}: {error}; choose another: --listen") from None
+        asked = {"version": __version__, "name": self._name, "ranks": self._offer.ranks, "had": self._had}
+        asked |= {"port": self._door.address[1], "memory": [hardware.total_bytes, hardware.free_bytes]}
+        tell(connection, {"join": asked})
 
     def _enter(self, connection: Connection) -> Line:
         connection.be_patient()  # the engine may be about to start
@@ -166,6 +175,8 @@ class Agent:
                     self._processes.kill(int(said["kill"]))
         except (KeyError, TypeError, ValueError) as error:
             line.end(f"it says something that is not known here: {error}")
+        except OSError as error:  # no memory for what ranks share, perhaps
+            line.end(f"this machine cannot have its ranks now: {error}")
         finally:
             if self._generation is not None:
                 self._generation.end()

@@ -92,6 +92,8 @@ class Machines:
         far = self._layout.ranks - self.here
         where = f"{self.address[0]}:{self.address[1]}"
         while missing := self._missing():
+            if self._closed:
+                raise RanksAbsentError(f"rank {missing[0]} was waited for, and the engine was shut down")
             now = time.monotonic()
             if now - began > self.patience:
                 raise RanksAbsentError(
