@@ -360,6 +360,7 @@ def test_ranks_that_never_come_are_not_waited_for_forever(model: str, secret: Pa
         ),
         ({"rank_secret_file": "/nowhere/at/all"}, "rank_secret_file is '/nowhere/at/all', which cannot be read"),
         ({"rank_listen": "192.0.2.1:7200"}, "rank_listen is '192.0.2.1:7200', where nobody can listen"),
+        ({"expert_cache": "lru"}, "expert_cache is 'lru' and parallel 'pp2', but several ranks do not cache experts"),
         ({"rank_patience": 0}, "rank_patience is 0; it must be a number of seconds above 0"),
     ],
     ids=str,

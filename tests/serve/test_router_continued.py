@@ -276,6 +276,28 @@ def test_a_client_may_say_which_tokens_it_has(attempts: list[int]) -> None:
     run(main())
 
 
+def test_what_is_computed_anew_in_vain_is_counted(attempts: list[int]) -> None:
+    async def main() -> None:
+        async with simulated() as (_, replica), client() as http, routed([replica]) as (_, url):
+            body = {"prompt": prompt_of(6), "seed": 6, "max_tokens": 30, "ignore_eos": True}
+            found = await events_with_ids(http, url, "/v1/completions", body)
+            id = found[-1][0]
+            await forget(http, replica, id, attempts)
+
+            async def used() -> list[float]:
+                lines = (await http.get(f"{replica}/metrics")).text.splitlines()
+                told = [one for one in lines if one.startswith("tokenmill_tenant_tokens_total{")]
+                return [sum(float(one.split()[-1]) for one in told if kind in one) for kind in ("prompt", "output")]
+
+            while await used() != [40, 30]:  # that one is closed
+                await asyncio.sleep(0.01)
+            wrong = body | {"seed": 7, "stream": True}
+            answer = await http.post(f"{url}/v1/completions", json=wrong, headers={"last-event-id": id})
+            assert answer.status_code == 409 and await used() == [80, 60]
+
+    run(main())
+
+
 def test_a_comment_does_not_look_like_an_event() -> None:
     """Some clients take any empty line for the end of an event once they know an id, and read JSON out of nothing."""
 
