@@ -129,6 +129,7 @@ def test_streams_survive_their_router() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a port is taken again at once")
 def test_streams_survive_a_router_that_is_killed_and_started_again() -> None:
     async def main() -> None:
@@ -155,6 +156,7 @@ def test_streams_survive_a_router_that_is_killed_and_started_again() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_back_finds_its_stream_wherever_it_is() -> None:
     """At the replica that told its last event, at another one, or nowhere: then it is computed anew. What it goes on
     with may break again."""
@@ -236,7 +238,7 @@ def test_a_client_may_say_which_tokens_it_has(attempts: list[int]) -> None:
     """They are not computed again, if they are right."""
 
     async def main() -> None:
-        async with simulated({"step": 0.004}) as (service, replica), client() as http, routed([replica]) as (_, url):
+        async with simulated({"step": 0.002}) as (service, replica), client() as http, routed([replica]) as (_, url):
             body = {"prompt": prompt_of(3), "seed": 3, "max_tokens": 300, "return_token_ids": True, "ignore_eos": True}
             found = await events_with_ids(http, url, "/v1/completions", body)
             counted, right = count_tokens(service), expected(prompt_of(3), 300, 3)

@@ -116,8 +116,8 @@ def _claimed(
         if not all(type(token) is int and 0 <= token < 2**31 for token in one):
             raise InvalidRequest("resume_token_ids must be a list of token ids per choice")
     said = [ResumedSequence(list(tokens[: mark.tokens])) for tokens, mark in zip(claimed, after)]
-    for known, one in zip(said, fresh.sequences):
-        if len(known.tokens) >= one.request.max_tokens or not one.request.stop_ids.isdisjoint(known.tokens):
+    for known, whole in zip(said, fresh.sequences):
+        if len(known.tokens) >= whole.request.max_tokens or not whole.request.stop_ids.isdisjoint(known.tokens):
             return None  # it has ended with them, so there is nothing to go on with
     return said
 
