@@ -278,18 +278,32 @@ def test_ranks_that_cannot_be_started_are_told_whatever_the_reason(generation: A
     assert said == {"broken": 7, "why": "rank 1 was not started: KeyError: 7", "rank": 1}
 
 
-def test_strangers_who_say_nothing_keep_nobody_out(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_keep_nobody_out_and_guests_are_no_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doors, "MOST_CALLERS", 2)
-    guests = [call(met.door.address, KEY, {"join": {"name": str(number)}}) for number in range(3)]
-    wait_until(lambda: len(met.came) == 3, "all came in")
-    strangers = [socket.create_connection(met.door.address) for _ in range(2)]
-    guest = call(met.door.address, KEY, {"join": {"name": "late"}})
-    wait_until(lambda: len(met.came) == 4, "one who knows the secret came in")
+    came: list[Connection] = []
+    go_on = threading.Event()
+
+    def enter(connection: Connection, said: Order, host: str) -> None:
+        came.append(connection)
+        go_on.wait(240)  # as one who waits for the engine's model
+        tell(connection, {"welcome": 1})
+
+    door = Door(("127.0.0.1", 0), KEY, enter)
+    guests = [call(door.address, KEY, {"join": {}}) for _ in range(3)]
+    wait_until(lambda: len(came) == 3, "all came in")
+    strangers = [socket.create_connection(door.address) for _ in range(2)]
+    guests.append(call(door.address, KEY, {"join": {}}))
+    wait_until(lambda: len(came) == 4, "one who knows the secret came in")
     with strangers[0], strangers[1], contextlib.suppress(OSError):
         while strangers[0].recv(4096):
             pass  # the oldest was sent away
-    for one in (*guests, guest):
+    go_on.set()
+    assert [heard(one) for one in guests] == [{"welcome": 1}] * 4
+    for one in (*guests, *came):
         one.close()
+    door.close()
 
 
 def test_nobody_waits_for_ranks_of_an_engine_that_was_shut_down(machines: Machines) -> None:
