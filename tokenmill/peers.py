@@ -15,6 +15,8 @@ from tokenmill.errors import ConfigError
 
 HELLO_SECONDS, FRAME_SECONDS = 5.0, 10.0  # that a peer may take for its introduction, and to go on with a frame
 LEAST_SECRET = 16  # bytes
+IDLE, AGAIN, PROBES = 10, 5, 3  # seconds of silence until a kernel asks another whether it is there, and how often
+UNACKNOWLEDGED = 30_000  # milliseconds after which what was sent is taken for lost, with the peer
 
 _HEADER = struct.Struct("<BBIQ")  # kind, status, bytes of the body, number of the frame
 _MAC = 16
@@ -94,9 +96,18 @@ class Connection:
 
     def be_patient(self) -> None:
         """Wait for the peer however long it takes, in frames, too: somebody else judges whether it is there, and hangs
-        up from another thread."""
+        up from another thread. A machine that vanished without a word is found out by the kernel."""
         self._patience = None
         self._socket.settimeout(None)
+        _watch_peer(self._socket)
+
+    @property
+    def here(self) -> str:
+        """This side's own address. Raises PeerError."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError as error:
+            raise PeerError(f"the peer is gone: {error}") from None
 
     def hang_up(self) -> None:
         """For whoever waits for the peer in another thread."""
@@ -112,6 +123,15 @@ class Connection:
 
     def _fill(self, target: memoryview) -> None:
         fill(self._socket, target)
+
+
+def _watch_peer(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is no TCP connection, or gone already: whoever reads is told so
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = ("TCP_KEEPIDLE", IDLE), ("TCP_KEEPINTVL", AGAIN), ("TCP_KEEPCNT", PROBES)
+        for name, value in (*options, ("TCP_USER_TIMEOUT", UNACKNOWLEDGED)):
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def fill(peer: socket.socket, target: memoryview, until: float | None = None) -> None:

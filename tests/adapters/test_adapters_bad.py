@@ -102,12 +102,20 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing": (with_tensors(lambda t: t.clear()), "holds no tensors"),
     "cut": (cut, "truncated or corrupt"),
     "no file": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 64), "truncated or corrupt"),
+    "more than a line takes": (
+        lambda folder: write_adapter(folder, rank=8),
+        "but ranks on other machines are sent 0.0 MiB at most; use one of a smaller rank",
+    ),
     "too large": (lambda folder: write_adapter(folder, rank=8), "0.0 MiB, but lora_host_memory is"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_adapter_is_refused_in_a_sentence(llm: LLM, tmp_path: Path, name: str) -> None:
+def test_a_bad_adapter_is_refused_in_a_sentence(
+    llm: LLM, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "more than a line takes":
+        monkeypatch.setattr(llm._built.engine.adapters, "_most", 1000)
     if name == "too large":
         llm._built.engine.adapters._host_bytes = 1000  # type: ignore[union-attr]
     before = llm.generate([[3, 4, 5]], GREEDY, False)[0].outputs[0].token_ids

@@ -62,7 +62,8 @@ def machines() -> Iterator[tuple[str, str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.parametrize("parallel", ["pp2", pytest.param("tp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["pp2", "tp2"])
 def test_two_machines_say_what_one_says_and_the_network_between_them_may_go_and_come(
     machines: tuple[str, str, str], tmp_path: Path, parallel: str
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_connection_that_is_lost_costs_nobody_its_weights(far: Far, wanted: li
     assert far.failed > failed and far.rank.pids == pids
 
 
+@pytest.mark.slow
 def test_connections_that_break_at_any_byte_change_no_answer(far: Far, wanted: list[object]) -> None:
     """Those of the machine and those between ranks, while they are made and while steps are on their way."""
     pids, seen = far.rank.pids, []
@@ -164,6 +165,7 @@ def test_a_machine_that_hangs_is_given_up_and_comes_back(
     assert far.rank.process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_far_rank_that_hangs_is_missed_and_replaced(far: Far, wanted: list[object]) -> None:
     far.ask()
     (stopped,) = far.rank.pids
@@ -227,6 +229,7 @@ def test_strangers_are_sent_away_with_a_sentence_on_both_sides(
     engine_says(caplog, "no tokenmill, or one of another version")
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_and_a_spare_machine_takes_the_place_of_one_that_is_lost(
     far: Far, wanted: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,9 +267,10 @@ def test_ranks_that_do_not_come_again_end_the_engine_with_a_sentence(far: Far) -
 
 @pytest.mark.parametrize(
     "parallel, ranks",
-    [("tp2", [1]), *(pytest.param(*more, marks=pytest.mark.slow) for more in (("tp2,pp2", [2]), ("tp4", [1, 2])))],
+    [("tp2", [1]), ("tp2,pp2", [2]), ("tp4", [1, 2])],
     ids=str,
 )
+@pytest.mark.slow
 def test_heads_and_stages_over_machines_say_what_one_rank_says(
     model: str, secret: Path, wanted: list[object], parallel: str, ranks: list[int]
 ) -> None:
@@ -312,6 +316,7 @@ def test_sums_over_machines_are_the_same_bits(model: str, secret: Path) -> None:
     assert bits[0] == bits[1]
 
 
+@pytest.mark.slow
 def test_three_machines_in_a_row_and_the_one_in_the_middle_is_killed(
     model: str, secret: Path, wanted: list[object]
 ) -> None:
@@ -360,6 +365,7 @@ def test_ranks_that_never_come_are_not_waited_for_forever(model: str, secret: Pa
         ),
         ({"rank_secret_file": "/nowhere/at/all"}, "rank_secret_file is '/nowhere/at/all', which cannot be read"),
         ({"rank_listen": "192.0.2.1:7200"}, "rank_listen is '192.0.2.1:7200', where nobody can listen"),
+        ({"expert_cache": "lru"}, "expert_cache is 'lru' and parallel 'pp2', but several ranks do not cache experts"),
         ({"rank_patience": 0}, "rank_patience is 0; it must be a number of seconds above 0"),
     ],
     ids=str,

@@ -8,14 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from far_ranks import SECRET, wait_until
 
+from tokenmill import __version__
+from tokenmill.engine.ranks import agent as agents
+from tokenmill.engine.ranks import door as doors
 from tokenmill.engine.ranks import line as lines
 from tokenmill.engine.ranks.door import Door, call, call_for_link, heard, tell
 from tokenmill.engine.ranks.line import Line
 from tokenmill.engine.ranks.links import channels_of, close_links, linked, make_links
+from tokenmill.engine.ranks.machines import Machines, RanksAbsentError
 from tokenmill.engine.ranks.orders import Order
 from tokenmill.parallel.layout import parse_layout
 from tokenmill.parallel.sockets import Channels, SocketCommunicator
@@ -189,3 +195,158 @@ def test_links_that_cannot_be_made_are_said_so_and_others_closed() -> None:
         pairs = linked(layout, [range(1), range(1, 2)])
         make_links(1, pairs, range(1, 2), None, {0: address}, KEY, lambda: False)
     assert time.monotonic() - began < 240
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    found = Machines(parse_layout("pp2"), 1, ("127.0.0.1", 0), KEY, "rank_listen", 240.0)
+    found.open("model", "fingerprint")
+    yield found
+    found.close()
+
+
+def join(machines: Machines, name: str) -> tuple[Connection, Order]:
+    said = {"version": __version__, "name": name, "ranks": 1, "had": None, "port": 1, "memory": [2, 1]}
+    connection = call(machines.address, KEY, {"join": said})
+    return connection, heard(connection)
+
+
+def test_one_who_comes_again_before_it_was_there_gets_the_ranks_that_were_kept_for_it(machines: Machines) -> None:
+    first, said = join(machines, "a")
+    assert said["welcome"]["first"] == 1
+    other, said = join(machines, "b")
+    assert said["wait"]
+    again, said = join(machines, "a")
+    assert said["welcome"]["first"] == 1
+    with pytest.raises(PeerError, match="the peer is gone"):
+        heard(first)
+    tell(again, {"here": True})
+    wait_until(machines._there, "it has joined")
+    wait_until(lambda: not machines._guests, "nothing is kept any more")
+    for one in (first, other, again):
+        one.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
+def test_a_kernel_asks_whether_a_silent_peer_is_there(met: Met) -> None:
+    far = call(met.door.address, KEY, {"join": {}})
+    far.be_patient()
+    asked = [far.release()[0].getsockopt(socket.IPPROTO_TCP, one) for one in (socket.TCP_KEEPIDLE, socket.TCP_KEEPCNT)]
+    assert far.release()[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and asked == [10, 3]
+    assert far.release()[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    far.close()
+
+
+class NoThread:
+    def __init__(self, **options: object) -> None: ...
+
+    def start(self) -> None: ...
+
+
+@pytest.fixture
+def generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Ranks 1 and 2 of three, none of whose threads runs; `said` is what its engine was told."""
+    monkeypatch.setattr(agents.threading, "Thread", NoThread)
+    said: list[Order] = []
+    line: Any = SimpleNamespace(tell=said.append)
+    order = {"generation": 7, "config": {"parallel": "pp3"}}
+    nothing: Any = None
+    made = agents._Generation(line, nothing, order, range(1, 3), nothing, {}, ("127.0.0.1", 1), KEY)
+    monkeypatch.undo()
+    yield SimpleNamespace(made=made, said=said)
+    made.end()
+    made._segment.forget()
+    made._board.memory.close()
+
+
+def test_a_failed_step_is_told_by_whoever_sees_first_that_the_generation_has_ended(generation: Any) -> None:
+    board = generation.made._board
+    board.fail(2, 5, "no memory")
+    board.end()
+    generation.made._tell_done(1)
+    generation.made._tell_done(2)
+    assert generation.said == [{"fail": "no memory", "step": 5, "generation": 7, "rank": 2}]
+
+
+def test_ranks_that_cannot_be_started_are_told_whatever_the_reason(generation: Any) -> None:
+    def forget(before: int) -> None:
+        raise KeyError(before)
+
+    door: Any = SimpleNamespace(forget=forget)
+    generation.made._start({}, door, {}, [range(1), range(1, 3)], KEY)
+    [said] = generation.said
+    assert said == {"broken": 7, "why": "rank 1 was not started: KeyError: 7", "rank": 1}
+
+
+def test_strangers_who_say_nothing_keep_nobody_out_and_guests_are_no_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doors, "MOST_CALLERS", 2)
+    came: list[Connection] = []
+    go_on = threading.Event()
+
+    def enter(connection: Connection, said: Order, host: str) -> None:
+        came.append(connection)
+        go_on.wait(240)  # as one who waits for the engine's model
+        tell(connection, {"welcome": 1})
+
+    door = Door(("127.0.0.1", 0), KEY, enter)
+    guests = [call(door.address, KEY, {"join": {}}) for _ in range(3)]
+    wait_until(lambda: len(came) == 3, "all came in")
+    strangers = [socket.create_connection(door.address) for _ in range(2)]
+    guests.append(call(door.address, KEY, {"join": {}}))
+    wait_until(lambda: len(came) == 4, "one who knows the secret came in")
+    with strangers[0], strangers[1], contextlib.suppress(OSError):
+        while strangers[0].recv(4096):
+            pass  # the oldest was sent away
+    go_on.set()
+    assert [heard(one) for one in guests] == [{"welcome": 1}] * 4
+    for one in (*guests, *came):
+        one.close()
+    door.close()
+
+
+def test_nobody_waits_for_ranks_of_an_engine_that_was_shut_down(machines: Machines) -> None:
+    timer = threading.Timer(0.1, machines.close)
+    timer.start()
+    with pytest.raises(RanksAbsentError, match="the engine was shut down"):
+        machines.wait(lambda done, total, what: None)
+    timer.join()
+
+
+def test_a_machine_asks_again_whatever_went_wrong_and_listens_where_the_engine_sees_it(
+    met: Met, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    agent = agents.Agent(met.door.address, KEY, agents.Offer(), said.append)
+    monkeypatch.setattr(agents, "PAUSES", (0.01, 0.01))
+    errors = iter([OSError("no space"), KeyError("welcome")])
+
+    def enter(connection: Connection) -> Line:
+        if (error := next(errors, None)) is None:
+            agent._closed.set()
+            raise PeerError("that was all")
+        raise error
+
+    monkeypatch.setattr(agent, "_enter", enter)
+    agent.run()
+    where = "this machine could not join the engine at 127.0.0.1:"
+    assert [one.startswith(where) for one in said] == [True, True]
+    wait_until(lambda: len(met.came) == 3, "it asked again each time")
+    assert "OSError: no space" in said[0] and "KeyError: 'welcome'" in said[1]
+    assert agent._door is not None and agent._door.address[0] == "127.0.0.1"
+    agent.close()
+
+
+def test_a_machine_without_room_for_ranks_ends_the_line_and_lives(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = agents.Agent(met.door.address, KEY, agents.Offer(), lambda said: None)
+
+    def begin(line: Line, said: Order) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(agent, "_begin", begin)
+    near, far = pair(met)
+    near.tell({"order": {}})
+    agent._serve(far)
+    assert far.why == "this machine cannot have its ranks now: too many open files"
+    near.end()

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.params import SamplingParams
 from tokenmill.serve.http import routed_streams
+from tokenmill.serve.http.continued import _claimed
 from tokenmill.serve.http.event_ids import MOST_SEQUENCES, EventIds, Mark, digest_of, events_of, position_of
 from tokenmill.serve.http.routed_streams import LEASE_SECONDS, RoutedStream, RoutedStreams
 
@@ -109,12 +111,13 @@ def test_another_attempt_takes_the_place_of_the_first_and_tenants_do_not_meet() 
     looked(main)
 
 
+NAME = "0123456789abcdef" * 2  # as routers name requests
 STEPS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 10**6), max_size=4)), max_size=3))
 
 
 @given(STEPS, st.integers(1, 4), st.integers(0, 2**63 - 1), st.integers(1, 4))
 def test_an_id_says_how_far_the_stream_has_come(steps: Any, count: int, seed: int, events: int) -> None:
-    ids, said, seen = EventIds("ab1", 5, 1700000000, seed, count), [[] for _ in range(count)], set()
+    ids, said, seen = EventIds(NAME, 5, 1700000000, seed, count), [[] for _ in range(count)], set()
     for step in steps:
         before, news = [Mark(len(one)) for one in said], {}
         for index, tokens in step:
@@ -126,7 +129,7 @@ def test_an_id_says_how_far_the_stream_has_come(steps: Any, count: int, seed: in
         for number, one in enumerate(events_of(part), 1):
             id = one.decode().split("\n")[0].removeprefix("id: ")
             found = position_of(id)
-            assert (found.request, found.home, found.created, found.seed) == ("ab1", 5, 1700000000, seed)
+            assert (found.request, found.home, found.created, found.seed) == (NAME, 5, 1700000000, seed)
             assert found.after == tuple(Mark(len(one)) for one in said) and found.digest == digest_of(said)
             last = number == events
             assert found.before == (found.after if last else tuple(before))
@@ -136,10 +139,25 @@ def test_an_id_says_how_far_the_stream_has_come(steps: Any, count: int, seed: in
 
 @pytest.mark.parametrize(
     "text",
-    ["", "5", "a.1.1.1.5.u0.0", "a.1.1.1.5.u0.0.1.1", "a/b.1.1.1.5.u0.0.1", "a.g.1.1.5.u0.0.1", "a.1.1.1.-5.u0.0.1",
-     "a.1.1.1.5>4.u1.0.1", "a.1.1.1.5.x0.0.1", "a.1.1.1.5.u.0.1", "a.1.1.ffffffffffffffff.5.u0.0.1",
-     "a.1.1.1.\u0665.u0.0.1", "a.1.1.1." + "-".join("5" * (MOST_SEQUENCES + 1)) + ".u0.0.1", "a" * 2000],
+    ["", "5", "NAME.1.1.1.5.u0.0", "NAME.1.1.1.5.u0.0.1.1", "NAME.g.1.1.5.u0.0.1", "NAME.1.1.1.-5.u0.0.1",
+     "NAME.1.1.1.5>4.u1.0.1", "NAME.1.1.1.5.x0.0.1", "NAME.1.1.1.5.u.0.1", "NAME.1.1.ffffffffffffffff.5.u0.0.1",
+     "NAME.1.1.1.\u0665.u0.0.1", "NAME.1.1.1." + "-".join("5" * (MOST_SEQUENCES + 1)) + ".u0.0.1", "a" * 2000,
+     "ab1.1.1.1.5.u0.0.1", "NAME0.1.1.1.5.u0.0.1", "resp_1.1.1.1.5.u0.0.1", f"{NAME.upper()}.1.1.1.5.u0.0.1"],
 )  # fmt: skip
 def test_what_is_no_id_of_an_event_is_refused_with_a_sentence(text: str) -> None:
+    assert position_of(f"{NAME}.1.1.1.5.u0.0.1").after == (Mark(5),)
     with pytest.raises(InvalidRequest, match=r"Last-Event-ID is .* no id of an event"):
-        position_of(text)
+        position_of(text.replace("NAME", NAME))
+
+
+@pytest.mark.parametrize(
+    "tokens, known", [([5, 6], True), ([5, 6, 7, 8], True), ([5, 6, 7, 8, 9], False), ([5, 2], False)]
+)
+def test_what_a_client_says_that_it_has_does_not_end_an_answer(tokens: list[int], known: bool) -> None:
+    """Then there is nothing to go on with."""
+    request = SimpleNamespace(max_tokens=5, stop_ids=frozenset({2}))
+    fresh: Any = SimpleNamespace(sequences=[SimpleNamespace(request=request)])
+    said = _claimed([tokens], [Mark(len(tokens))], fresh, SamplingParams(max_tokens=5))
+    assert (said is not None) == known
+    if said is not None:
+        assert said[0].tokens == tokens and said[0].finish is None

@@ -129,6 +129,7 @@ def test_streams_survive_their_router() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a port is taken again at once")
 def test_streams_survive_a_router_that_is_killed_and_started_again() -> None:
     async def main() -> None:
@@ -155,6 +156,7 @@ def test_streams_survive_a_router_that_is_killed_and_started_again() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_back_finds_its_stream_wherever_it_is() -> None:
     """At the replica that told its last event, at another one, or nowhere: then it is computed anew. What it goes on
     with may break again."""
@@ -236,7 +238,7 @@ def test_a_client_may_say_which_tokens_it_has(attempts: list[int]) -> None:
     """They are not computed again, if they are right."""
 
     async def main() -> None:
-        async with simulated({"step": 0.004}) as (service, replica), client() as http, routed([replica]) as (_, url):
+        async with simulated({"step": 0.002}) as (service, replica), client() as http, routed([replica]) as (_, url):
             body = {"prompt": prompt_of(3), "seed": 3, "max_tokens": 300, "return_token_ids": True, "ignore_eos": True}
             found = await events_with_ids(http, url, "/v1/completions", body)
             counted, right = count_tokens(service), expected(prompt_of(3), 300, 3)
@@ -272,6 +274,28 @@ def test_a_client_may_say_which_tokens_it_has(attempts: list[int]) -> None:
             there = await http.post(f"{replica}/v1/completions", json=body | {"stream": True}, headers=headers)
             assert there.status_code == 400 and "send it to a router" in there.text
             assert not service._active
+
+    run(main())
+
+
+def test_what_is_computed_anew_in_vain_is_counted(attempts: list[int]) -> None:
+    async def main() -> None:
+        async with simulated() as (_, replica), client() as http, routed([replica]) as (_, url):
+            body = {"prompt": prompt_of(6), "seed": 6, "max_tokens": 30, "ignore_eos": True}
+            found = await events_with_ids(http, url, "/v1/completions", body)
+            id = found[-1][0]
+            await forget(http, replica, id, attempts)
+
+            async def used() -> list[float]:
+                lines = (await http.get(f"{replica}/metrics")).text.splitlines()
+                told = [one for one in lines if one.startswith("tokenmill_tenant_tokens_total{")]
+                return [sum(float(one.split()[-1]) for one in told if kind in one) for kind in ("prompt", "output")]
+
+            while await used() != [40, 30]:  # that one is closed
+                await asyncio.sleep(0.01)
+            wrong = body | {"seed": 7, "stream": True}
+            answer = await http.post(f"{url}/v1/completions", json=wrong, headers={"last-event-id": id})
+            assert answer.status_code == 409 and await used() == [80, 60]
 
     run(main())
 

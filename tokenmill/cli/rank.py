@@ -29,7 +29,8 @@ def rank(
     listen: Annotated[
         str | None,
         option(
-            "Where ranks of further machines reach this one; unset: any free port. Two machines need none.",
+            "Where ranks of further machines reach this one; unset: a free port of the address that the engine sees. "
+            "Two machines need none.",
             show_default=False,
         ),
     ] = None,

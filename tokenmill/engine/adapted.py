@@ -9,12 +9,14 @@ from tokenmill.engine.adapters import AdapterPool
 from tokenmill.engine.core import Engine
 from tokenmill.engine.rank_model import RankModel
 from tokenmill.engine.ranks.group import RankGroup
+from tokenmill.engine.ranks.line import MOST
 from tokenmill.errors import ConfigError
 from tokenmill.model.adapters.peft import Base
 from tokenmill.parallel.layout import parse_layout
 from tokenmill.plan.solve.hardware import GIB
 
 _MIB = 1 << 20
+LARGEST_ADAPTER = MOST - 16 * _MIB  # bytes of one that a line takes, with what it says beside the factors
 
 
 def check_adapters(config: EngineConfig) -> None:
@@ -43,7 +45,8 @@ def add_adapters(
     if config.warm_up and device.type == "cuda":
         slots.try_out()
     write = slots.write if group is None else group.write_adapter
-    engine.adapters = AdapterStore(base, write, config.lora_host_memory, pins=device.type == "cuda")
+    most = None if config.rank_listen is None else LARGEST_ADAPTER
+    engine.adapters = AdapterStore(base, write, config.lora_host_memory, device.type == "cuda", most)
     engine.scheduler.parts[0].life.adapters = AdapterPool(config.max_loras, engine.adapters)
     size, dtype = bytes_of_slots(config, base, model.prepared), str(base.dtype).removeprefix("torch.")
     each = "the device" if group is None else "each rank"

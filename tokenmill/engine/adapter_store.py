@@ -24,8 +24,9 @@ class AdapterStore:
         write: Callable[[int, AdapterWeights], None],  # into a slot
         host_bytes: int,
         pins: bool = False,  # for a GPU, which copies from pinned memory without anybody waiting
+        most: int | None = None,  # bytes of one, where it has to be sent to other machines
     ) -> None:
-        self._base, self._write, self._host_bytes, self._pins = base, write, host_bytes, pins
+        self._base, self._write, self._host_bytes, self._pins, self._most = base, write, host_bytes, pins, most
         self._paths: dict[str, Path] = {}
         self._host: OrderedDict[str, AdapterWeights] = OrderedDict()  # least recently used first
         self.host_used = 0  # bytes
@@ -119,6 +120,11 @@ class AdapterStore:
             raise InvalidRequest(
                 f"the adapter in {str(path)!r} takes {size / _MIB:.1f} MiB, but lora_host_memory is "
                 f"{self._host_bytes / _MIB:.1f} MiB; raise that"
+            )
+        if self._most is not None and size > self._most:
+            raise InvalidRequest(
+                f"the adapter in {str(path)!r} takes {size / _MIB:.1f} MiB, but ranks on other machines are sent "
+                f"{self._most / _MIB:.1f} MiB at most; use one of a smaller rank"
             )
         self._paths[key], self._sizes[key] = path, size
         if key in self._host:

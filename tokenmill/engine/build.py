@@ -84,6 +84,7 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     tell = progress or (lambda done, total, what: None)
     check_adapters(config)
+    check_expert_cache(config)
     device = choose_device(config.device)
     waking = threading.Thread(target=_wake, args=(device,), daemon=True)
     waking.start()  # a GPU's driver takes a while, during which Triton can be imported
@@ -101,6 +102,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         waking.join()
         if compiler is not None:
             compiler.close()
+
+
+def check_expert_cache(config: EngineConfig) -> None:
+    """Refuse it with ranks before anybody waits for them."""
+    if config.expert_cache in ("lru", "predict") and parse_layout(config.parallel).ranks > 1:
+        raise ConfigError(
+            f"expert_cache is {config.expert_cache!r} and parallel {config.parallel!r}, but several ranks do not cache "
+            "experts; leave one of the two out"
+        )
 
 
 def _wake(device: torch.device) -> None:
@@ -130,9 +140,10 @@ def _build(
     eagle = eagle_head_for(config, made.spec)
     sizes = sizes if eagle is None else with_head(sizes, eagle, made.dtype)
     sizes = sizes if ranks is None else replace(sizes, layers=())  # ranks do not wait for each other's disks
-    if config.expert_cache in ("lru", "predict") and (made.spec.moe is None or ranks is not None):
-        why = f"{made.spec.architecture} has no experts" if made.spec.moe is None else "several ranks do not cache them"
-        raise ConfigError(f"expert_cache is {config.expert_cache!r}, but {why}; leave it out")
+    if config.expert_cache in ("lru", "predict") and made.spec.moe is None:
+        raise ConfigError(
+            f"expert_cache is {config.expert_cache!r}, but {made.spec.architecture} has no experts; leave it out"
+        )
     if ranks is not None or config.expert_cache == "off":
         sizes = replace(sizes, expert_bytes=())
     base = adapter_base(config, made)

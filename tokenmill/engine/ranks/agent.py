@@ -16,7 +16,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.checkpoints import Progress
 from tokenmill.engine.identity import weights_fingerprint
 from tokenmill.engine.ranks.board import Board
-from tokenmill.engine.ranks.door import Address, Door, call, heard, tell
+from tokenmill.engine.ranks.door import Address, Door, heard, reach, tell
 from tokenmill.engine.ranks.line import PATIENCE, Line
 from tokenmill.engine.ranks.links import close_links, linked, make_links
 from tokenmill.engine.ranks.meeting import call_machine
@@ -45,7 +45,7 @@ class Offer:
     model: str | None = None  # where the model is here; None: what the engine calls it
     threads: int = 1  # of each rank
     cache_dir: str | None = None
-    listen: Address | None = None  # where ranks of other machines than the engine's call; None: any free port
+    listen: Address | None = None  # where ranks of further machines call; None: the address that the engine sees
 
 
 class Agent:
@@ -88,6 +88,8 @@ class Agent:
                 why = f"the engine at {where} cannot be joined: {error}"
                 if any(one in str(error) for one in _REFUSALS):
                     raise ConfigError(why) from None
+            except (OSError, KeyError, TypeError) as error:
+                why = f"this machine could not join the engine at {where}: {type(error).__name__}: {error}"
             if why != said and not self._closed.is_set():
                 said = why
                 self._say(f"{why}; it is asked again until it takes this machine")
@@ -107,20 +109,27 @@ class Agent:
             self._door.close()
 
     def _join(self) -> Line:
-        hardware = cpu_hardware()
-        if self._door is None:
-            try:
-                self._door = Door(self._offer.listen or ("0.0.0.0", 0), self._secret, None)
-            except OSError as error:
-                raise ConfigError(f"nobody can listen at {self._offer.listen}: {error}; choose another") from None
-        asked = {"version": __version__, "name": self._name, "ranks": self._offer.ranks, "had": self._had}
-        asked |= {"port": self._door.address[1], "memory": [hardware.total_bytes, hardware.free_bytes]}
-        connection = call(self._engine, self._secret, {"join": asked})
+        connection = reach(self._engine, self._secret)
         try:
+            self._ask(connection)
             return self._enter(connection)
         except BaseException:
             connection.close()
             raise
+
+    def _ask(self, connection: Connection) -> None:
+        hardware, at = cpu_hardware(), self._offer.listen or (connection.here, 0)
+        if self._door is not None and self._offer.listen is None and self._door.address[0] != at[0]:
+            self._door.close()  # this machine has another address now
+            self._door = None
+        if self._door is None:
+            try:
+                self._door = Door(at, self._secret, None)
+            except OSError as error:
+                raise ConfigError(f"nobody can listen at {at[0]}:{at[1]}: {error}; choose another: --listen") from None
+        asked = {"version": __version__, "name": self._name, "ranks": self._offer.ranks, "had": self._had}
+        asked |= {"port": self._door.address[1], "memory": [hardware.total_bytes, hardware.free_bytes]}
+        tell(connection, {"join": asked})
 
     def _enter(self, connection: Connection) -> Line:
         connection.be_patient()  # the engine may be about to start
@@ -166,6 +175,8 @@ class Agent:
                     self._processes.kill(int(said["kill"]))
         except (KeyError, TypeError, ValueError) as error:
             line.end(f"it says something that is not known here: {error}")
+        except OSError as error:  # no memory for what ranks share, perhaps
+            line.end(f"this machine cannot have its ranks now: {error}")
         finally:
             if self._generation is not None:
                 self._generation.end()
@@ -223,6 +234,8 @@ class _Generation:
         self.number: int = order["generation"]
         self._line, self._processes, self._ranks = line, processes, ranks
         self._over = threading.Event()
+        self._failing = threading.Lock()
+        self._fail_told = False
         self._layout = parse_layout(order["config"]["parallel"])
         self._board = Board.of_ranks(ranks)
         self._segment, self._file = call_machine(self._layout, ranks)
@@ -286,6 +299,10 @@ class _Generation:
         except OSError as error:
             why = f"its machine has no room for rank {self._ranks.start}: {error}"
             self._line.tell({"failed": "OSError", "why": why, "generation": self.number, "rank": self._ranks.start})
+        except Exception as error:  # else the engine would wait for ranks that nobody starts
+            log.exception("rank %d was not started", self._ranks.start)
+            why = f"rank {self._ranks.start} was not started: {type(error).__name__}: {error}"
+            self._line.tell({"broken": self.number, "why": why, "rank": self._ranks.start})
         finally:
             if links is not None:
                 close_links(links)
@@ -321,11 +338,18 @@ class _Generation:
                 seen = now
                 self._line.tell({"done": now, "generation": self.number, "rank": rank})
             elif self._board.ended:
-                if (failure := self._board.failure) is not None and failure[0] == rank:
-                    step = self._board.failed_step(rank)
-                    said = {"fail": failure[1], "step": step, "generation": self.number, "rank": rank}
-                    self._line.tell(said)
+                self._tell_failure()
                 self.end()
+
+    def _tell_failure(self) -> None:
+        """Whoever sees first that it has ended tells of the step that failed: it is over for the others then."""
+        with self._failing:
+            failure = None if self._fail_told else self._board.failure
+            self._fail_told = True
+            if failure is not None:
+                rank, why = failure
+                step = self._board.failed_step(rank)
+                self._line.tell({"fail": why, "step": step, "generation": self.number, "rank": rank})
 
 
 def _machines(ranks: int, doors: dict[int, Address], mine: range) -> list[range]:

@@ -19,7 +19,7 @@ log = logging.getLogger("tokenmill.ranks")
 PROTOCOL = b"tokenRK1"
 SAY = 1  # the kind of frames before there is a line, or a link
 LARGEST = 1 << 20  # bytes of them
-MOST_CALLERS = 128  # that are let in at once
+MOST_CALLERS = 128  # that have not proven yet that they know the secret
 MOST_LINKS = 4096
 LOOK = 0.05  # seconds between looks whether a link is still waited for
 
@@ -37,10 +37,12 @@ class Door:
     def __init__(self, address: Address, secret: bytes, join: Callable[[Connection, Order, str], None] | None) -> None:
         """Raises OSError. join: the connection, what was said, and the caller's host; it raises PeerError."""
         self._secret, self._join = secret, join
-        self._socket = socket.create_server(address, backlog=MOST_CALLERS)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=MOST_CALLERS)
         self.address: Address = self._socket.getsockname()[:2]
         self._links: dict[Ends, Link] = {}
-        self._callers: set[socket.socket] = set()
+        self._callers: dict[socket.socket, None] = {}  # that have proven nothing yet, the oldest first
+        self._guests: set[socket.socket] = set()  # of whom it is not known yet what they want
         self._oldest = 0  # generation whose links are taken
         self._changed = threading.Condition()
         self._closed = False
@@ -70,7 +72,7 @@ class Door:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            callers = [*self._callers, self._socket]
+            callers = [*self._callers, *self._guests, self._socket]
         for one in callers:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -85,18 +87,21 @@ class Door:
                 time.sleep(0.1)  # out of descriptors, perhaps: others may close theirs
                 continue
             with self._changed:
-                full = len(self._callers) >= MOST_CALLERS
-                if not full:
-                    self._callers.add(caller)
-            if full:
-                caller.close()
-            else:
-                threading.Thread(target=self._hear, args=(caller, host), name="rank-caller", daemon=True).start()
+                if len(self._callers) >= MOST_CALLERS:  # strangers who say nothing keep nobody out
+                    oldest = next(iter(self._callers))
+                    del self._callers[oldest]
+                    with contextlib.suppress(OSError):  # it is gone already
+                        oldest.shutdown(socket.SHUT_RDWR)
+                self._callers[caller] = None
+            threading.Thread(target=self._hear, args=(caller, host), name="rank-caller", daemon=True).start()
 
     def _hear(self, caller: socket.socket, host: str) -> None:
         keep = False
         try:
             connection = introduce(caller, self._secret, b"", LARGEST, server=True, protocol=PROTOCOL, others=_OTHERS)
+            with self._changed:
+                self._callers.pop(caller, None)
+                self._guests.add(caller)
             said = heard(connection)
             if "link" in said:
                 generation, source, to = (int(number) for number in said["link"])
@@ -110,7 +115,8 @@ class Door:
                 log.warning("somebody from %s was sent away: %s", host, error)
         finally:
             with self._changed:
-                self._callers.discard(caller)
+                self._callers.pop(caller, None)
+                self._guests.discard(caller)
             if not keep:
                 caller.close()
 
@@ -126,17 +132,26 @@ class Door:
 
 def call(address: Address, secret: bytes, say: Order) -> Connection:
     """Go to a door and say what one wants. Raises PeerError."""
+    connection = reach(address, secret)
+    try:
+        tell(connection, say)
+    except PeerError:
+        connection.close()
+        raise
+    return connection
+
+
+def reach(address: Address, secret: bytes) -> Connection:
+    """Go to a door, which waits for a word. Raises PeerError."""
     try:
         caller = socket.create_connection(address, timeout=HELLO_SECONDS)
     except OSError as error:
         raise PeerError(f"nobody is there: {error}") from None
     try:
-        connection = introduce(caller, secret, b"", LARGEST, server=False, protocol=PROTOCOL, others=_OTHERS)
-        tell(connection, say)
+        return introduce(caller, secret, b"", LARGEST, server=False, protocol=PROTOCOL, others=_OTHERS)
     except PeerError:
         caller.close()
         raise
-    return connection
 
 
 def call_for_link(address: Address, secret: bytes, ends: Ends) -> Link:

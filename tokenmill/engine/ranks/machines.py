@@ -48,6 +48,15 @@ class _Machine:
     line: Line
 
 
+@dataclass(eq=False)
+class _Guest:
+    """One that is about to join: ranks are kept for it until it says that it is there."""
+
+    name: str
+    ranks: range
+    connection: Connection
+
+
 class Machines:
     """Ranks from `here` on are on other machines, which come to this one's door, and come again when they were lost.
 
@@ -63,7 +72,7 @@ class Machines:
         self.tells: Callable[[int, Order], None] = lambda rank, word: None
         self._layout, self._secret = layout, secret
         self._machines: dict[int, _Machine] = {}  # by first rank
-        self._reserved: dict[int, range] = {}  # of those who are about to join
+        self._guests: list[_Guest] = []
         self._welcome: Order | None = None
         self._told: tuple[int, Told] | None = None
         self._changed = threading.Condition()
@@ -83,6 +92,8 @@ class Machines:
         far = self._layout.ranks - self.here
         where = f"{self.address[0]}:{self.address[1]}"
         while missing := self._missing():
+            if self._closed:
+                raise RanksAbsentError(f"rank {missing[0]} was waited for, and the engine was shut down")
             now = time.monotonic()
             if now - began > self.patience:
                 raise RanksAbsentError(
@@ -188,10 +199,12 @@ class Machines:
         for machine in self._there():
             if machine.name == name:  # the engine has not noticed yet that it was gone
                 self._drop(machine, "it came again")
-        ranks = self._reserve(count, asked.get("had"))
-        if ranks is None:
+        self._forget_guest(name)
+        guest = self._reserve(name, count, asked.get("had"), connection)
+        if guest is None:
             self._refuse(connection, self._why_no_room(count), wait=count <= self._layout.ranks - self.here)
-        assert ranks is not None and welcome is not None
+        assert guest is not None and welcome is not None
+        ranks = guest.ranks
         try:
             tell(connection, {"welcome": {**welcome, "first": ranks.start}})
             connection.be_patient()  # it may have to fetch the model
@@ -201,12 +214,17 @@ class Machines:
             line = Line(connection, self.silence)
             machine = _Machine(name, ranks, host, port, (total // count, free // count), line)
             with self._changed:
-                self._machines[ranks.start] = machine
+                still = guest in self._guests
+                if still:
+                    self._machines[ranks.start] = machine
+            if not still:
+                line.end()
+                raise PeerError("it came again")
             threading.Thread(target=self._read, args=(machine,), name="rank-machine", daemon=True).start()
             log.warning("%s of %s joined", _named(ranks), host)
         finally:
             with self._changed:
-                self._reserved.pop(ranks.start, None)
+                self._guests = [one for one in self._guests if one is not guest]
                 self._changed.notify_all()
 
     def _refuse(self, connection: Connection, why: str, wait: bool = False) -> None:
@@ -219,16 +237,25 @@ class Machines:
             return f"this machine offers {count} ranks and the engine wants {far} of other machines; offer fewer"
         return f"the engine has no {count} ranks in a row to give at the moment"
 
-    def _reserve(self, count: int, had: object) -> range | None:
+    def _forget_guest(self, name: str) -> None:
+        """It has come again, so nobody is behind the connection on which it was about to join."""
+        with self._changed:
+            gone = [one for one in self._guests if one.name == name]
+            self._guests = [one for one in self._guests if one not in gone]
+        for one in gone:
+            one.connection.hang_up()
+
+    def _reserve(self, name: str, count: int, had: object, connection: Connection) -> _Guest | None:
         """Ranks that nobody has, those that it had before if it can be."""
         with self._changed:
             taken = {rank for one in self._machines.values() for rank in one.ranks}
-            taken |= {rank for ranks in self._reserved.values() for rank in ranks}
+            taken |= {rank for one in self._guests for rank in one.ranks}
             runs = [range(first, first + count) for first in range(self.here, self._layout.ranks - count + 1)]
             free = [run for run in runs if not taken & set(run)] if count > 0 and not self._closed else []
             for run in sorted(free, key=lambda run: run.start != had):
-                self._reserved[run.start] = run
-                return run
+                guest = _Guest(name, run, connection)
+                self._guests.append(guest)
+                return guest
         return None
 
     # In the thread of one that is there

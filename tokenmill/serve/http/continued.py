@@ -53,7 +53,7 @@ class Continued:
         if said is None and self._running is not None:
             said = self._running.said(number, ids)
         if said is None and claimed is not None:
-            said = _claimed(claimed[first : first + count], after, params)
+            said = _claimed(claimed[first : first + count], after, fresh, params)
         if said is None or not all(map(_reaches, said, after)):
             said = await self._anew(context, prompt, params, after, fresh, scheduling)
         self._said += [one.tokens[: mark.tokens] for one, mark in zip(said, after)]
@@ -92,7 +92,7 @@ class Continued:
         if not most:
             return [ResumedSequence(finish=str(Finish.STOP) if mark.ended else None) for mark in after]
         short = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-        state, output = await context.complete(prompt, short, "anew", scheduling)
+        state, output = await context.complete(prompt, short, "anew", scheduling, counts=True)
         if output.error is not None or any(one.finish not in (Finish.STOP, Finish.LENGTH) for one in state.sequences):
             context.finish = next((str(one.finish) for one in state.sequences), None)
             raise context.failure(output)
@@ -106,14 +106,20 @@ class Continued:
         return said
 
 
-def _claimed(claimed: Sequence[list[int]], after: Sequence[Mark], params: SamplingParams) -> Said | None:
+def _claimed(
+    claimed: Sequence[list[int]], after: Sequence[Mark], fresh: RequestState, params: SamplingParams
+) -> Said | None:
     """What the client says that it has; of one that has ended it cannot say why, and log-probabilities it has not."""
     if params.logprobs is not None or any(mark.ended for mark in after) or len(claimed) < len(after):
         return None
     for one in claimed:
         if not all(type(token) is int and 0 <= token < 2**31 for token in one):
             raise InvalidRequest("resume_token_ids must be a list of token ids per choice")
-    return [ResumedSequence(list(tokens[: mark.tokens])) for tokens, mark in zip(claimed, after)]
+    said = [ResumedSequence(list(tokens[: mark.tokens])) for tokens, mark in zip(claimed, after)]
+    for known, whole in zip(said, fresh.sequences):
+        if len(known.tokens) >= whole.request.max_tokens or not whole.request.stop_ids.isdisjoint(known.tokens):
+            return None  # it has ended with them, so there is nothing to go on with
+    return said
 
 
 def _reaches(said: ResumedSequence, mark: Mark) -> bool:

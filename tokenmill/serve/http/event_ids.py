@@ -10,6 +10,7 @@ of them). NUMBERED is the number of events where an API counts them, SUM a check
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tokenmill.errors import InvalidRequest
 MOST_SEQUENCES = 16  # of a stream whose events have ids: these grow with it
 LONGEST = 1000  # characters
 LAST_EVENT_ID = "last-event-id"
+_REQUEST = re.compile("[0-9a-f]{32}")  # as routers name them
 _START, _STEP, _END = "s", "u", "f"
 
 
@@ -68,7 +70,7 @@ def position_of(text: str) -> Position:
             *(place[:1], _decimal(place[1:]), _hex(numbered), _hex(digest)),
         )
         grow = all(one.tokens <= other.tokens for one, other in zip(before, after))
-        if not request.isalnum() or len(request) > 64 or found.place not in (_START, _STEP, _END) or not grow:
+        if _REQUEST.fullmatch(request) is None or found.place not in (_START, _STEP, _END) or not grow:
             raise ValueError(request)
         if found.seed >= 2**63 or len(before) > MOST_SEQUENCES:
             raise ValueError(seed)

@@ -127,9 +127,16 @@ class RequestContext:
         return self.id if self.route is None else self.route.name
 
     async def complete(
-        self, prompt: Prompt, params: SamplingParams, name: str, scheduling: dict[str, Any], **more: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str,
+        scheduling: dict[str, Any],
+        *,
+        counts: bool = False,
+        **more: Any,
     ) -> tuple[RequestState, RequestOutput]:
-        """An answer of which the client is not told."""
+        """An answer of which the client is not told. counts: its tenant has used these tokens, whatever comes of it."""
         number = len(self._streams)
         id = f"{self._engine_id}-{number}-{name}"
         stream = await self.service.submit(prompt, params, request_id=id, **more, **scheduling)
@@ -139,6 +146,9 @@ class RequestContext:
                 output = await stream.last()
         finally:
             self._streams.remove(stream)
+            if counts:
+                self.prompt_tokens += len(stream.request_state.prompt_ids)
+                self.output_tokens += sum(one.num_tokens for one in stream.request_state.sequences)
         return stream.request_state, output
 
     async def embed(self, prompts: Sequence[Prompt], pooling: str, options: RequestOptions) -> list[Stream]:

@@ -19,6 +19,7 @@ from tokenmill.serve.router.settings import RouterSettings, address_of
 DRAIN_LOOK = 0.05  # seconds
 SETTLE = 1.0  # seconds that a client who comes back waits for replicas of which nothing was heard yet
 SLACK = 0.05  # seconds: what replicas say of their queues is older than that
+SEARCHES = 16  # streams for which all replicas are asked at once
 
 
 class Fleet:
@@ -33,6 +34,7 @@ class Fleet:
         self._any = RoundRobin()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._searches = asyncio.Semaphore(SEARCHES)
 
     def start(self) -> None:
         for url in self.settings.replicas:
@@ -54,14 +56,13 @@ class Fleet:
         until = time.monotonic() + SETTLE
         while any(one.state == "connecting" for one in self.replicas) and time.monotonic() < until:
             await self.turn(DRAIN_LOOK)
-        there = [one for one in self.replicas if one.open]
-        told = [one for one in there if one.home == position.home]
-        for some in (told, [one for one in there if one not in told]):
-            answers = await asyncio.gather(*(one.has_stream(position.request) for one in some))
-            for one, has in zip(some, answers):
-                if has:
-                    return one.url
-        return None
+        told = [one for one in self.replicas if one.open and one.home == position.home]
+        found = await _holder(told, position.request)
+        if found is None:
+            async with self._searches:
+                others = [one for one in self.replicas if one.open and one not in told]
+                found = await _holder(others, position.request)
+        return found
 
     async def stop(self) -> None:
         await asyncio.gather(*(one.withdrawals.stop() for one in self.replicas))
@@ -164,3 +165,8 @@ class Fleet:
                     "length, block size, dtype, quantization or cache differ); give all replicas the same options"
                 )
         return None
+
+
+async def _holder(some: list[Replica], request: str) -> str | None:
+    answers = await asyncio.gather(*(one.has_stream(request) for one in some))
+    return next((one.url for one, has in zip(some, answers) if has), None)

@@ -108,7 +108,8 @@ class Forwarder:
                 deadline = max(deadline, time.monotonic() + self._settings.patience_seconds)
                 continue
             if refusal is None:
-                if request.scope["path"] == "/v1/responses":
+                # The name of one that goes on is the client's word, by which it could move another's response.
+                if request.scope["path"] == "/v1/responses" and position is None:
                     self._homes.remember(f"resp_{work.route.id}", replica.url)
                 return
             self._count_retry(work, replica, f"refused with {refusal.status}", "")

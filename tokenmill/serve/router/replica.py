@@ -17,7 +17,7 @@ from tokenmill.kv.prefix import IDENTITY_BYTES
 from tokenmill.routing.cache_view import CacheEvent, CacheSnapshot, CacheView
 from tokenmill.routing.routers import TYPICAL_OUTPUT
 from tokenmill.serve.http.routed import PROTOCOL, SECRET
-from tokenmill.serve.router.client import Headers, ReplicaLost, ReplicaPool, Reply
+from tokenmill.serve.router.client import Headers, ReplicaLost, ReplicaPool, Reply, StaleConnection
 from tokenmill.serve.router.settings import RouterSettings
 from tokenmill.serve.router.withdrawals import Withdrawals
 
@@ -117,9 +117,11 @@ class Replica:
         """Whether it has the stream of a request, or had it a moment ago."""
         try:
             async with asyncio.timeout(self._settings.probe_seconds):
-                reply = await self.pool.request(
-                    b"GET", b"/cluster/streams/" + request.encode(), self._headers(), b"", fresh=True
-                )
+                target = b"/cluster/streams/" + request.encode()
+                try:
+                    reply = await self.pool.request(b"GET", target, self._headers(), b"")
+                except StaleConnection:
+                    reply = await self.pool.request(b"GET", target, self._headers(), b"", fresh=True)
                 with contextlib.closing(reply):
                     await reply.whole()
                     return reply.status == 200
