@@ -36,6 +36,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and what they ta
     "tm_graph_run": (ctypes.c_int, _POINTER, _COUNT),
     "tm_graph_free": (None, _POINTER),
     "tm_group_bytes": (_KIND,),
+    "tm_fence": (None,),
+    "tm_told_numbers": (_COUNT,),
+    "tm_most": (ctypes.c_double,),
     "tm_send": (ctypes.c_int, _POINTER, _COUNT, _POINTER, _COUNT),
     "tm_receive": (ctypes.c_int, _POINTER, _COUNT, _POINTER, _COUNT),
 }
