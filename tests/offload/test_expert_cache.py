@@ -264,6 +264,7 @@ def test_experts_that_have_a_slot_are_copied_to_the_buffer_and_not_read(models, 
     assert read and set(read) == {-1} and any(copies)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_nobody_waits_for_a_thread_that_has_ended(graphs, models, monkeypatch):
     with with_slots(models, 1, cuda_graphs=graphs) as llm:

@@ -127,7 +127,7 @@ class DiskExperts:
                 raise StepFailed(self._worker.why)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has rung often enough
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has rung often enough, or nobody listens
             os.write(self._bell, b"\1")
 
 
