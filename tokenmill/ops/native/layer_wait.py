@@ -21,7 +21,7 @@ def fence() -> None:
     """
     native = load()
     if isinstance(native, Library):
-        native.c.tm_fence()
+        native.fence()
 
 
 def check_told(numbers: int, most: float) -> None:
