@@ -7,9 +7,14 @@ import torch
 
 from tokenmill.model.moe import route as plain_route
 from tokenmill.model.spec import MoESpec
+from tokenmill.offload.expert_slots import Told
 from tokenmill.ops import reference
 from tokenmill.ops.native import library
-from tokenmill.ops.native.experts import moe_packed, route
+from tokenmill.ops.native.experts import moe_packed, route, route_args
+from tokenmill.ops.native.layer_wait import check_told
+from tokenmill.ops.native.recording import NotRecordableError
+from tokenmill.ops.native.structs import Args
+from tokenmill.plan.solve.offload import MOST
 from tokenmill.quant.forms import parse_form
 from tokenmill.quant.schemes.experts import Experts, allocate_experts, moe_each
 from tokenmill.quant.schemes.packed import Packed
@@ -144,3 +149,32 @@ def test_scores_that_are_not_finite_make_a_row_so(native: library.Library) -> No
     shares, experts = route(x, torch.randn(6, 16), 2, True, 1.0)
     assert shares[1].isnan().all() and shares[[0, 2]].isfinite().all()
     assert ((experts >= 0) & (experts < 6)).all()
+
+
+def test_every_kind_of_op_is_one_ops() -> None:
+    kinds = [struct.KIND for struct in Args.__subclasses__()]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_numbers_that_steps_tell_are_the_same_on_both_sides() -> None:
+    check_told(len(Told), MOST)
+    for numbers, most in ((len(Told) + 1, MOST), (len(Told), 0.5)):
+        with pytest.raises(ValueError, match="steps tell"):
+            check_told(numbers, most)
+
+
+def test_a_router_with_gaps_is_routed_as_one_without() -> None:
+    made = torch.Generator().manual_seed(5)
+    x, router = torch.randn(7, HIDDEN, generator=made), torch.randn(HIDDEN, EXPERTS, generator=made).t()
+    for found, expected in zip(route(x, router, TOP_K, True, 1.0), route(x, router.contiguous(), TOP_K, True, 1.0)):
+        assert torch.equal(found, expected)
+
+
+def test_what_cannot_be_routed_where_it_lies_is_not_recorded() -> None:
+    x, router = torch.zeros(4, HIDDEN), torch.zeros(EXPERTS, HIDDEN)
+    shares, chosen = torch.zeros(4, TOP_K), torch.zeros(4, TOP_K, dtype=torch.int64)
+    for rows, weights in ((torch.zeros(HIDDEN, 4).t(), router), (x, torch.zeros(HIDDEN, EXPERTS).t())):
+        with pytest.raises(NotRecordableError, match="cannot be routed where they lie"):
+            route_args(rows, weights, shares, chosen, True, 1.0, 1, 1)
+    with pytest.raises(TypeError, match="float64"):
+        route_args(x, router.double(), shares, chosen, True, 1.0, 1, 1)

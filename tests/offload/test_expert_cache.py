@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny import TINY, write_tiny
@@ -11,6 +12,7 @@ from tiny import TINY, write_tiny
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine import checkpoints
 from tokenmill.errors import ConfigError, ModelError, StepFailed
+from tokenmill.offload import disk_experts
 from tokenmill.offload.layer_file import LayerFile
 from tokenmill.offload.streamed import CachedExpertWeights, StreamedWeights
 from tokenmill.serve.engine.introspection import stats_of
@@ -201,6 +203,81 @@ def test_one_bad_read_costs_a_step_and_no_token(graphs, models, monkeypatch):
         # What failed may have been on its way ahead of time, and is read once more when it is asked for.
         assert stats_of(llm._built.engine).failed_steps <= 1 and not left[0]
         feed_of(llm).slots.check_integrity()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_task_that_cannot_be_handed_over_costs_a_step_and_no_token(queued, graphs, models, monkeypatch):
+    with with_slots(models, 3, expert_cache="lru", cuda_graphs=graphs, prompt_graphs=False) as llm:
+        expected, submit, left = answers(llm), ThreadPoolExecutor.submit, [1]
+
+        def fail_once(self, function, /, *args):
+            if left[0] and self._thread_name_prefix == "expert-reader":
+                left[0] = 0
+                if queued:  # as when a thread cannot be started: what was handed over is done all the same
+                    submit(self, function, *args)
+                raise RuntimeError("can't start new thread")
+            return submit(self, function, *args)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", fail_once)
+        llm._built.engine.reset_prefix_cache()
+        assert answers(llm) == expected
+        assert stats_of(llm._built.engine).failed_steps <= 1 and not left[0]
+        feed_of(llm).slots.check_integrity()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_errors_while_looking_ahead_cost_nothing(graphs, models, monkeypatch):
+    with with_slots(models, 3, expert_cache="predict", cuda_graphs=graphs) as llm:
+        expected, failed = answers(llm), []
+
+        def fail(self, call):
+            failed.append(call)
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(disk_experts._Worker, "_still", fail)
+        llm._built.engine.reset_prefix_cache()
+        assert answers(llm) == expected
+        assert failed and not stats_of(llm._built.engine).failed_steps
+        with feed_of(llm)._worker.changed:
+            feed_of(llm).slots.check_integrity()
+            assert not feed_of(llm).slots._taken.any()
+
+
+def test_experts_that_have_a_slot_are_copied_to_the_buffer_and_not_read(models, monkeypatch):
+    """Stacked matrices: a step that chooses more experts than have a slot takes all of them from the buffer."""
+    read, bring, copied = [], disk_experts._Worker._bring, disk_experts._Worker._copied
+
+    def seen(self, job, piece):
+        if job.slot is None:
+            read.append(int(self._slots.slot[job.number, job.expert]))
+        return bring(self, job, piece)
+
+    def counted(self, number, expert):
+        copies.append(copied(self, number, expert))
+        return copies[-1]
+
+    copies = []
+    monkeypatch.setattr(disk_experts._Worker, "_bring", seen)
+    monkeypatch.setattr(disk_experts._Worker, "_copied", counted)
+    with with_slots(models, 3, dtype="float64", expert_cache="lru") as llm:
+        answers(llm)
+    assert read and set(read) == {-1} and any(copies)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nobody_waits_for_a_thread_that_has_ended(graphs, models, monkeypatch):
+    with with_slots(models, 1, cuda_graphs=graphs) as llm:
+        answers(llm)
+
+        def end(self, readers):
+            raise SystemExit
+
+        monkeypatch.setattr(disk_experts._Worker, "_hear", end)
+        for _ in range(2):
+            llm._built.engine.reset_prefix_cache()
+            assert any(error and "experts cannot be read any more" in error for _, _, error in answers(llm))
 
 
 @pytest.mark.parametrize("graphs", [True, False])

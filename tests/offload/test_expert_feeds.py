@@ -1,6 +1,9 @@
 """Slots of experts, whether foreseeing pays, and copies to a device with streams: each against what it stands for."""
 
+import os
+import threading
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TINY, write_tiny
 
+from tokenmill.errors import ModelError, PeerLostError
 from tokenmill.model.families import spec_from_config
 from tokenmill.model.weights.checkpoint import read_config
 from tokenmill.model.weights.dummy import draw_parameters, dummy_weights
 from tokenmill.model.widened import WidenedWeights
-from tokenmill.offload.expert_slots import AWAY, ExpertSlots
+from tokenmill.offload.disk_experts import OVER
+from tokenmill.offload.expert_rooms import is_packed
+from tokenmill.offload.expert_slots import AWAY, ExpertSlots, Told
 from tokenmill.offload.foresight import RETRY, WINDOW, Foresight
+from tokenmill.offload.image import Image, Part
 from tokenmill.offload.load import cache_from_host
+from tokenmill.ops.native.layer_wait import fetch_experts
 from tokenmill.plan.solve.offload import NO_EXPERTS_AWAY, CachedExperts, most_slots
 from tokenmill.quant.schemes.choose import ComputeTarget, choose_schemes
 from tokenmill.quant.schemes.dense import Dense
@@ -78,6 +86,87 @@ def test_a_slot_that_is_taken_is_nobodys_until_somebody_arrives_or_goes_back():
     slots.failed(0, slots.take(0, ())[0])
     slots.check_integrity()
     assert slots.take(0, ()) == (slot, AWAY)
+
+
+def test_slots_that_nobody_comes_to_are_freed():
+    slots = ExpertSlots(2, EXPERTS, 2)
+    taken = [slots.take(number, frozenset())[0] for number in (0, 0, 1)]
+    slots.free_taken({(0, taken[0]), (1, None)})
+    assert slots.take(0, frozenset()) == (taken[1], AWAY) and slots.take(0, frozenset()) is None
+    assert {slots.take(1, frozenset())[0] for _ in range(2)} == {0, 1}
+    slots.check_integrity()
+
+
+class Waiting:
+    """A call of the library that waits for expert 3, and for all others in slots; `answer` is the worker's side."""
+
+    def __init__(self, answer, times=1, slot=3):
+        self.slots, self.answer = ExpertSlots(1, EXPERTS, EXPERTS), answer
+        self.slots.slot[0] = range(EXPERTS)
+        self.slots.slot[0, 3] = slot
+        self.over = threading.Event()
+        listen, bell = os.pipe()
+        os.set_blocking(bell, False)
+        thread = threading.Thread(target=self._work)
+        thread.start()
+        try:
+            chosen = torch.arange(EXPERTS).repeat(512).view(-1, 2)
+            slots = self.slots
+            of_layer = slots.slot[0], slots.buffer[0], slots.owner, slots.used[0], slots.early[0]
+            self.places = [
+                fetch_experts(chosen, slots.told, *of_layer, 0, slots.slots, True, bell) for _ in range(times)
+            ]
+        finally:
+            self.over.set()
+            thread.join()
+            os.close(bell)
+            os.close(listen)
+        self.expected = chosen
+
+    def asked(self):
+        return abs(self.slots.told[Told.ANSWERED]) < self.slots.told[Told.ASKED]
+
+    def _work(self):
+        while not self.over.is_set():
+            self.answer(self)
+
+
+def test_no_expert_is_left_out_whose_slot_is_taken_and_given_back_meanwhile():
+    def answer(call):
+        slots = call.slots
+        slots.slot[0, 3] = AWAY
+        if call.asked():
+            slots.slot[0, 3] = 3
+            slots.told[Told.ANSWERED] = slots.told[Told.ASKED]
+            return
+        slots.slot[0, 3] = 3
+
+    call = Waiting(answer, times=300)
+    for places in call.places:
+        assert torch.equal(places, call.expected)
+
+
+def test_an_answer_without_the_expert_is_asked_for_again():
+    answers = []
+
+    def answer(call):
+        if call.asked():
+            answers.append(call.slots.told[Told.CALL])
+            call.slots.slot[0, 3] = 3 if len(answers) == 3 else AWAY
+            call.slots.told[Told.ANSWERED] = call.slots.told[Told.ASKED]
+
+    call = Waiting(answer, slot=AWAY)
+    assert torch.equal(call.places[0], call.expected)
+    assert answers == [1, 1, 1] and call.slots.told[Told.STALLS] == 3 and call.slots.told[Told.MISSES] == 1
+
+
+def test_who_waits_is_told_that_nobody_answers_any_more():
+    def answer(call):
+        if call.asked():
+            call.slots.told[Told.ANSWERED] = OVER
+
+    with pytest.raises(PeerLostError):
+        Waiting(answer, slot=AWAY)
 
 
 def test_a_buffer_is_one_layers_at_a_time():
@@ -188,3 +277,12 @@ def test_rows_that_are_computed_again_in_float32_get_the_same_experts(tmp_path):
         ids = torch.arange(3, 3 + 2 * tokens).view(2, tokens)
         expected = hidden_of(spec, WidenedWeights(resident, 1 << 12), ids)
         assert torch.equal(hidden_of(spec, WidenedWeights(weights, 1 << 12), ids), expected)
+
+
+def test_experts_that_are_packed_by_half_are_refused():
+    up, down = (Part(name, "", 0, 64, "uint8", (64,), form=1) for name in ("up", "down"))
+    floats = replace(down, form=-1, dtype="float32", shape=(16,))
+    assert is_packed(Image((up, down), 4096), 3)
+    assert not is_packed(Image((floats,), 4096), 3)
+    with pytest.raises(ModelError, match=r"experts of layer 3 have one matrix .* set expert_cache='off'"):
+        is_packed(Image((up, floats), 4096), 3)

@@ -5,7 +5,7 @@ The host has to hear what was chosen: it waits for the device once in every laye
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,13 @@ class CopyExperts:
         heard = asked.cpu().numpy()
         choices = heard[: experts.numel()]
         chosen = np.unique(choices).tolist()
+        kept = frozenset(chosen)
         different = slots.call(number, chosen)
         self._launched = self._streams.computed()
         in_buffer = different > slots.slots
         for expert in chosen:
             if this.place(slots, number, expert, in_buffer) < 0:
-                self._to_buffer(number, [expert]) if in_buffer else self._to_slot(number, expert, chosen)
+                self._to_buffer(number, [expert]) if in_buffer else self._to_slot(number, expert, kept)
         if number in self._behind:
             self._streams.compute_after(self._behind.pop(number))
         table = np.full(slots.experts, AWAY)
@@ -69,8 +70,8 @@ class CopyExperts:
         if after < len(self._layers) and different >= MOST * slots.experts:
             self._to_buffer(after, range(slots.experts))
         elif len(heard) > len(choices):
-            ahead = np.unique(heard[len(choices) :]).tolist()
-            for expert in ahead:
+            ahead = frozenset(np.unique(heard[len(choices) :]).tolist())
+            for expert in sorted(ahead):
                 if slots.slot[after, expert] < 0 and self._to_slot(after, expert, ahead):
                     slots.early[after, expert] = 1
         told = slots.told
@@ -84,7 +85,7 @@ class CopyExperts:
     def close(self) -> None:
         pass
 
-    def _to_slot(self, number: int, expert: int, kept: Sequence[int]) -> bool:
+    def _to_slot(self, number: int, expert: int, kept: Set[int]) -> bool:
         taken = self.slots.take(number, kept)
         if taken is None:
             return False

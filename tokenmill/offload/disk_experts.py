@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,11 +22,12 @@ from tokenmill.offload.feed import FeedStats
 from tokenmill.offload.foresight import Foresight
 from tokenmill.offload.layer_file import LayerFile, room
 from tokenmill.ops.native import recording
-from tokenmill.ops.native.layer_wait import fetch_experts, foresee_experts
+from tokenmill.ops.native.layer_wait import check_told, fence, fetch_experts, foresee_experts
 from tokenmill.ops.registry import Ops
 from tokenmill.plan.solve.offload import MOST
 
 READERS = 4  # threads: as many pieces are asked of the disk at once
+OVER = -(1 << 62)  # as an answer: to every call there will be, since nobody answers any more
 
 
 class DiskExperts:
@@ -48,6 +49,7 @@ class DiskExperts:
     ) -> None:
         self.file, self.bandwidth, self.place = file, bandwidth, str(file.path.parent)
         self.slots = slots
+        check_told(len(Told), MOST)
         self._layers, self._moe = layers, moe
         self._numbers = {layer.index: number for number, layer in enumerate(layers)}
         listen, self._bell = os.pipe()
@@ -89,7 +91,7 @@ class DiskExperts:
             with self._worker.changed:
                 told[Told.ASKED] = call = told[Told.CALL]
                 self._ring()
-                self._worker.changed.wait_for(lambda: abs(told[Told.ANSWERED]) == call)
+                self._worker.changed.wait_for(lambda: abs(told[Told.ANSWERED]) >= call)
             told[Told.STALLS] += 1
             told[Told.STALL_NS] += time.perf_counter_ns() - began
             self._check()
@@ -118,12 +120,14 @@ class DiskExperts:
     def _check(self) -> None:
         """Say why experts could not be had, once: the next pass asks for them again."""
         with self._worker.changed:
-            if self.slots.told[Told.ANSWERED] < 0:
-                self.slots.told[Told.ANSWERED] *= -1
+            answered = self.slots.told[Told.ANSWERED]
+            if answered < 0:
+                if answered != OVER:
+                    self.slots.told[Told.ANSWERED] = -answered
                 raise StepFailed(self._worker.why)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has rung often enough
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has rung often enough, or nobody listens
             os.write(self._bell, b"\1")
 
 
@@ -137,9 +141,13 @@ def bring_expert(file: LayerFile, layer: ExpertLayer, entry: int, slot: int) -> 
 def _read_stacked(file: LayerFile, entry: int, memory: torch.Tensor, into: Sequence[torch.Tensor]) -> int:
     """By way of `memory`: what a disk reads at once are whole pages, which stacked tensors do not lie on."""
     read = sum(file.read(entry, piece, memory) for piece in range(file.entries[entry].pieces))
-    for part, source in zip(into, parts_in(file.entries[entry].image, memory), strict=True):
-        part.copy_(source)
+    _copy(into, parts_in(file.entries[entry].image, memory))
     return read
+
+
+def _copy(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+    for part, there in zip(into, source, strict=True):
+        part.copy_(there)
 
 
 class _Job:
@@ -147,7 +155,7 @@ class _Job:
 
     def __init__(self, number: int, expert: int, slot: int | None, before: int, pieces: int) -> None:
         self.number, self.expert, self.slot, self.before = number, expert, slot, before
-        self.left = pieces  # of tasks
+        self.left = set(range(pieces))  # that nobody has read, or given up
         self.dropped = False  # nobody waits for it: what has not begun is left
         self.skipped = False  # some of it was
         self.why: str | None = None
@@ -173,20 +181,37 @@ class _Worker:
         self.nbytes, self.seconds = 0, 0.0
 
     def run(self, listen: int) -> None:
-        with ThreadPoolExecutor(READERS, thread_name_prefix="expert-reader") as readers:
-            while os.read(listen, 4096)[-1:] == b"\1":
-                told = self._slots.told
-                if abs(told[Told.ANSWERED]) < told[Told.ASKED]:
-                    self._answer(readers)
-                call = int(told[Told.CALL])
-                if call > self._looked_ahead and call in (told[Told.STREAM], told[Told.WISHED]):
-                    self._looked_ahead = call
-                    self._look_ahead(call, readers)
+        why = "experts cannot be read any more: the engine was closed"
+        try:
+            with ThreadPoolExecutor(READERS, thread_name_prefix="expert-reader") as readers:
+                while os.read(listen, 4096)[-1:] == b"\1":
+                    self._hear(readers)
+                with self.changed:
+                    for job in self._jobs.values():
+                        job.dropped = True
+        except BaseException as error:  # whatever it is, somebody may be waiting
+            why = f"experts cannot be read any more: {error!r}; start the engine again"
+            raise
+        finally:
             with self.changed:
-                for job in self._jobs.values():
-                    job.dropped = True
-        os.close(listen)
-        self._file.close()
+                self.why = why
+                self._slots.told[Told.ANSWERED] = OVER
+                self.changed.notify_all()
+            os.close(listen)
+            self._file.close()
+
+    def _hear(self, readers: ThreadPoolExecutor) -> None:
+        told = self._slots.told
+        if abs(told[Told.ANSWERED]) < told[Told.ASKED]:
+            self._answer(readers)
+        call = int(told[Told.CALL])
+        if call > self._looked_ahead and call in (told[Told.STREAM], told[Told.WISHED]):
+            self._looked_ahead = call
+            with self.changed:
+                try:
+                    self._look_ahead(call, readers)
+                except Exception:  # whoever needs what was not brought asks for it, and is told why it does not come
+                    self._put_right()
 
     # What a step waits for
 
@@ -198,11 +223,11 @@ class _Worker:
             with self.changed:
                 chosen = [int(one) for one in (slots.used[number] == call).nonzero()[0]]
                 layer, wanted = self._layers[number], {(number, expert) for expert in chosen}
-                in_buffer = layer.buffer is not None and len(chosen) > slots.slots
+                kept, in_buffer = frozenset(chosen), layer.buffer is not None and len(chosen) > slots.slots
                 for key, job in self._jobs.items():  # who goes to the wrong one of two stacks is no help either
                     job.dropped = key not in wanted or (layer.buffer is not None and (job.slot is None) != in_buffer)
                 self._wait(lambda: not any(job.dropped for job in self._jobs.values()))
-                jobs = [self._wanted(number, expert, chosen, in_buffer) for expert in chosen]
+                jobs = [self._wanted(number, expert, kept, in_buffer) for expert in chosen]
                 self._begin([job for job in jobs if job is not None], readers)
                 started = list(self._jobs.values())
                 self._wait(lambda: not self._jobs)
@@ -211,40 +236,59 @@ class _Worker:
                     reasons = [job.why for job in started if job.why is not None]
                     self.why = next(iter(reasons), f"experts {lacking} of layer {layer.index} did not come")
                     said = -call
+            told[Told.MAY_FORESEE] = self.foresight.note(call, float(told[Told.STALL_NS]))
         except Exception as error:  # whatever it is, somebody waits
             self.why, said = f"experts cannot be read: {error!r}", -call
-        told[Told.MAY_FORESEE] = self.foresight.note(call, float(told[Told.STALL_NS]))
+            with self.changed:
+                self._put_right()
         with self.changed:
+            fence()  # who sees the answer sees all that was brought
             told[Told.ANSWERED] = said
             self.changed.notify_all()
 
-    def _wanted(self, number: int, expert: int, chosen: Sequence[int], in_buffer: bool) -> _Job | None:
+    def _wanted(self, number: int, expert: int, kept: Set[int], in_buffer: bool) -> _Job | None:
         """What has to be read so that the expert is where this step looks for it."""
         slots, layer = self._slots, self._layers[number]
         if in_buffer:
             slots.own(number)
         if layer.place(slots, number, expert, in_buffer) >= 0 or (number, expert) in self._jobs:
             return None
-        taken = None if in_buffer else slots.take(number, chosen)
+        if in_buffer and self._copied(number, expert):
+            return None
+        taken = None if in_buffer else slots.take(number, kept)
         if taken is None:
             slots.own(number)
             return self._job(number, expert, None)
         slots.forget(number, taken[1])
+        if layer.buffer is not None and slots.in_buffer(number, expert):
+            _copy(layer.slots.parts(taken[0]), layer.buffer.parts(expert))
+            slots.arrived(number, taken[0], expert)
+            return None
         return self._job(number, expert, *taken)
+
+    def _copied(self, number: int, expert: int) -> bool:
+        """Where matrices are stacked: whether it has a slot, and has been copied from there to its buffer."""
+        slots, layer = self._slots, self._layers[number]
+        slot = int(slots.slot[number, expert])
+        if layer.buffer is None or slot < 0:
+            return False
+        _copy(layer.buffer.parts(expert), layer.slots.parts(slot))
+        slots.buffer[slots.buffer_of(number), expert] = 1
+        return True
+
+    def _put_right(self) -> None:
+        """After an error: slots that were taken for experts that nobody is bringing are free."""
+        self._slots.free_taken({(job.number, job.slot) for job in self._jobs.values()})
 
     # What it will, or is likely to, ask for
 
     def _look_ahead(self, call: int, readers: ThreadPoolExecutor) -> None:
         told = self._slots.told
-        with self.changed:
-            number = int(told[Told.LAYER]) + 1
-            if told[Told.CALL] != call or number >= len(self._layers):
-                return
-            if told[Told.STREAM] == call:
-                jobs = self._all_of(number, call)
-            else:
-                jobs = self._likely(number, call)
-            self._begin(jobs, readers)
+        number = int(told[Told.LAYER]) + 1
+        if told[Told.CALL] != call or number >= len(self._layers):
+            return
+        jobs = self._all_of(number, call) if told[Told.STREAM] == call else self._likely(number, call)
+        self._begin(jobs, readers)
 
     def _all_of(self, number: int, call: int) -> list[_Job]:
         """A step that chooses most experts finds the next layer's in the buffer, as a layer that is streamed."""
@@ -259,17 +303,18 @@ class _Worker:
                 return []
             slots.own(number)
         away = [one for one in range(slots.experts) if self._layers[number].place(slots, number, one, True) < 0]
-        found = [one for one in away if (number, one) not in self._jobs]
+        found = [one for one in away if (number, one) not in self._jobs and not self._copied(number, one)]
         return [self._job(number, expert, None) for expert in found]
 
     def _likely(self, number: int, call: int) -> list[_Job]:
         slots = self._slots
         likely = [int(one) for one in (slots.wish == call).nonzero()[0]]
         jobs: list[_Job] = []
+        kept = frozenset(likely)
         for expert in likely:
             if slots.place(number, expert) >= 0 or (number, expert) in self._jobs:
                 continue
-            taken = slots.take(number, likely)
+            taken = slots.take(number, kept)
             if taken is None:
                 break
             if not self._still(call):
@@ -282,8 +327,8 @@ class _Worker:
 
     def _still(self, call: int) -> bool:
         """Whether the step is where it was. What was written before this line is seen by whoever goes on."""
-        with threading.Lock():  # a fence
-            return int(self._slots.told[Told.CALL]) == call
+        fence()
+        return int(self._slots.told[Told.CALL]) == call
 
     # Reading
 
@@ -297,8 +342,11 @@ class _Worker:
             if not self._jobs:
                 self._began = time.perf_counter()
             self._jobs[job.number, job.expert] = job
-            for piece in range(job.left):
-                readers.submit(self._read, job, piece)
+            for piece in sorted(job.left):
+                try:
+                    readers.submit(self._read, job, piece)
+                except Exception as error:  # of a thread that cannot be started, perhaps
+                    self._over(job, piece, f"experts cannot be read: {error!r}")
 
     def _wait(self, until: Callable[[], bool]) -> None:
         self.changed.wait_for(until)
@@ -309,6 +357,8 @@ class _Worker:
     def _read(self, job: _Job, piece: int) -> None:
         read, why = 0, None
         with self.changed:
+            if piece not in job.left:
+                return  # given up: what was to be filled may be somebody else's
             if job.dropped:
                 job.skipped = True
             skip = job.skipped or job.why is not None
@@ -321,10 +371,7 @@ class _Worker:
                 why = f"expert {job.expert} of layer {self._layers[job.number].index} cannot be read: {error!r}"
         with self.changed:
             self.nbytes += read
-            job.why = job.why or why
-            job.left -= 1
-            if not job.left:
-                self._ended(job)
+            self._over(job, piece, why)
 
     def _bring(self, job: _Job, piece: int) -> int:
         layer, entry = self._layers[job.number], self._entry(job.number, job.expert)
@@ -339,6 +386,12 @@ class _Worker:
         finally:
             with self.changed:
                 self._scratch.append(memory)
+
+    def _over(self, job: _Job, piece: int, why: str | None) -> None:
+        job.why = job.why or why
+        job.left.remove(piece)
+        if not job.left:
+            self._ended(job)
 
     def _ended(self, job: _Job) -> None:
         slots, is_there = self._slots, job.why is None and not job.skipped

@@ -19,7 +19,7 @@ from tokenmill.offload.feed import FeedStats
 from tokenmill.offload.layer_file import LayerFile
 from tokenmill.offload.rotation import Rotation
 from tokenmill.ops.native import recording
-from tokenmill.ops.native.layer_wait import enter_layer
+from tokenmill.ops.native.layer_wait import enter_layer, fence
 
 READERS = 4  # threads: as many pieces are asked of the disk at once
 COMPUTED, STALLS, STALL_NS = range(3)  # what the thread that computes tells (kernels/stream.cpp)
@@ -128,8 +128,8 @@ class _Worker:
                 before = self._holds.get(buffer)
                 if before is not None and before != layer:
                     self._there[before] = AWAY
-                    with threading.Lock():  # a fence: the next line must not be read before that is written
-                        computed = int(self._told[COMPUTED])
+                    fence()  # the next line must not be read before that is written
+                    computed = int(self._told[COMPUTED])
                     if before in self._rotation.wanted(computed):  # somebody came back to it
                         self._there[before] = THERE
                         return self._next()

@@ -133,6 +133,18 @@ def check_alike(images: Sequence[Image], layer: int) -> None:
         )
 
 
+def is_packed(image: Image, layer: int) -> bool:
+    """Whether an expert's matrices are multiplied where its image is read to; or else lie in stacks."""
+    packed = {part.weight for part in image.parts if part.form >= 0}
+    others = {part.weight for part in image.parts if part.form < 0}
+    if packed and others:
+        raise ModelError(
+            f"the experts of layer {layer} have one matrix that is packed and one that is not, and cannot be brought "
+            "by themselves; quantize both in the same way, or set expert_cache='off', and whole layers are brought"
+        )
+    return bool(packed)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

@@ -6,7 +6,7 @@ choice of experts; calls are numbered. The slots and buffers of a layer are read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -78,13 +78,13 @@ class ExpertSlots:
         buffer = self.buffer_of(number)
         return bool(self.owner[buffer] == number and self.buffer[buffer, expert])
 
-    def take(self, number: int, kept: Collection[int]) -> tuple[int, int] | None:
+    def take(self, number: int, kept: Set[int]) -> tuple[int, int] | None:
         """A slot for somebody who comes, and who has to leave it (AWAY: nobody): who was chosen longest ago, but none
         of these. None: there is no such slot.
         """
-        content, taken = self._content[number], self._taken[number]
+        content, taken, used = self._content[number], self._taken[number], self.used[number].tolist()
         leaving = [
-            (int(self.used[number, expert]) if expert >= 0 else AWAY, slot)
+            (used[expert] if expert >= 0 else AWAY, slot)
             for slot, expert in enumerate(content.tolist())
             if not taken[slot] and expert not in kept
         ]
@@ -118,6 +118,12 @@ class ExpertSlots:
     def failed(self, number: int, slot: int) -> None:
         """Whatever lies there now, it is nobody."""
         self._taken[number, slot] = False
+
+    def free_taken(self, coming: Set[tuple[int, int | None]]) -> None:
+        """Slots, each with its layer, that nobody of these comes to."""
+        for number, slot in np.argwhere(self._taken).tolist():
+            if (number, slot) not in coming:
+                self.failed(number, slot)
 
     def own(self, number: int) -> None:
         """Nothing that is in its buffer is another layer's from now on."""

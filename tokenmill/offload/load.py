@@ -22,6 +22,7 @@ from tokenmill.offload.expert_rooms import (
     ExpertLayer,
     ExpertRoom,
     check_alike,
+    is_packed,
     one_expert,
     packed_room,
     stacked_bytes,
@@ -123,7 +124,7 @@ def cache_from_disk(
             size, buffer = its[0].nbytes, shared[slots.buffer_of(number)]
             router = weights[f"layers.{index}.router"]
             assert isinstance(router, torch.Tensor)
-            if all(part.form >= 0 for part in its[0].parts):
+            if is_packed(its[0], index):
                 own = room(cached.slots * size)
                 places = [own[at * size : (at + 1) * size] for at in range(cached.slots)]
                 places += [buffer[at * size : (at + 1) * size] for at in range(count)]
@@ -138,7 +139,7 @@ def cache_from_disk(
             first = [(number * count + expert, expert) for expert in range(cached.slots)]
             read += sum(readers.map(lambda one: bring_expert(file, layer, *one), first))  # noqa: B023
             for expert in range(cached.slots):
-                slots.take(number, ())
+                slots.take(number, frozenset())
                 slots.arrived(number, expert, expert)
             tell(number + 1, len(indices), "reading the first experts")
     speed = read / max(1e-9, time.perf_counter() - began)
@@ -182,7 +183,7 @@ def cache_from_host(
             stack.copy_(source)
             kept.copy_(source[: cached.slots])
         for expert in range(cached.slots):
-            slots.take(number, ())
+            slots.take(number, frozenset())
             slots.arrived(number, expert, expert)
         layers.append(ExpertLayer(index, router, few, whole, ()))
         homes.append(home)

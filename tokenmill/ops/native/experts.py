@@ -10,7 +10,7 @@ import torch
 from tokenmill.ops.native.call import check_float32, run
 from tokenmill.ops.native.elementwise import ACTIVATIONS
 from tokenmill.ops.native.matrix import PackedMatrix
-from tokenmill.ops.native.recording import new, row_count
+from tokenmill.ops.native.recording import NotRecordableError, new, row_count
 from tokenmill.ops.native.structs import ExpertMatrix, ExpertsArgs, RouteArgs
 
 
@@ -48,8 +48,7 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # weights [tokens, top_k] float32, experts [tokens, top_k] int64
-    check_float32(x, router)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, router = x if x.stride(1) == 1 else x.contiguous(), router.contiguous()  # for as long as it runs
     shares, chosen = new((len(x), top_k)), new((len(x), top_k), torch.int64)
     if len(x):
         run(route_args(x, router, shares, chosen, normalize, scale, groups, top_groups))
@@ -57,8 +56,8 @@ def route(
 
 
 def route_args(
-    x: torch.Tensor,  # [tokens, hidden]
-    router: torch.Tensor,  # [experts, hidden] float32
+    x: torch.Tensor,  # [tokens, hidden], rows without gaps, which the caller keeps, as the next
+    router: torch.Tensor,  # [experts, hidden] float32, contiguous
     shares: torch.Tensor,  # [tokens, top_k], and the next, to be filled
     chosen: torch.Tensor,  # [tokens, top_k]
     normalize: bool,
@@ -66,8 +65,11 @@ def route_args(
     groups: int,
     top_groups: int,
 ) -> RouteArgs:
+    check_float32(x, router)
+    if x.stride(1) != 1 or not router.is_contiguous():  # a copy made here would be gone when it is read
+        raise NotRecordableError(f"rows of strides {x.stride()} and {router.stride()} cannot be routed where they lie")
     return RouteArgs(
-        x=x, router=router.contiguous(), shares=shares, chosen=chosen, rows=row_count(len(x)), hidden=x.shape[1],
+        x=x, router=router, shares=shares, chosen=chosen, rows=row_count(len(x)), hidden=x.shape[1],
         experts=len(router), x_stride=x.stride(0), top_k=chosen.shape[1], groups=groups, top_groups=top_groups,
         normalize=int(normalize), scale=scale,
     )  # fmt: skip

@@ -8,10 +8,29 @@ import torch
 
 from tokenmill.ops.native import call
 from tokenmill.ops.native.experts import route_args
+from tokenmill.ops.native.library import Library, load
 from tokenmill.ops.native.recording import new, row_count
 from tokenmill.ops.native.structs import EnterArgs, FetchArgs, ForeseeArgs
 
 Numbers = npt.NDArray[np.int64]
+
+
+def fence() -> None:
+    """What was written before this is seen by others before anything is read behind it. Where there is no library, all
+    that is written and read is the interpreter's, whose lock sees to that.
+    """
+    native = load()
+    if isinstance(native, Library):
+        native.fence()
+
+
+def check_told(numbers: int, most: float) -> None:
+    """That both sides tell each other the same numbers, and mean the same by most experts."""
+    native = load()
+    if isinstance(native, Library):
+        theirs = native.c.tm_told_numbers(), native.c.tm_most()
+        if theirs != (numbers, most):
+            raise ValueError(f"steps tell {theirs[0]} numbers and take {theirs[1]} for most, not {numbers} and {most}")
 
 
 def enter_layer(
@@ -57,7 +76,6 @@ def foresee_experts(
     groups: int,
     top_groups: int,
 ) -> None:
-    x = x if x.stride(1) == 1 else x.contiguous()
     shares, chosen = new((len(x), top_k)), new((len(x), top_k), torch.int64)
     route = route_args(x, router, shares, chosen, False, 1.0, groups, top_groups)
     call.run(ForeseeArgs(route=route, told=told, wish=wish, slot=slot, bell=bell))

@@ -36,6 +36,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and what they ta
     "tm_graph_run": (ctypes.c_int, _POINTER, _COUNT),
     "tm_graph_free": (None, _POINTER),
     "tm_group_bytes": (_KIND,),
+    "tm_told_numbers": (_COUNT,),
+    "tm_most": (ctypes.c_double,),
     "tm_send": (ctypes.c_int, _POINTER, _COUNT, _POINTER, _COUNT),
     "tm_receive": (ctypes.c_int, _POINTER, _COUNT, _POINTER, _COUNT),
 }
@@ -51,6 +53,9 @@ class Library:
         for name, (result, *arguments) in _FUNCTIONS.items():
             function = getattr(self.c, name)
             function.argtypes, function.restype = arguments, result
+        # A few cycles, for which the interpreter's lock is kept: who is behind a fence is in a hurry.
+        self.fence = ctypes.PyDLL(str(path)).tm_fence
+        self.fence.argtypes, self.fence.restype = (), None
 
     def run(self, kind: int, args: ctypes.Structure) -> None:
         said = self.c.tm_run(kind, ctypes.addressof(args))

@@ -5,14 +5,14 @@
 
 namespace mill {
 
-constexpr uint32_t ROUTE = 73, HEADS = 74, FORESEE = 94;
+constexpr uint32_t ROUTE = 73, HEADS = 74, ENTER = 92, FETCH = 93, FORESEE = 94;
 
 // What steps and whoever brings experts tell each other (offload/expert_slots.py). A call: one layer's choice of experts.
 enum Told : int64_t {
     TOLD_CALL,         // how many there were, the present one included
     TOLD_LAYER,        // whose, among the layers with experts
     TOLD_ASKED,        // the last call that waited for experts
-    TOLD_ANSWERED,     // the last one whose experts are there; negative: they cannot be had
+    TOLD_ANSWERED,     // the last one whose experts are there; negative: they cannot be had (and none any more, if it is beyond all calls)
     TOLD_STREAM,       // the last one that chose most experts: all of the next layer are to be brought
     TOLD_WISHED,       // the last one that foresaw experts of the next layer
     TOLD_MAY_FORESEE,  // whether calls foresee at all
@@ -22,6 +22,7 @@ enum Told : int64_t {
     TOLD_HITS,      // experts that were there, were not, and were on their way or there because they were foreseen
     TOLD_MISSES,
     TOLD_FORESEEN,
+    TOLD_NUMBERS,  // how many of these there are
 };
 constexpr int64_t MOST_OF_THEM = 3, MOST_PARTS = 4;  // of all experts: who chooses so many is taken to choose all
 

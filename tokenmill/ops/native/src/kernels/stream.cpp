@@ -60,6 +60,13 @@ int64_t place_of(const FetchArgs& a, int64_t expert) {
     return mine && __atomic_load_n(&a.buffer[expert], __ATOMIC_SEQ_CST) ? a.slots + expert : -1;
 }
 
+// Where every choice lies, and whether all are there: each is looked up once, since it may be taken and given back.
+bool find(const FetchArgs& a, int64_t choices) {
+    bool there = true;
+    for (int64_t i = 0; i < choices; ++i) there &= (a.places[i] = place_of(a, a.chosen[i])) >= 0;
+    return there;
+}
+
 void ring(int64_t bell) {
     const char once = 1;
     [[maybe_unused]] const ssize_t rung = write(int(bell), &once, 1);  // a full pipe has rung already
@@ -71,37 +78,38 @@ void fetch(const void* args, Team& team) {
     const int64_t choices = rows_of(a.rows, team.rows) * a.top_k, call = a.told[TOLD_CALL] + 1;
     __atomic_store_n(&a.told[TOLD_CALL], call, __ATOMIC_SEQ_CST);  // from here on nothing of this layer is taken away
     __atomic_store_n(&a.told[TOLD_LAYER], a.number, __ATOMIC_SEQ_CST);
-    int64_t different = 0, missing = 0, foreseen = 0, away = 0;
+    bool there = find(a, choices);
+    int64_t different = 0, missing = 0, foreseen = 0;
     for (int64_t i = 0; i < choices; ++i) {
         const int64_t expert = a.chosen[i];
         if (a.used[expert] == call) continue;
         a.used[expert] = call;
         ++different;
-        const bool is_away = place_of(a, expert) < 0;
-        away += is_away;
         if (a.early[expert])
             ++foreseen;
         else
-            missing += is_away;
+            missing += a.places[i] < 0;
         a.early[expert] = 0;
     }
     a.told[TOLD_HITS] += different - missing - foreseen;
     a.told[TOLD_MISSES] += missing;
     a.told[TOLD_FORESEEN] += foreseen;
-    if (away) {
+    while (!there) {
         const int64_t began = now();
         __atomic_store_n(&a.told[TOLD_ASKED], call, __ATOMIC_SEQ_CST);
         ring(a.bell);
         int64_t answered;
-        while ((answered = __atomic_load_n(&a.told[TOLD_ANSWERED], __ATOMIC_ACQUIRE)) != call && answered != -call) {
+        while (-call < (answered = __atomic_load_n(&a.told[TOLD_ANSWERED], __ATOMIC_ACQUIRE)) && answered < call) {
             const timespec moment{0, 20000};
             nanosleep(&moment, nullptr);
         }
         a.told[TOLD_STALLS] += 1;
         a.told[TOLD_STALL_NS] += now() - began;
         if (answered < 0) return team.lose();
+        // Should one be away all the same, it is asked for again: unless nobody answers any more, it is unanswered.
+        if (!(there = find(a, choices)))
+            __atomic_compare_exchange_n(&a.told[TOLD_ANSWERED], &answered, call - 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     }
-    for (int64_t i = 0; i < choices; ++i) a.places[i] = place_of(a, a.chosen[i]);
     const bool most = different * MOST_PARTS >= a.experts * MOST_OF_THEM;
     a.told[TOLD_FORESEES] = !most && !a.is_last && __atomic_load_n(&a.told[TOLD_MAY_FORESEE], __ATOMIC_SEQ_CST);
     if (most && !a.is_last) {  // the next layer's will be chosen, too
@@ -114,8 +122,8 @@ void fetch(const void* args, Team& team) {
 }  // namespace TM_NS
 
 extern const OpEntry TM_OPS(stream)[] = {
-    {92, sizeof(TM_NS::EnterArgs), TM_NS::enter, nullptr},
-    {93, sizeof(TM_NS::FetchArgs), TM_NS::fetch, nullptr},
+    {ENTER, sizeof(TM_NS::EnterArgs), TM_NS::enter, nullptr},
+    {FETCH, sizeof(TM_NS::FetchArgs), TM_NS::fetch, nullptr},
     {},
 };
 
