@@ -102,6 +102,10 @@ def test_memory_that_is_far_too_small_changes_no_token_whichever_rank_is_killed(
     folder = {"kv_host_memory": 200 << 10, "kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 64 << 20}
     with divided(model, 40, "tp2", **folder) as llm:
         engine, over, killed = llm._built.engine, threading.Event(), []
+        tiers = engine.scheduler.kv.transfers.tiers
+
+        def read() -> int:  # a fast machine takes more rounds to see enough
+            return sum(tier.stats.read for tier in tiers)
 
         def kill() -> None:
             while len(killed) < 4 and not over.wait(rng.uniform(0.05, 0.6)):
@@ -114,16 +118,15 @@ def test_memory_that_is_far_too_small_changes_no_token_whichever_rank_is_killed(
         thread.start()
         try:
             rounds = 0
-            while rounds < 1 or (not engine.scheduler.stats.failed_steps and rounds < 50):  # what a fast machine needs
+            while rounds < 1 or (not (engine.scheduler.stats.failed_steps and read() > 50) and rounds < 50):
                 assert conversations(llm) == wanted
                 rounds += 1
         finally:
             over.set()
             thread.join()
         engine.scheduler.check_integrity()
-        tiers = engine.scheduler.kv.transfers.tiers
         assert killed and engine.scheduler.stats.failed_steps
-        assert sum(tier.stats.read for tier in tiers) > 50 and all(tier.stats.written for tier in tiers)
+        assert read() > 50 and all(tier.stats.written for tier in tiers)
     assert set(children()) == before
 
 
